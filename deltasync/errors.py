@@ -1,0 +1,168 @@
+"""Every exception deltasync raises, and what the caller can do about each.
+
+* DeltaSyncError
+  + ConfigError(ValueError)             fix the configuration or the call
+  + WireError(ValueError)               the bytes are wrong: nothing was written, the sync is aborted
+    - TruncatedFrame                    fewer or more bytes than the frame declares
+    - BadMagic                          not a deltasync frame
+    - UnsupportedVersion                a format version this build does not read
+    - ChecksumMismatch                  the header was damaged on its way
+    - MalformedMessage                  unknown kind, missing, extra or mistyped field
+    - UnknownCodec                      a codec or compression id outside the closed table
+    - UnknownDtype                      a dtype code outside the closed table
+    - LimitExceeded                     a declared size beyond what this end accepts
+    - InvalidTable                      a patch table that breaks a rule of the wire format
+    - InvalidIndices                    indices out of range, unsorted or repeated
+  + SyncError
+    - LayoutMismatch                    the two models differ: names, shapes, dtypes or ties; stop
+    - SourceChanged                     a parameter changed its shape under the sender; make a new sender
+    - TargetMoved                       live storage was replaced between stage and commit; rejoin
+    - VersionGap                        the delta is not for the version held; rejoin for a full sync
+    - WrongStream                       the frame belongs to another training run; rejoin
+    - IllegalMessage                    a message that its state does not allow; rejoin
+    - DigestMismatch                    the weights are not what the sender says; rejoin for a full sync
+    - DirtyReceiver                     a half-written or corrupted model: refuses to serve; rejoin
+    - Refused                           the sender turned this receiver away; .kind and .message say why
+    - SyncAborted                       no version was decided, nothing is lost; send again
+    - NoReceivers                       nobody to send to; start a receiver
+    - StepApplied                       a sync after optimizer.step failed; the step itself was applied
+  + TransportError
+    - TransportTimeout(TimeoutError)    the peer was too slow; the link is unusable until it is made anew
+    - PeerLost(ConnectionError)         the other process is gone; connect again
+    - TransportClosed                   this end was closed
+    - TransportUnavailable              this machine cannot run the transport; the text names the way out
+"""
+
+from __future__ import annotations
+
+
+class DeltaSyncError(Exception):
+    """Root of everything deltasync raises on purpose."""
+
+
+class ConfigError(DeltaSyncError, ValueError):
+    """The configuration or the call is wrong."""
+
+
+class WireError(DeltaSyncError, ValueError):
+    """Received bytes break the wire format. Nothing was written."""
+
+
+class TruncatedFrame(WireError):
+    """Fewer or more bytes than the frame declares."""
+
+
+class BadMagic(WireError):
+    """The bytes are not a deltasync frame."""
+
+
+class UnsupportedVersion(WireError):
+    """A format version this build does not read."""
+
+
+class ChecksumMismatch(WireError):
+    """The header's checksum does not match its bytes."""
+
+
+class MalformedMessage(WireError):
+    """A message with an unknown kind or a missing, extra or mistyped field."""
+
+
+class UnknownCodec(WireError):
+    """A codec or compression id outside the closed table."""
+
+
+class UnknownDtype(WireError):
+    """A dtype code outside the closed table."""
+
+
+class LimitExceeded(WireError):
+    """A declared size beyond what this end accepts."""
+
+
+class InvalidTable(WireError):
+    """A patch table that breaks a rule of the wire format."""
+
+
+class InvalidIndices(WireError):
+    """Indices out of range, unsorted or repeated."""
+
+
+class SyncError(DeltaSyncError):
+    """A sync could not be done; the receiver keeps its old version unless it says DIRTY."""
+
+
+class LayoutMismatch(SyncError):
+    """The trainer's and the engine's parameters differ."""
+
+
+class SourceChanged(SyncError):
+    """A parameter changed its shape, or appeared or vanished, under the sender."""
+
+
+class TargetMoved(SyncError):
+    """Live storage was replaced between stage and commit; nothing was written."""
+
+
+class VersionGap(SyncError):
+    """A delta whose base is not the version held."""
+
+    def __init__(self, *, held: int | None, base: int, offered: int) -> None:
+        super().__init__(f"holds v{held}, was offered v{base} -> v{offered}; rejoin for a full sync")
+        self.held, self.base, self.offered = held, base, offered
+
+
+class WrongStream(SyncError):
+    """A message of another training run."""
+
+
+class IllegalMessage(SyncError):
+    """A message that the state does not allow."""
+
+
+class DigestMismatch(SyncError):
+    """The weights are not, or would not become, what the sender says they are."""
+
+
+class DirtyReceiver(SyncError):
+    """The model is half-written or corrupted and must not serve."""
+
+
+class Refused(SyncError):
+    """The sender turned this receiver away."""
+
+    def __init__(self, *, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message = kind, message
+
+
+class SyncAborted(SyncError):
+    """No version was decided; receivers keep the old one and the next sync covers both."""
+
+
+class NoReceivers(SyncError):
+    """No receiver is connected."""
+
+
+class StepApplied(SyncError):
+    """The sync after an optimizer step failed although the step itself was applied."""
+
+
+class TransportError(DeltaSyncError):
+    """A transport could not move a frame."""
+
+
+class TransportTimeout(TransportError, TimeoutError):
+    """A peer did not answer in time."""
+
+
+class PeerLost(TransportError, ConnectionError):
+    """The process at the other end is gone."""
+
+
+class TransportClosed(TransportError):
+    """This end of the transport was closed."""
+
+
+class TransportUnavailable(TransportError):
+    """This machine cannot run the transport."""
