@@ -1,0 +1,57 @@
+# Every target builds .venv first if it is missing or older than what it is built from.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+TRITON := triton==3.6.0
+CHECKED := deltasync tests $(if $(wildcard benchmarks/*.py),benchmarks)
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
+
+.PHONY: demo test lint types layers docs notebooks bench clean
+
+demo: $(STAMP)
+	$(BIN)/deltasync demo
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy $(CHECKED)
+
+layers: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py
+
+# A notebook is kept as a .py file that runs from top to bottom; the .ipynb beside it shows outputs.
+notebooks: $(STAMP)
+	@test -z "$(UNPAIRED)" || { echo "no .py beside: $(UNPAIRED)"; exit 1; }
+	@set -e; ran=0; for file in notebooks/*.py; do test -e "$$file" || continue; \
+	  echo "== $$file"; OMP_NUM_THREADS=1 MPLBACKEND=agg $(BIN)/python "$$file"; ran=1; done; \
+	test $$ran = 1 || echo "no notebooks yet"
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes alone and first: an exact version by itself takes the build that the index of this
+# machine prefers, and the second call then leaves it as it is.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "deltasync needs Python 3.11 or newer: make PYTHON=...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || \
+	  $(BIN)/pip install --disable-pip-version-check "$(TRITON)"
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

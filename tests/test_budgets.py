@@ -1,0 +1,245 @@
+"""Limits that keep the package readable and safe, checked over its source.
+
+A rule takes a file's text, its syntax tree and its path inside the package, and yields a line
+number and what is wrong there. Every rule is also shown a snippet that it must refuse and one
+that it must let pass.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "deltasync"
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+UNPICKLING_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+UNPICKLING_CALLS = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "recv_pyobj",
+    "scatter_object_list",
+    "send_object_list",
+    "send_pyobj",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    text: str
+    path: str
+    """Relative to the package, with forward slashes."""
+
+    @property
+    def nodes(self) -> Iterator[ast.AST]:
+        return ast.walk(ast.parse(self.text))
+
+    @property
+    def top(self) -> str:
+        """The layer: a folder or a module of the package."""
+        return self.path.split("/")[0].removesuffix(".py")
+
+
+Finding = tuple[int, str]
+Rule = Callable[[Source], Iterator[Finding]]
+
+
+def long_function(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {lines} lines, over {MAX_FUNCTION_LINES}"
+
+
+def long_file(source: Source) -> Iterator[Finding]:
+    lines = source.text.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield lines, f"{lines} lines, over {MAX_FILE_LINES}"
+
+
+def print_outside_interface(source: Source) -> Iterator[Finding]:
+    if source.top in {"cli", "demo"}:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and dotted(node.func) == "print":
+            yield node.lineno, "print outside cli and demo"
+
+
+def environment_outside_config(source: Source) -> Iterator[Finding]:
+    if source.top in {"cli", "config"}:
+        return
+    for node in source.nodes:
+        for name in mentioned(node):
+            if name in {"os.environ", "os.environb", "os.getenv", "os.putenv"}:
+                yield line_of(node), f"{name} outside config and cli"
+
+
+def unpickling(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        for name in mentioned(node):
+            first, last = name.split(".")[0], name.split(".")[-1]
+            if (
+                (first in UNPICKLING_MODULES and isinstance(node, ast.Import | ast.ImportFrom))
+                or name in {"torch.load", "torch.save"}
+                or last in UNPICKLING_CALLS
+            ):
+                yield line_of(node), f"{name} pickles"
+
+
+def torch_attribute_by_text(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if (
+            isinstance(node, ast.Call)
+            and dotted(node.func) == "getattr"
+            and len(node.args) > 1
+            and dotted(node.args[0]).split(".")[0] == "torch"
+            and not isinstance(node.args[1], ast.Constant)
+        ):
+            yield node.lineno, "getattr(torch, text) reaches any attribute; use a closed table"
+
+
+def swallowed_exception(source: Source) -> Iterator[Finding]:
+    """A broad handler must end in `raise`; suppress() of a broad type has no way to."""
+    for node in source.nodes:
+        if isinstance(node, ast.ExceptHandler):
+            if is_broad(node.type) and not isinstance(node.body[-1], ast.Raise):
+                yield node.lineno, "broad except whose last statement is not raise"
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("suppress"):
+            yield from (
+                (node.lineno, "suppress of a broad exception")
+                for argument in node.args
+                if is_broad(argument)
+            )
+
+
+def non_ascii(source: Source) -> Iterator[Finding]:
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if not line.isascii():
+            yield number, f"not ASCII: {line.strip()!a}"
+
+
+def is_broad(caught: ast.expr | None) -> bool:
+    names = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(n is None or dotted(n) in {"Exception", "BaseException"} for n in names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of a chain of names; an empty first part stands for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def mentioned(node: ast.AST) -> list[str]:
+    """Dotted names that an import or an attribute access mentions."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return [dotted(node)] if isinstance(node, ast.Attribute) else []
+
+
+def line_of(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 0))
+
+
+RULES: list[Rule] = [
+    long_function,
+    long_file,
+    print_outside_interface,
+    environment_outside_config,
+    unpickling,
+    torch_attribute_by_text,
+    swallowed_exception,
+    non_ascii,
+]
+
+
+def package_sources() -> list[Source]:
+    return [
+        Source(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+def rule_name(rule: object) -> str | None:
+    return getattr(rule, "__name__", None)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_package_keeps_the_rule(rule: Rule) -> None:
+    findings = [
+        f"deltasync/{source.path}:{line}: {problem}"
+        for source in package_sources()
+        for line, problem in rule(source)
+    ]
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_the_package_is_found() -> None:
+    assert "errors.py" in {source.path for source in package_sources()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "lines"),
+    [
+        (long_function, "a.py", "\ndef f():\n" + "    pass\n" * 60, [2]),
+        (long_function, "a.py", "class A:\n  async def f():\n" + "    pass\n" * 60, [2]),
+        (long_file, "a.py", "\n" * 501, [501]),
+        (print_outside_interface, "sync/a.py", "x = 1\nprint(x)\n", [2]),
+        (environment_outside_config, "sync/a.py", "import os\nos.environ['A']\n", [2]),
+        (environment_outside_config, "sync/config.py", "import os\nos.getenv('A')\n", [2]),
+        (environment_outside_config, "a.py", "from os import environ, path\n", [1]),
+        (unpickling, "a.py", "import json, pickle\n", [1]),
+        (unpickling, "a.py", "from pickle import loads\n", [1]),
+        (unpickling, "a.py", "import torch\ntorch.load(p)\n", [2]),
+        (unpickling, "a.py", "torch.distributed.broadcast_object_list(x)\n", [1]),
+        (unpickling, "a.py", "from torch.distributed import all_gather_object\n", [1]),
+        (torch_attribute_by_text, "a.py", "getattr(torch, name)\n", [1]),
+        (torch_attribute_by_text, "a.py", "getattr(torch.cuda, name, None)\n", [1]),
+        (swallowed_exception, "a.py", "try:\n  f()\nexcept Exception:\n  log()\n", [3]),
+        (swallowed_exception, "a.py", "try:\n  f()\nexcept:\n  pass\n", [3]),
+        (swallowed_exception, "a.py", "try:\n  f()\nexcept (OSError, BaseException):\n  0\n", [3]),
+        (swallowed_exception, "a.py", "with contextlib.suppress(Exception):\n  f()\n", [1]),
+        (non_ascii, "a.py", "a = 1\n# caf\u00e9\n", [2]),
+    ],
+)
+def test_rule_refuses(rule: Rule, path: str, text: str, lines: list[int]) -> None:
+    assert [line for line, _ in rule(Source(text, path))] == lines
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (long_function, "a.py", "def f():\n" + "    pass\n" * 59),
+        (long_file, "a.py", "\n" * 500),
+        (print_outside_interface, "cli/demo.py", "print(1)\n"),
+        (print_outside_interface, "demo/task.py", "print(1)\n"),
+        (print_outside_interface, "a.py", "console.print(1)\n"),
+        (environment_outside_config, "config.py", "import os\nos.environ['A']\n"),
+        (environment_outside_config, "cli/run.py", "import os\nos.getenv('A')\n"),
+        (environment_outside_config, "a.py", "import os\nos.path.join(a, b)\n"),
+        (unpickling, "a.py", "import json\njson.load(f)\n"),
+        (torch_attribute_by_text, "a.py", "getattr(torch, 'uint16')\n"),
+        (torch_attribute_by_text, "a.py", "getattr(module, name)\n"),
+        (swallowed_exception, "a.py", "try:\n  f()\nexcept Exception:\n  undo()\n  raise\n"),
+        (swallowed_exception, "a.py", "try:\n  f()\nexcept OSError:\n  pass\n"),
+        (non_ascii, "a.py", "# cafe\n"),
+    ],
+)
+def test_rule_lets_pass(rule: Rule, path: str, text: str) -> None:
+    assert list(rule(Source(text, path))) == []
+
+
+def test_every_rule_is_shown_a_bad_snippet() -> None:
+    marks = getattr(test_rule_refuses, "pytestmark")  # noqa: B009 - pytest adds it
+    shown = {case[0] for case in marks[0].args[1]}
+    assert shown == set(RULES)

@@ -1,0 +1,252 @@
+"""Code in README.md, CONTRIBUTING.md and docs/ runs, and the commands shown there exist.
+
+A ```python block runs alone, in a fresh process without GPUs. The only way out is a line
+`<!-- not-run: reason -->` right before it. ```bash and ```console blocks are not run: the
+sub-commands and make targets that they name are looked up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import dropwhile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_NOT_RUN = 8
+SHELLS = {"bash", "console"}
+PROSE = {"diff", "json", "make", "mermaid", "text", "toml", "yaml"}
+LANGUAGES = {"python"} | SHELLS | PROSE
+
+FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<ticks>```+|~~~+)(?P<info>.*)$")
+NOT_RUN = re.compile(r"^[ >]*<!-- not-run:(?P<reason>.*)-->\s*$")
+PYTHON_LINE = re.compile(r"^\s*(>>> |import deltasync|from deltasync)")
+
+
+@dataclass(frozen=True)
+class Block:
+    path: str
+    line: int
+    language: str
+    code: str
+    not_run: str | None = None
+    """The reason given, perhaps empty; None for a block without the mark."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def collect(text: str, path: str) -> Iterator[Block]:
+    """The fenced blocks of a Markdown text; `line` is that of the opening fence."""
+    lines = text.splitlines()
+    start, end = 0, 0
+    while start < len(lines):
+        opening = FENCE.match(lines[start])
+        if opening:
+            end = closing_line(lines, start, opening["ticks"])
+            mark = NOT_RUN.match(lines[start - 1]) if start else None
+            body = (line.removeprefix(opening["indent"]) for line in lines[start + 1 : end])
+            yield Block(
+                path=path,
+                line=start + 1,
+                language=opening["info"].strip(),
+                code=textwrap.dedent("\n".join(body)) + "\n",
+                not_run=mark["reason"].strip() if mark else None,
+            )
+            start = end
+        start += 1
+
+
+def closing_line(lines: list[str], start: int, ticks: str) -> int:
+    for number in range(start + 1, len(lines)):
+        bare = lines[number].strip(" >")
+        if bare.startswith(ticks) and not bare.strip(ticks[0]):
+            return number
+    raise AssertionError(f"the block opened on line {start + 1} is never closed")
+
+
+def outside_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines that belong to no fenced block."""
+    fenced: set[int] = set()
+    for block in collect(text, ""):
+        fenced.update(range(block.line, block.line + block.code.count("\n") + 2))
+    for number, line in enumerate(text.splitlines(), start=1):
+        if number not in fenced:
+            yield number, line
+
+
+def documents() -> list[Path]:
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in paths if path.exists()]
+
+
+def blocks() -> list[Block]:
+    return [
+        block
+        for path in documents()
+        for block in collect(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    ]
+
+
+def escapes(text: str, path: str) -> list[str]:
+    """Code that could be Python and would not be run: every one is a fault of the document."""
+    found = []
+    for block in collect(text, path):
+        if block.language not in LANGUAGES:
+            found.append(f"{block}: language {block.language!r}, not one of {sorted(LANGUAGES)}")
+        elif block.language in PROSE and any(map(PYTHON_LINE.match, block.code.splitlines())):
+            found.append(f"{block}: Python in a {block.language} block")
+    for number, line in outside_blocks(text):
+        if PYTHON_LINE.match(line):
+            found.append(f"{path}:{number}: Python outside a fenced block")
+    return found
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command: after `$ ` in a console block, any line of a bash block."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        if block.language == "console" and not line.startswith("$ "):
+            continue
+        yield shlex.split(line.removeprefix("$ "), comments=True)
+
+
+def named(program: str, words: list[str]) -> list[str]:
+    """The arguments that are no option and no assignment, if the command runs `program`."""
+    words = list(dropwhile(lambda word: "=" in word, words))
+    if not words or Path(words[0]).name != program:
+        return []
+    return [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+
+
+@cache
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+@cache
+def has_subcommand(name: str) -> bool:
+    code = "import sys; from deltasync.cli import main; sys.argv[0] = 'deltasync'; main()"
+    return run_python(["-c", code, name, "--help"], ROOT).returncode == 0
+
+
+def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "MPLBACKEND": "agg",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def unknown_commands(block: Block) -> list[str]:
+    found = []
+    for words in commands(block):
+        found += [
+            f"{block}: no make target {t}" for t in set(named("make", words)) - make_targets()
+        ]
+        for name in named("deltasync", words)[:1]:
+            if not has_subcommand(name):
+                found.append(f"{block}: no command deltasync {name}")
+    return found
+
+
+RUN = [b for b in blocks() if b.language == "python" and b.not_run is None]
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_python_block_runs(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block.code, encoding="utf-8")
+    result = run_python([str(script)], tmp_path)
+    assert result.returncode == 0, f"{block} failed:\n{result.stderr}"
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    not_run = [block for block in blocks() if block.not_run is not None]
+    assert [str(block) for block in not_run if not block.not_run] == []
+    assert len(not_run) <= MAX_NOT_RUN, list(map(str, not_run))
+
+
+def test_no_python_escapes_collection() -> None:
+    found = [
+        fault
+        for path in documents()
+        for fault in escapes(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_commands_shown_exist() -> None:
+    shells = [block for block in blocks() if block.language in SHELLS]
+    found = [fault for block in shells for fault in unknown_commands(block)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_collector_reads_marks_indents_and_languages() -> None:
+    text = (
+        "<!-- not-run: needs a GPU -->\n```python\na = 1\n```\n\n"
+        "1. item\n   ```python\n   if a:\n       b\n   ```\n"
+        "````text\n```\n````\n"
+    )
+    assert list(collect(text, "x.md")) == [
+        Block("x.md", 2, "python", "a = 1\n", "needs a GPU"),
+        Block("x.md", 7, "python", "if a:\n    b\n"),
+        Block("x.md", 11, "text", "```\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```py\nx\n```\n",
+        "```\nx\n```\n",
+        "```Python\nx\n```\n",
+        "```python title=x\nx\n```\n",
+        "```text\nfrom deltasync import diff\n```\n",
+        "Text:\n\n    import deltasync\n",
+        "```python\nx\n```\n>>> x\n",
+    ],
+)
+def test_escape_is_found(text: str) -> None:
+    assert len(escapes(text, "x.md")) == 1
+
+
+def test_unclosed_block_is_refused() -> None:
+    with pytest.raises(AssertionError, match="line 3 is never closed"):
+        list(collect("a\n\n```python\nx\n", "x.md"))
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "faults"),
+    [
+        ("console", "$ make nothing\nmake is not a command here\n", 1),
+        ("console", "$ make -j2 test PYTHON=python3.12  # a comment\n", 0),
+        ("bash", "CI=1 make demo \\\n  nothing\n", 1),
+        ("bash", "git status\n", 0),
+    ],
+)
+def test_make_targets_are_looked_up(language: str, code: str, faults: int) -> None:
+    assert len(unknown_commands(Block("x.md", 1, language, code))) == faults
+
+
+def test_first_word_of_a_deltasync_command_is_its_name() -> None:
+    assert named("deltasync", shlex.split(".venv/bin/deltasync demo --steps 3")) == ["demo", "3"]
+    assert named("deltasync", shlex.split("pip install deltasync")) == []

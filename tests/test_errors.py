@@ -1,0 +1,51 @@
+"""The tree drawn in the docstring of deltasync.errors is the tree that is defined."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from deltasync import errors
+
+ENTRY = re.compile(r"^(?P<indent> *)[*+-] (?P<name>\w+)(\((?P<builtin>\w+)\))?(?P<remedy> +\S.*)?$")
+
+
+def drawn_bases(docstring: str) -> dict[str, list[str]]:
+    """Name -> names of the bases, in the order drawn. Two spaces of indent are one level."""
+    bases: dict[str, list[str]] = {}
+    path: list[str] = []
+    for entry in filter(None, map(ENTRY.match, docstring.splitlines())):
+        depth = len(entry["indent"]) // 2
+        path[depth:] = [entry["name"]]
+        parent = path[depth - 1] if depth else "Exception"
+        bases[entry["name"]] = [parent, *filter(None, [entry["builtin"]])]
+    return bases
+
+
+def defined_classes() -> list[type]:
+    members = vars(errors).values()
+    return [c for c in members if inspect.isclass(c) and c.__module__ == errors.__name__]
+
+
+def test_the_drawn_tree_is_the_defined_tree() -> None:
+    defined = {c.__name__: [base.__name__ for base in c.__bases__] for c in defined_classes()}
+    drawn = drawn_bases(inspect.getdoc(errors) or "")
+    assert drawn == defined
+    assert list(drawn) == list(defined), "drawn in another order than defined"
+
+
+def test_a_level_of_the_drawing_is_a_level_of_inheritance() -> None:
+    drawing = "Text.\n\n* Root\n  + A(ValueError)   remedy\n    - B   remedy\n  + C\n"
+    assert drawn_bases(drawing) == {
+        "Root": ["Exception"],
+        "A": ["Root", "ValueError"],
+        "B": ["A"],
+        "C": ["Root"],
+    }
+
+
+@pytest.mark.parametrize("error", defined_classes(), ids=lambda error: error.__name__)
+def test_every_error_has_a_docstring(error: type) -> None:
+    assert error.__doc__
