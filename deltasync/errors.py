@@ -1,36 +1,36 @@
 """Every exception deltasync raises, and what the caller can do about each.
 
 * DeltaSyncError
-  + ConfigError(ValueError)             fix the configuration or the call
-  + WireError(ValueError)               the bytes are wrong: nothing was written, the sync is aborted
-    - TruncatedFrame                    fewer or more bytes than the frame declares
-    - BadMagic                          not a deltasync frame
-    - UnsupportedVersion                a format version this build does not read
-    - ChecksumMismatch                  the header was damaged on its way
-    - MalformedMessage                  unknown kind, missing, extra or mistyped field
-    - UnknownCodec                      a codec or compression id outside the closed table
-    - UnknownDtype                      a dtype code outside the closed table
-    - LimitExceeded                     a declared size beyond what this end accepts
-    - InvalidTable                      a patch table that breaks a rule of the wire format
-    - InvalidIndices                    indices out of range, unsorted or repeated
+  + ConfigError(ValueError)        fix the configuration or the call
+  + WireError(ValueError)          the bytes are wrong: nothing was written
+    - TruncatedFrame               fewer or more bytes than the frame declares
+    - BadMagic                     not a deltasync frame
+    - UnsupportedVersion           a format version this build does not read
+    - ChecksumMismatch             the header was damaged on its way
+    - MalformedMessage             unknown kind, missing, extra or mistyped field
+    - UnknownCodec                 a codec or compression id outside the closed table
+    - UnknownDtype                 a dtype code outside the closed table
+    - LimitExceeded                a declared size beyond what this end accepts
+    - InvalidTable                 a patch table that breaks a rule of the wire format
+    - InvalidIndices               indices out of range, unsorted or repeated
   + SyncError
-    - LayoutMismatch                    the two models differ: names, shapes, dtypes or ties; stop
-    - SourceChanged                     a parameter changed its shape under the sender; make a new sender
-    - TargetMoved                       live storage was replaced between stage and commit; rejoin
-    - VersionGap                        the delta is not for the version held; rejoin for a full sync
-    - WrongStream                       the frame belongs to another training run; rejoin
-    - IllegalMessage                    a message that its state does not allow; rejoin
-    - DigestMismatch                    the weights are not what the sender says; rejoin for a full sync
-    - DirtyReceiver                     a half-written or corrupted model: refuses to serve; rejoin
-    - Refused                           the sender turned this receiver away; .kind and .message say why
-    - SyncAborted                       no version was decided, nothing is lost; send again
-    - NoReceivers                       nobody to send to; start a receiver
-    - StepApplied                       a sync after optimizer.step failed; the step itself was applied
+    - LayoutMismatch               the two models differ: names, shapes, dtypes or ties; stop
+    - SourceChanged                a parameter changed shape under it; make a new sender
+    - TargetMoved                  live storage was replaced between stage and commit; rejoin
+    - VersionGap                   the delta does not fit the version held; rejoin
+    - WrongStream                  the frame belongs to another training run; rejoin
+    - IllegalMessage               a message that its state does not allow; rejoin
+    - DigestMismatch               the weights are not what the sender says; rejoin
+    - DirtyReceiver                a half-written or corrupted model; rejoin
+    - Refused                      the sender turned it away; .kind, .message say why
+    - SyncAborted                  no version was decided, nothing is lost; send again
+    - NoReceivers                  nobody to send to; start a receiver
+    - StepApplied                  the sync after a step failed; the step was applied
   + TransportError
-    - TransportTimeout(TimeoutError)    the peer was too slow; the link is unusable until it is made anew
-    - PeerLost(ConnectionError)         the other process is gone; connect again
-    - TransportClosed                   this end was closed
-    - TransportUnavailable              this machine cannot run the transport; the text names the way out
+    - TransportTimeout(TimeoutError) the peer was too slow
+    - PeerLost(ConnectionError)    the other process is gone; connect again
+    - TransportClosed              this end was closed
+    - TransportUnavailable         not on this machine; the text names the way out
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class VersionGap(SyncError):
     """A delta whose base is not the version held."""
 
     def __init__(self, *, held: int | None, base: int, offered: int) -> None:
-        super().__init__(f"holds v{held}, was offered v{base} -> v{offered}; rejoin for a full sync")
+        super().__init__(
+            f"holds v{held}, was offered v{base} -> v{offered}; rejoin for a full sync"
+        )
         self.held, self.base, self.offered = held, base, offered
 
 

@@ -1,0 +1,50 @@
+"""Compression of host payloads: none or zstd. Never inflates past the declared size.
+
+docs/wire-format.md, rule W9. A zstd frame may carry its own content size, and the decompressor
+then ignores the limit it is given, so that size is compared before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import zstandard
+
+from deltasync.errors import LimitExceeded, TruncatedFrame, UnknownCodec, WireError
+
+Compression = Literal["none", "zstd"]
+
+
+def compress(data: bytes | memoryview, *, level: int = 1) -> bytes:
+    """`data` as one zstd frame that carries its content size."""
+    return zstandard.ZstdCompressor(level=level).compress(data)
+
+
+def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) -> bytes | memoryview:
+    """Exactly `raw_bytes` bytes.
+
+    Raises:
+        UnknownCodec: `compression` is not in the table.
+        LimitExceeded: The frame would inflate beyond `raw_bytes`.
+        TruncatedFrame: It inflates to less, or `data` is not one whole frame.
+    """
+    match compression:
+        case "none":
+            inflated: bytes | memoryview = data
+        case "zstd":
+            inflated = _inflate(data, raw_bytes)
+        case _:
+            raise UnknownCodec(f"compression {compression!r} is not one of ['none', 'zstd']")
+    if len(inflated) != raw_bytes:
+        raise TruncatedFrame(f"payload of {len(inflated)} bytes, {raw_bytes} were declared")
+    return inflated
+
+
+def _inflate(data: bytes | memoryview, raw_bytes: int) -> bytes:
+    try:
+        declared = zstandard.frame_content_size(data)
+        if declared != raw_bytes:
+            raise LimitExceeded(f"zstd frame holds {declared} bytes, {raw_bytes} were declared")
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"damaged zstd frame: {error}") from error

@@ -1,0 +1,107 @@
+"""Host reference of the state digest: what two ends compare to know that weights agree.
+
+docs/wire-format.md, section 5. The digest of a set of elements is the sum over its
+elements of a 64-bit mix of (parameter, position, bits), so that it can be kept up to date from a
+patch, added up over disjoint pieces, and still sees order. It detects faults, not forgers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 / phi: keys of neighbouring positions lie far apart
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+MASK = (1 << 64) - 1
+
+BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
+_STEP = np.uint64(GOLDEN_RATIO)
+_M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
+_S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
+
+
+@lru_cache(maxsize=1 << 18)
+def seed(name: str) -> int:
+    """The seed of the parameter with this canonical name, 0 to 2^64 - 1."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def mix64(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
+    """SplitMix64's finaliser on `x` in place; `scratch` has the same length."""
+    np.right_shift(x, _S30, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, _M1, out=x)
+    np.right_shift(x, _S27, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, _M2, out=x)
+    np.right_shift(x, _S31, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+
+
+def digest_run(bits: NDArray[np.unsignedinteger], *, key: int, start: int) -> int:
+    """Sum of mixes over consecutive elements.
+
+    Args:
+        bits: unsigned[n], the elements' bits.
+        key: The parameter's seed.
+        start: Flat checkpoint position of the first element.
+    """
+    total = 0
+    buffers = _buffers(len(bits))
+    for begin in range(0, len(bits), BLOCK):
+        block = bits[begin : begin + BLOCK]
+        x, scratch = buffers[:, : len(block)]
+        first = np.uint64((key + (start + begin) * GOLDEN_RATIO) & MASK)
+        np.add(_ramp()[: len(block)], first, out=x)
+        np.add(x, block, out=x)
+        mix64(x, scratch)
+        total += int(x.sum())
+    return total & MASK
+
+
+def digest_at(
+    positions: NDArray[np.integer], bits: NDArray[np.unsignedinteger], *, key: int
+) -> int:
+    """Sum of mixes over scattered elements. Arguments as for `mixes_at`."""
+    return sum(int(x.sum()) for _, x in mixes_at(positions, bits, key=key)) & MASK
+
+
+def mixes_at(
+    positions: NDArray[np.integer], bits: NDArray[np.unsignedinteger], *, key: int
+) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """The mixes of scattered elements, block by block as (index of the first, uint64[m]).
+
+    The array is overwritten by the next step.
+
+    Args:
+        positions: int[n], flat checkpoint positions.
+        bits: unsigned[n], the bits of the element at each of them.
+        key: The parameter's seed.
+    """
+    buffers = _buffers(len(bits))
+    for begin in range(0, len(bits), BLOCK):
+        block = bits[begin : begin + BLOCK]
+        x, scratch = buffers[:, : len(block)]
+        # Cast first: numpy would multiply int64 by uint64 as float64.
+        np.copyto(x, positions[begin : begin + BLOCK], casting="unsafe")
+        np.multiply(x, _STEP, out=x)
+        np.add(x, np.uint64(key), out=x)
+        np.add(x, block, out=x)
+        mix64(x, scratch)
+        yield begin, x
+
+
+def _buffers(n: int) -> NDArray[np.uint64]:
+    return np.empty((2, min(BLOCK, n)), np.uint64)
+
+
+@lru_cache(maxsize=1)
+def _ramp() -> NDArray[np.uint64]:
+    """Multiples 0, 1, 2 ... of the golden ratio, one block of them."""
+    ramp = np.arange(BLOCK, dtype=np.uint64) * _STEP
+    ramp.flags.writeable = False
+    return ramp

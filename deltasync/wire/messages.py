@@ -1,0 +1,281 @@
+"""Every message of a sync, as frozen models that accept nothing they do not know.
+
+docs/wire-format.md, section 2. `encode` and `decode` go between a message and the bytes of a
+frame's header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from deltasync import dtypes
+from deltasync.errors import LimitExceeded, MalformedMessage, UnknownDtype
+from deltasync.wire import frame
+from deltasync.wire.compression import Compression
+
+MAX_DIMENSIONS = 64
+MAX_NUMEL = 1 << 62
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Version = Annotated[int, Field(ge=0, lt=1 << 53)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=4096)]
+StreamId = Annotated[str, Field(min_length=1, max_length=128)]
+Engine = Annotated[str, Field(min_length=1, max_length=256)]
+Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
+Entry = tuple[
+    Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], Field(min_length=1)
+    ],
+    Annotated[tuple[Dimension, ...], Field(max_length=MAX_DIMENSIONS)],
+    Annotated[int, Field(ge=1, le=255)],
+]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter in checkpoint coordinates.
+
+    Attributes:
+        names: Its canonical name, then the names tied to it.
+        shape: The full checkpoint shape.
+        dtype: The dtype of the wire.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: dtypes.Dtype
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Parameters(_Message):
+    parameters: tuple[Entry, ...]
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        names = [name for entry in self.parameters for name in entry[0]]
+        if len(set(names)) != len(names):
+            raise ValueError("a name stands twice in the layout")
+        if any(math.prod(shape) > MAX_NUMEL for _, shape, _ in self.parameters):
+            raise ValueError(f"a parameter of more than {MAX_NUMEL} elements")
+        return self
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The parameters in order. Raises UnknownDtype."""
+        return tuple(
+            ParameterSpec(names, shape, _dtype(code)) for names, shape, code in self.parameters
+        )
+
+
+def _dtype(code: int) -> dtypes.Dtype:
+    try:
+        return dtypes.BY_CODE[code]
+    except KeyError:
+        raise UnknownDtype(f"dtype code {code} is not one of {sorted(dtypes.BY_CODE)}") from None
+
+
+class Hello(_Parameters):
+    """A receiver introduces itself: who it is and what it holds."""
+
+    kind: Literal["hello"] = "hello"
+    engine: Engine
+    rank: Count
+    world: Annotated[int, Field(ge=1)]
+    format_versions: tuple[int, ...]
+    stream_id: StreamId | None = None
+    version: Version | None = None
+
+
+class Layout(_Parameters):
+    """The sender's parameters, in the order that numbers them, and the digest of `version`."""
+
+    kind: Literal["layout"] = "layout"
+    stream_id: StreamId
+    version: Version
+    digest: Digest
+
+
+class Held(_Message):
+    """The digest of what a receiver holds of the layout."""
+
+    kind: Literal["held"] = "held"
+    digest: Digest
+
+
+class Welcome(_Message):
+    """The receivers are members: at once, or those of some engines after a full sync."""
+
+    kind: Literal["welcome"] = "welcome"
+    full_sync: tuple[Engine, ...]
+
+
+class Begin(_Message):
+    """A sync begins. What it will take is said, so that a receiver can plan its memory."""
+
+    kind: Literal["begin"] = "begin"
+    stream_id: StreamId
+    version: Version
+    base_version: Version | None
+    layout_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    num_changes: Count
+    sparse_bytes: Count
+    dense_bytes: Count
+
+
+class Bucket(_Message):
+    """Announces one payload of patches."""
+
+    kind: Literal["bucket"] = "bucket"
+    version: Version
+    sequence: Count
+    num_rows: Annotated[int, Field(ge=1, lt=1 << 32)]
+    raw_bytes: Count
+    compression: Compression
+
+
+class Prepare(_Message):
+    """Every bucket was sent: stage, predict the digest, and say so."""
+
+    kind: Literal["prepare"] = "prepare"
+    version: Version
+    num_buckets: Count
+
+
+class Prepared(_Message):
+    """Everything that can fail is done; `digest` is what the weights would have."""
+
+    kind: Literal["prepared"] = "prepared"
+    version: Version
+    digest: Digest
+    staged_bytes: Count
+
+
+class Commit(_Message):
+    """The version is decided: write it."""
+
+    kind: Literal["commit"] = "commit"
+    version: Version
+
+
+class Committed(_Message):
+    """Written and read back; `digest` is what the weights have."""
+
+    kind: Literal["committed"] = "committed"
+    version: Version
+    digest: Digest
+    commit_s: Seconds
+
+
+class Finish(_Message):
+    """Engines keep the version, but for those of which a rank failed: their others undo it."""
+
+    kind: Literal["finish"] = "finish"
+    version: Version
+    undo: tuple[Engine, ...]
+
+
+class Abort(_Message):
+    """The version is not decided and never will be."""
+
+    kind: Literal["abort"] = "abort"
+    version: Version
+    reason: Text
+
+
+class Failed(_Message):
+    """The receiver could not do what was asked."""
+
+    kind: Literal["failed"] = "failed"
+    version: Version | None
+    error: Text
+    reason: Text
+
+
+class Refused(_Message):
+    """The sender turns a receiver away and says why."""
+
+    kind: Literal["refused"] = "refused"
+    error: Text
+    reason: Text
+
+
+Message = (
+    Hello
+    | Layout
+    | Held
+    | Welcome
+    | Begin
+    | Bucket
+    | Prepare
+    | Prepared
+    | Commit
+    | Committed
+    | Finish
+    | Abort
+    | Failed
+    | Refused
+)
+_MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
+    """The header of a frame that carries `message`."""
+    return frame.join_header(message.model_dump_json().encode(), payload_bytes=payload_bytes)
+
+
+def decode(
+    header: bytes, *, max_payload_bytes: int = frame.MAX_PAYLOAD_BYTES
+) -> tuple[Message, int]:
+    """The message in a header, and how many payload bytes belong to it.
+
+    Raises:
+        WireError: A rule of sections 1 and 2 is broken.
+    """
+    data, payload_bytes = frame.split_header(header, max_payload_bytes=max_payload_bytes)
+    try:
+        message = _MESSAGE.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessage(f"{where or 'message'}: {first['msg']}") from error
+    if not isinstance(message, Bucket):
+        if payload_bytes:
+            raise MalformedMessage(f"a {message.kind} carries no payload")
+    elif message.raw_bytes > max_payload_bytes:
+        raise LimitExceeded(f"bucket of {message.raw_bytes} bytes, {max_payload_bytes} accepted")
+    elif message.compression == "none" and message.raw_bytes != payload_bytes:
+        raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
+    return message, payload_bytes
+
+
+def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:
+    """`specs` as they stand in a hello or a layout."""
+    return tuple((spec.names, spec.shape, spec.dtype.code) for spec in specs)
+
+
+def layout_hash(specs: tuple[ParameterSpec, ...]) -> str:
+    """What names a layout in `begin`: SHA-256 of its entries as compact JSON, hexadecimal."""
+    data = TypeAdapter(tuple[Entry, ...]).dump_json(entries(specs))
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_text(digest: int) -> str:
+    """A 64-bit digest as it stands in a message."""
+    return f"{digest:016x}"
