@@ -1,0 +1,41 @@
+"""What touches every element, chosen by device.
+
+Each module of this folder has the same functions, held together by a parity test:
+
+- `changed(new, old, limit)`: how many of int[n] differ, and the int32 positions unless that is
+  more than `limit`.
+- `is_increasing(indices, span)`: whether int32[n] is strictly increasing within [0, span).
+- `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
+- `digest_chunks(positions, bits, key, chunk_numel)`: the digests of scattered elements by
+  chunk, as (first chunk, uint64[chunks]).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.kernels import host, reference
+
+
+class Kernels(Protocol):
+    """The functions of a kernel module."""
+
+    def changed(self, new: Tensor, old: Tensor, limit: float) -> tuple[int, Tensor | None]: ...
+
+    def is_increasing(self, indices: Tensor, span: int) -> bool: ...
+
+    def digest_run(self, bits: Tensor, key: int, start: int) -> int: ...
+
+    def digest_chunks(
+        self, positions: Tensor, bits: Tensor, key: int, chunk_numel: int
+    ) -> tuple[int, NDArray[np.uint64]]: ...
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The kernels that run on `device`."""
+    return host if device.type == "cpu" else reference

@@ -1,0 +1,258 @@
+"""Writing patches: into one tensor, or staged, committed and undone for a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import Flat
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.kernels import kernels_for
+from deltasync.delta.patch import ChunkedPatch, Patch, Run, runs_of
+from deltasync.errors import DigestMismatch, InvalidIndices, LayoutMismatch, LimitExceeded
+from deltasync.wire.digest import MASK
+
+_BLOCK = 1 << 15  # indices widened at once: they stay in the cache between widening and use
+
+
+@torch.no_grad()
+def apply_patch(parameter: Tensor, patch: Patch) -> None:
+    """Overwrite what the patch says of `parameter`, in place. Applying twice equals once.
+
+    Args:
+        parameter: The tensor to write, of any strides, on the patch's device.
+        patch: The new values; they are checked before the first write.
+
+    Raises:
+        LayoutMismatch: Shape or dtype differ from the patch's.
+        InvalidIndices: Indices out of range, unsorted or repeated.
+        ConfigError: The tensor has no plain storage of its own.
+    """
+    flat = Flat.of(parameter, name=patch.name)
+    runs = runs_of(patch)
+    _check_patch(flat, patch, runs)
+    for run in runs:
+        if run.bits is not None:
+            _write(flat, run, run.bits)
+
+
+def _check_patch(flat: Flat, patch: Patch, runs: list[Run]) -> None:
+    if tuple(flat.tensor.shape) != tuple(patch.shape):
+        raise LayoutMismatch(
+            f"{patch.name}: patch of shape {patch.shape}, parameter {tuple(flat.tensor.shape)}"
+        )
+    for values in (
+        [c.values for c in patch.chunks] if isinstance(patch, ChunkedPatch) else [patch.values]
+    ):
+        if values.dtype != flat.tensor.dtype:
+            raise LayoutMismatch(
+                f"{patch.name}: {values.dtype} values, {flat.tensor.dtype} weights"
+            )
+    end = 0
+    for run in runs:
+        if (
+            run.start < end
+            or run.stop > flat.numel
+            or run.bits is None
+            or len(run.bits) != run.count
+        ):
+            raise InvalidIndices(f"{patch.name}: chunks overlap, are unsorted or out of range")
+        end = run.stop
+        check_indices(run, name=patch.name)
+
+
+def _write(flat: Flat, run: Run, bits: Tensor) -> None:
+    if run.indices is None:
+        flat.write(run.start, bits)
+        return
+    for begin in range(0, run.count, _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        flat.scatter(positions_of(Run(run.start, run.span, run.indices[block])), bits[block])
+
+
+def check_indices(run: Run, *, name: str) -> None:
+    """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
+    if run.indices is None:
+        return
+    if not kernels_for(run.indices.device).is_increasing(run.indices, run.span):
+        raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+
+
+def positions_of(run: Run) -> Tensor:
+    """int64[count]: the flat positions of a sparse run, in memory of their own."""
+    assert run.indices is not None
+    positions = run.indices.to(torch.int64)
+    return positions.add_(run.start) if run.start else positions
+
+
+@dataclass(slots=True)
+class StagedRun:
+    """One run, checked and ready to be written.
+
+    Attributes:
+        parameter: Its parameter's number in the layout.
+        flat: The live parameter.
+        start: Flat position of a dense run's first element.
+        positions: int64[count] flat positions; None for a dense run.
+        bits: int[count], the new bits.
+        old: int[count], the undo log.
+        digest: The digest of the new bits at their places.
+    """
+
+    parameter: int
+    flat: Flat
+    start: int
+    positions: Tensor | None
+    bits: Tensor
+    old: Tensor
+    digest: int
+
+    def write(self, bits: Tensor) -> None:
+        if self.positions is None:
+            self.flat.write(self.start, bits)
+        else:
+            self.flat.scatter(self.positions, bits)
+
+    def read(self) -> Tensor:
+        """int[count]: the live bits."""
+        if self.positions is None:
+            return self.flat.read(self.start, self.start + len(self.bits))
+        return self.flat.gather(self.positions)
+
+    @property
+    def num_bytes(self) -> int:
+        positions = 0 if self.positions is None else self.positions.nbytes
+        return positions + self.bits.nbytes + self.old.nbytes
+
+
+class Staging:
+    """The patches of one sync at a receiver, from checked bytes to written weights.
+
+    `stage` checks, copies and predicts while the engine serves and writes nothing; `commit`
+    writes and reads back; `undo` restores. Its memory is positions, new bits and undo log.
+
+    Attributes:
+        ledger: The digests that the weights have after `commit`.
+        staged_bytes: Memory held.
+    """
+
+    def __init__(
+        self, flats: Mapping[int, Flat], ledger: DigestLedger, *, max_bytes: int | None
+    ) -> None:
+        """Begin a sync.
+
+        Args:
+            flats: The live parameters that this receiver holds, by number in the layout.
+            ledger: Their digests now. Not changed.
+            max_bytes: Raise LimitExceeded beyond; None when the sender's word is taken.
+        """
+        self._flats = flats
+        self._runs: list[StagedRun] = []
+        self._max_bytes = max_bytes
+        self.ledger = ledger.copy()
+        self.staged_bytes = 0
+
+    def stage(self, parameter: int, run: Run) -> None:
+        """Take over one run; its memory is copied. Raises InvalidIndices, LimitExceeded."""
+        flat = self._flats.get(parameter)
+        name = self.ledger.specs[parameter].name
+        check_indices(run, name=name)
+        if flat is None or run.bits is None:
+            return
+        staged = self._staged(parameter, flat, run, run.bits)
+        self.staged_bytes += staged.num_bytes
+        if self._max_bytes is not None and self.staged_bytes > self._max_bytes:
+            raise LimitExceeded(f"{name}: the sync is larger than its begin declared")
+        self._runs.append(staged)
+
+    def _staged(self, parameter: int, flat: Flat, run: Run, bits: Tensor) -> StagedRun:
+        device = flat.line.device
+        new = bits.to(device, copy=True)
+        if run.indices is None:
+            old = flat.read(run.start, run.stop).clone()
+            gained = self.ledger.replace_dense(parameter, run.start, new, flat.read)
+            return StagedRun(parameter, flat, run.start, None, new, old, gained)
+        positions = positions_of(run).to(device)
+        old = flat.gather(positions)
+        gained = self.ledger.replace_sparse(parameter, positions, old, new)
+        return StagedRun(parameter, flat, run.start, positions, new, old, gained)
+
+    def commit(self) -> int:
+        """Write everything and read it back. Returns the digest of the weights as re-read.
+
+        Raises whatever a write raises; the caller then calls `undo`.
+        """
+        for run in self._runs:
+            run.write(run.bits)
+        digest = self.ledger.total
+        for run in self._runs:
+            digest += self._digest(run, run.read()) - run.digest
+        return digest & MASK
+
+    def undo(self) -> None:
+        """Put the old bits back and check that they are there. Raises DigestMismatch."""
+        for run in self._runs:
+            run.write(run.old)
+        for run in self._runs:
+            if not torch.equal(run.read(), run.old):
+                raise DigestMismatch(f"{self.ledger.specs[run.parameter].name}: undo failed")
+
+    def _digest(self, run: StagedRun, bits: Tensor) -> int:
+        if run.positions is None:
+            return self.ledger.digest_run(run.parameter, bits, run.start)
+        return self.ledger.digest_at(run.parameter, run.positions, bits)
+
+
+class InPlace:
+    """Writes a sync as it arrives, for receivers without the memory to stage it.
+
+    The engine must be paused. There is no undo: broken off, the model is dirty.
+
+    Attributes:
+        ledger: The digests of the weights as re-read after each write.
+        staged_bytes: Memory held: none.
+    """
+
+    staged_bytes = 0
+
+    def __init__(self, flats: Mapping[int, Flat], ledger: DigestLedger) -> None:
+        self._flats = flats
+        self.ledger = ledger.copy()
+
+    def stage(self, parameter: int, run: Run) -> None:
+        """Write one run. Raises InvalidIndices before anything of it is written."""
+        flat = self._flats.get(parameter)
+        check_indices(run, name=self.ledger.specs[parameter].name)
+        if flat is None or run.bits is None:
+            return
+        bits = run.bits.to(flat.line.device)
+        if run.indices is None:
+            self._write_dense(parameter, flat, run, bits)
+            return
+        positions = positions_of(run).to(flat.line.device)
+        old = flat.gather(positions)
+        flat.scatter(positions, bits)
+        self.ledger.replace_sparse(parameter, positions, old, flat.gather(positions))
+
+    def _write_dense(self, parameter: int, flat: Flat, run: Run, bits: Tensor) -> None:
+        for _, low, high in self.ledger.chunks(run.start, run.stop):
+            old = flat.read(low, high).clone()
+            flat.write(low, bits[low - run.start : high - run.start])
+            # The piece lies in one chunk, so that the old bits are asked for whole or not at all.
+            self.ledger.replace_dense(parameter, low, flat.read(low, high), lambda *_: old)
+
+    def commit(self) -> int:
+        """The digest of the weights as they were re-read."""
+        return self.ledger.total
+
+
+def staged_bytes_of(*, num_changes: int, sparse_bytes: int, dense_bytes: int) -> int:
+    """Memory that staging takes for what a begin declares.
+
+    int64 positions (8 bytes a change), and new and old values; sparse bytes hold an int32
+    index (4 bytes) beside each value.
+    """
+    return 8 * num_changes + 2 * (sparse_bytes - 4 * num_changes) + 2 * dense_bytes

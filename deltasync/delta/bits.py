@@ -1,0 +1,174 @@
+"""Tensors as flat runs of integers: how bits are compared and moved, never as floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deltasync import dtypes
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TORCH = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+    "complex64": torch.complex64,
+}
+_DTYPES = {torch_name: dtypes.BY_NAME[name] for name, torch_name in _TORCH.items()}
+
+
+def dtype_of(tensor: Tensor) -> Dtype:
+    """The dtype's entry in the closed table. Raises ConfigError for one that is not there."""
+    try:
+        return _DTYPES[tensor.dtype]
+    except KeyError:
+        raise ConfigError(f"{tensor.dtype} cannot be sent; one of {sorted(_TORCH)} can") from None
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """What torch calls `dtype`."""
+    return _TORCH[dtype.name]
+
+
+def integer_dtype(dtype: Dtype) -> torch.dtype:
+    """The integer type that carries the bits of `dtype`."""
+    return _INTEGERS[dtype.item_size]
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """`tensor`'s elements as integers of their size, over the same storage."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Flat row-major access to the bits of a tensor, whatever its strides.
+
+    Attributes:
+        tensor: What is read and written, in place. Not owned.
+        dtype: Its entry in the closed table.
+        line: int[extent], the storage between its first and its last element. For a contiguous
+            tensor that is the flattened tensor itself.
+        is_contiguous: Whether it is.
+    """
+
+    tensor: Tensor
+    dtype: Dtype
+    line: Tensor
+    is_contiguous: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
+        """Raises ConfigError for a tensor whose elements have no storage of their own."""
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or tensor.is_meta
+            or tensor.layout != torch.strided
+        ):
+            raise ConfigError(f"{name}: a {type(tensor).__name__} has no plain dense storage")
+        _refuse_overlap(tensor, name)
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        bits = as_bits(tensor)
+        line = bits.as_strided((extent if tensor.numel() else 0,), (1,))
+        return cls(tensor, dtype_of(tensor), line, tensor.is_contiguous())
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits there; a view where the tensor is contiguous."""
+        if self.is_contiguous:
+            return self.line[start:stop]
+        return self.line[self._offsets(self._positions(start, stop))]
+
+    def write(self, start: int, bits: Tensor) -> None:
+        """Overwrite the run that begins at `start` with int[n] bits."""
+        if self.is_contiguous:
+            self.line[start : start + len(bits)].copy_(bits)
+        else:
+            self.scatter(self._positions(start, start + len(bits)), bits)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """int[n]: the bits at int64[n] flat positions."""
+        return self.line.index_select(0, self._offsets(positions))
+
+    def scatter(self, positions: Tensor, bits: Tensor) -> None:
+        """Overwrite the bits at int64[n] distinct flat positions with int[n]."""
+        self.line.scatter_(0, self._offsets(positions), bits)
+
+    def _positions(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.line.device)
+
+    def _offsets(self, positions: Tensor) -> Tensor:
+        """Where the elements at flat `positions` lie in `line`."""
+        if self.is_contiguous:
+            return positions
+        offsets = torch.zeros_like(positions)
+        rest = positions
+        for size, stride in zip(
+            reversed(self.tensor.shape), reversed(self.tensor.stride()), strict=True
+        ):
+            offsets += rest.remainder(size) * stride
+            rest = rest.div(size, rounding_mode="floor")
+        return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class WireReader:
+    """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower."""
+
+    flat: Flat
+    dtype: Dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: Dtype, *, name: str) -> WireReader:
+        """Raises ConfigError when the source's dtype cannot be told as `dtype`."""
+        flat = Flat.of(tensor, name=name)
+        if flat.dtype != dtype and not (flat.dtype.is_floating and dtype.is_floating):
+            raise ConfigError(f"{name}: {flat.dtype.name} cannot be sent as {dtype.name}")
+        return cls(flat, dtype)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of the wire dtype there; read only."""
+        bits = self.flat.read(start, stop)
+        if self.flat.dtype == self.dtype:
+            return bits
+        return as_bits(bits.view(self.flat.tensor.dtype).to(torch_dtype(self.dtype)))
+
+
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """What changes when a tensor's storage is moved, replaced or laid out anew."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _refuse_overlap(tensor: Tensor, name: str) -> None:
+    """A tensor whose elements share storage (`expand`) cannot be written element by element."""
+    if tensor.is_contiguous():
+        return
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ConfigError(f"{name}: elements share storage; make it contiguous")
+            reach += (size - 1) * stride

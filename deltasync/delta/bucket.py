@@ -1,0 +1,207 @@
+"""Patches packed into contiguous buffers of bounded size, and unpacked as views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import integer_dtype
+from deltasync.delta.patch import Run
+from deltasync.errors import ConfigError
+from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
+from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.table import (
+    ALIGNMENT,
+    ROW,
+    RowKind,
+    Rows,
+    aligned,
+    block_offsets,
+    read_table,
+)
+
+MIN_BUCKET_BYTES = 256
+"""A row, an index and a value with their padding, and some."""
+
+Read = Callable[[int, int, int], Tensor]
+"""(parameter, start, stop) -> int[stop - start], bits of a dense run that are in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows that fit into one payload, before they are written there.
+
+    Attributes:
+        runs: (parameter, run) for each row, in layout order.
+        rows: The patch table.
+        num_bytes: Length of the payload.
+    """
+
+    runs: list[tuple[int, Run]]
+    rows: Rows
+    num_bytes: int
+
+    def write(self, payload: Tensor, read: Read) -> Iterator[tuple[int, Run, Tensor]]:
+        """Write the payload into uint8[num_bytes], row by row.
+
+        Yields (parameter, run, int[count] bits) when that row stands in the payload. The bits
+        are a view of it.
+        """
+        table = torch.from_numpy(self.rows.view(np.uint8))
+        payload[: len(table)].copy_(table)
+        index_at, value_at, _ = block_offsets(self.rows)
+        end = len(table)
+        for (parameter, run), index, value in zip(
+            self.runs, index_at.tolist(), value_at.tolist(), strict=True
+        ):
+            if run.indices is not None:
+                block = _block(payload, index, run.indices)
+                end = _pad(payload, end, index)
+                block.copy_(run.indices)
+                end = index + INDEX_ITEM_BYTES * run.count
+            bits = read(parameter, run.start, run.stop) if run.bits is None else run.bits
+            block = _block(payload, value, bits)
+            _pad(payload, end, value)
+            block.copy_(bits)
+            end = value + bits.numel() * bits.element_size()
+            yield parameter, run, block
+
+
+def buckets(
+    runs: Iterable[tuple[int, Run]], specs: tuple[ParameterSpec, ...], *, bucket_bytes: int
+) -> Iterator[Bucket]:
+    """Distribute runs over buckets of at most `bucket_bytes`, slicing what does not fit.
+
+    Args:
+        runs: (parameter, run), in layout order.
+        specs: The layout.
+        bucket_bytes: At least MIN_BUCKET_BYTES.
+    """
+    if bucket_bytes < MIN_BUCKET_BYTES:
+        raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
+    chosen: list[tuple[int, Run]] = []
+    used = 0
+    for parameter, run in runs:
+        item_size = specs[parameter].dtype.item_size
+        rest: Run | None = run
+        while rest is not None:
+            head, rest = _split(rest, bucket_bytes - used - ROW.itemsize, item_size)
+            if head is not None:
+                chosen.append((parameter, head))
+                used += ROW.itemsize + _data_bytes(head, item_size)
+            if rest is not None:
+                yield _bucket(chosen, specs)
+                chosen, used = [], 0
+    if chosen:
+        yield _bucket(chosen, specs)
+
+
+class BucketReader:
+    """Takes the buckets of a sync apart, in order, checking each bound of the wire format.
+
+    Args:
+        specs: The layout.
+    """
+
+    def __init__(self, specs: tuple[ParameterSpec, ...]) -> None:
+        self._specs = specs
+        self._numels = np.array([spec.numel for spec in specs], np.uint64)
+        self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
+        self._after = (0, 0)
+
+    def begin(self) -> None:
+        """A new sync begins."""
+        self._after = (0, 0)
+
+    def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
+        """(parameter, run) of each row, as views of uint8[n] `payload`.
+
+        Indices are not looked at. Raises WireError.
+        """
+        table = payload[: num_rows * ROW.itemsize].cpu().numpy()
+        rows = read_table(
+            table,
+            payload_bytes=len(payload),
+            numels=self._numels,
+            item_sizes=self._item_sizes,
+            after=self._after,
+        )
+        runs = list(self._runs(payload, rows))
+        parameter, last = runs[-1]
+        self._after = (parameter, last.stop)
+        return runs
+
+    def _runs(self, payload: Tensor, rows: Rows) -> Iterator[tuple[int, Run]]:
+        index_at, value_at, _ = block_offsets(rows)
+        for row, index, value in zip(
+            rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True
+        ):
+            parameter, kind, _, _, _, start, span, _, index_bytes, value_bytes = row
+            dtype = integer_dtype(self._specs[parameter].dtype)
+            bits = payload[value : value + value_bytes].view(dtype)
+            indices = None
+            if kind == RowKind.SPARSE:
+                indices = payload[index : index + index_bytes].view(torch.int32)
+            yield parameter, Run(start, span, indices, bits)
+
+
+def _data_bytes(run: Run, item_size: int) -> int:
+    indices = 0 if run.indices is None else aligned(INDEX_ITEM_BYTES * run.count)
+    return indices + aligned(item_size * run.count)
+
+
+def _split(run: Run, free: int, item_size: int) -> tuple[Run | None, Run | None]:
+    """The part of `run` whose data fits into `free` bytes, and the rest."""
+    if _data_bytes(run, item_size) <= free:
+        return run, None
+    if run.indices is None:
+        return _split_dense(run, max(0, (free - ALIGNMENT) // item_size))
+    k = (free - 2 * ALIGNMENT) // (INDEX_ITEM_BYTES + item_size)
+    return _split_sparse(run, run.indices, max(0, k))
+
+
+def _split_dense(run: Run, k: int) -> tuple[Run | None, Run | None]:
+    if k == 0:
+        return None, run
+    head_bits = None if run.bits is None else run.bits[:k]
+    rest_bits = None if run.bits is None else run.bits[k:]
+    return Run(run.start, k, None, head_bits), Run(run.start + k, run.span - k, None, rest_bits)
+
+
+def _split_sparse(run: Run, indices: Tensor, k: int) -> tuple[Run | None, Run | None]:
+    if k == 0 or run.bits is None:
+        return None, run
+    cut = int(indices[k])
+    head = Run(run.start, cut, indices[:k], run.bits[:k])
+    return head, Run(run.start + cut, run.span - cut, indices[k:] - cut, run.bits[k:])
+
+
+def _bucket(runs: list[tuple[int, Run]], specs: tuple[ParameterSpec, ...]) -> Bucket:
+    rows = [_row(parameter, run, specs[parameter].dtype.item_size) for parameter, run in runs]
+    table: Rows = np.array(rows, ROW)
+    return Bucket(runs, table, block_offsets(table)[2])
+
+
+def _row(parameter: int, run: Run, item_size: int) -> tuple[int, ...]:
+    """The fields of `table.ROW`, in order."""
+    count = run.count
+    if run.indices is None:
+        kind, codec, index_bytes = RowKind.DENSE, IndexCodec.NONE, 0
+    else:
+        kind, codec, index_bytes = RowKind.SPARSE, IndexCodec.RAW, INDEX_ITEM_BYTES * count
+    values = (ValueCodec.RAW, 0, run.start, run.span, count, index_bytes, item_size * count)
+    return (parameter, kind, codec, *values)
+
+
+def _block(payload: Tensor, offset: int, like: Tensor) -> Tensor:
+    return payload[offset : offset + like.numel() * like.element_size()].view(like.dtype)
+
+
+def _pad(payload: Tensor, begin: int, end: int) -> int:
+    if begin < end:
+        payload[begin:end].zero_()
+    return end

@@ -1,0 +1,192 @@
+"""What changed: bit-for-bit comparison of parameters with the snapshot, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import Flat, WireReader, dtype_of
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.kernels import kernels_for
+from deltasync.delta.patch import Patch, Run, patch_from_runs
+from deltasync.delta.policy import Policy
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import LayoutMismatch
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.table import MAX_SPARSE_SPAN
+
+
+@dataclass(slots=True)
+class Change:
+    """How one parameter differs from the snapshot.
+
+    Attributes:
+        parameter: Its number in the layout.
+        nnz: Elements that differ.
+        runs: What to send, ordered and disjoint; None when the runs were let go to bound memory
+            and have to be found again while packing.
+        num_sparse: Elements in its sparse runs.
+        sparse_bytes, dense_bytes: Bytes of the indices and values of its runs.
+    """
+
+    parameter: int
+    nnz: int
+    runs: list[Run] | None
+    num_sparse: int
+    sparse_bytes: int
+    dense_bytes: int
+
+
+@dataclass(slots=True)
+class ModelDelta:
+    """How the source differs from the snapshot.
+
+    Attributes:
+        changes: One for each parameter that differs, in layout order.
+        ledger: The digests of the source.
+        held_bytes: Bytes of the indices and values that `changes` keep in memory.
+    """
+
+    ledger: DigestLedger
+    changes: list[Change] = field(default_factory=list)
+    held_bytes: int = 0
+
+    @property
+    def nnz(self) -> int:
+        """Elements that differ."""
+        return sum(change.nnz for change in self.changes)
+
+    @property
+    def num_sparse(self) -> int:
+        return sum(change.num_sparse for change in self.changes)
+
+    @property
+    def sparse_bytes(self) -> int:
+        return sum(change.sparse_bytes for change in self.changes)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(change.dense_bytes for change in self.changes)
+
+
+def diff(
+    new: Tensor, base: Tensor, *, name: str = "", policy: Policy | None = None
+) -> Patch | None:
+    """The patch that makes `base` bit-identical to `new`, or None if it is already.
+
+    Args:
+        new: The parameter; of `base`'s dtype or of another floating dtype, which is then
+            rounded to `base`'s. Any strides.
+        base: What the receiver holds. Same shape and device.
+        name: Checkpoint name to put into the patch.
+        policy: When to go dense.
+
+    Raises:
+        LayoutMismatch: The shapes differ.
+        ConfigError: The dtypes cannot be compared, or a tensor has no plain storage.
+    """
+    if new.shape != base.shape:
+        raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(base.shape)}")
+    reader = WireReader.of(new, dtype_of(base), name=name)
+    runs, _ = find_runs(reader, Flat.of(base, name=name), policy or Policy())
+    if not runs:
+        return None
+    filled = [_filled(run, reader) for run in runs]
+    return patch_from_runs(name, tuple(base.shape), filled, base.dtype)
+
+
+def diff_model(
+    readers: Sequence[WireReader], snapshot: Snapshot, *, policy: Policy, max_held_bytes: int
+) -> ModelDelta:
+    """Compare every parameter with the snapshot, once.
+
+    Args:
+        readers: The source's parameters, in layout order.
+        snapshot: What receivers hold; only read.
+        policy: When to go dense.
+        max_held_bytes: Indices and values kept in memory; what goes beyond is found again
+            while packing.
+    """
+    delta = ModelDelta(snapshot.ledger.copy())
+    for parameter, reader in enumerate(readers):
+        runs, nnz = runs_to_send(parameter, reader, snapshot, policy)
+        if not runs:
+            continue
+        _keep_digests(delta.ledger, parameter, runs, reader, snapshot)
+        change = _sized(parameter, nnz, runs, reader.dtype.item_size)
+        if delta.held_bytes + change.sparse_bytes > max_held_bytes:
+            change.runs = None
+        else:
+            delta.held_bytes += change.sparse_bytes
+        delta.changes.append(change)
+    return delta
+
+
+def runs_to_send(
+    parameter: int, reader: WireReader, snapshot: Snapshot, policy: Policy
+) -> tuple[list[Run], int]:
+    """What to send of one parameter, and how many of its elements changed."""
+    if parameter in snapshot.ahead:  # its old bits are gone: an aborted sync overwrote them
+        return [Run(0, reader.flat.numel)], reader.flat.numel
+    return find_runs(reader, snapshot.flats[parameter], policy)
+
+
+def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run], int]:
+    """The runs in which `reader` differs from `old`, and the number of differing elements."""
+    found = list(iter_runs(reader, old, policy))
+    runs = _merged([run for run, _ in found], old.numel)
+    return runs, sum(count for _, count in found)
+
+
+def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[Run, int]]:
+    """(run, differing elements) of each chunk that differs, in order."""
+    changed = kernels_for(old.line.device).changed
+    numel, step = old.numel, policy.chunk_numel
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        new_bits = reader.read(start, stop).to(old.line.device)
+        limit = policy.max_sparse(stop - start)
+        count, found = changed(new_bits, old.read(start, stop), limit)
+        if found is None:
+            yield Run(start, stop - start), count
+        elif count:
+            yield Run(start, stop - start, found, new_bits.index_select(0, found)), count
+
+
+def _merged(runs: list[Run], numel: int) -> list[Run]:
+    """One run for the whole parameter, where all its chunks are sparse or all are dense."""
+    sparse = [(run.indices + run.start, run.bits) for run in runs if run.indices is not None]
+    if runs and len(sparse) == len(runs) and numel <= MAX_SPARSE_SPAN:
+        indices, bits = zip(*sparse, strict=True)
+        return [Run(0, numel, torch.cat(indices), torch.cat(bits))]
+    if not sparse and sum(run.span for run in runs) == numel > 0:
+        return [Run(0, numel)]
+    return runs
+
+
+def _filled(run: Run, reader: WireReader) -> Run:
+    if run.indices is not None:
+        return run
+    return Run(run.start, run.span, None, reader.read(run.start, run.stop).clone())
+
+
+def _sized(parameter: int, nnz: int, runs: list[Run], item_size: int) -> Change:
+    sparse = sum(run.count for run in runs if run.indices is not None)
+    dense = sum(run.span for run in runs if run.indices is None)
+    sparse_bytes = sparse * (INDEX_ITEM_BYTES + item_size)
+    return Change(parameter, nnz, runs, sparse, sparse_bytes, dense * item_size)
+
+
+def _keep_digests(
+    ledger: DigestLedger, parameter: int, runs: list[Run], reader: WireReader, snapshot: Snapshot
+) -> None:
+    old = snapshot.flats[parameter]
+    for run in runs:
+        if run.indices is None or run.bits is None:
+            ledger.measure(parameter, reader.read, start=run.start, stop=run.stop)
+        else:
+            positions = run.indices.long() + run.start
+            ledger.replace_sparse(parameter, positions, old.gather(positions), run.bits)

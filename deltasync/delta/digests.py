@@ -1,0 +1,109 @@
+"""The ledger of digests: one number a chunk, kept up to date from patches in O(changed)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.kernels import kernels_for
+from deltasync.wire.digest import MASK, seed
+from deltasync.wire.messages import ParameterSpec
+
+Read = Callable[[int, int], Tensor]
+"""(start, stop) -> int[stop - start], the bits of one parameter there."""
+
+
+class DigestLedger:
+    """State digests of parameters by chunk.
+
+    Attributes:
+        sums: uint64[chunks], all parameters' chunks one after another.
+        first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], *, chunk_numel: int) -> None:
+        self.specs = specs
+        self.chunk_numel = chunk_numel
+        chunks = [-(-spec.numel // chunk_numel) for spec in specs]
+        self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
+        self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
+        self._keys = [seed(spec.name) for spec in specs]
+
+    def copy(self) -> Self:
+        """A ledger of the same parameters that can be changed apart."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, sums=self.sums.copy())
+        return other
+
+    @property
+    def total(self) -> int:
+        """The digest of all parameters together."""
+        return int(self.sums.sum()) & MASK
+
+    def total_of(self, parameters: Collection[int] | None) -> int:
+        """The digest of some parameters together; None for all."""
+        if parameters is None:
+            return self.total
+        pieces = (self.sums[self.first[p] : self.first[p + 1]] for p in parameters)
+        return sum(int(piece.sum()) for piece in pieces) & MASK
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(chunk, low, high): the pieces of elements [start, stop) of a parameter, by chunk."""
+        for chunk in range(start // self.chunk_numel, -(-stop // self.chunk_numel)):
+            low = chunk * self.chunk_numel
+            yield chunk, max(low, start), min(low + self.chunk_numel, stop)
+
+    def digest_run(self, parameter: int, bits: Tensor, start: int) -> int:
+        """The digest of int[n] consecutive elements of a parameter."""
+        return kernels_for(bits.device).digest_run(bits, self._keys[parameter], start)
+
+    def digest_at(self, parameter: int, positions: Tensor, bits: Tensor) -> int:
+        """The digest of int[n] elements at increasing int64[n] flat positions."""
+        digest_chunks = kernels_for(bits.device).digest_chunks
+        _, sums = digest_chunks(positions, bits, self._keys[parameter], self.chunk_numel)
+        return int(sums.sum()) & MASK
+
+    def measure(
+        self, parameter: int, read: Read, *, start: int = 0, stop: int | None = None
+    ) -> None:
+        """Compute a parameter's digests from scratch: all, or of whole chunks [start, stop)."""
+        first = int(self.first[parameter])
+        stop = self.specs[parameter].numel if stop is None else stop
+        for chunk, low, high in self.chunks(start, stop):
+            self.sums[first + chunk] = self.digest_run(parameter, read(low, high), low)
+
+    def replace_sparse(self, parameter: int, positions: Tensor, old: Tensor, new: Tensor) -> int:
+        """Account for int[n] `old` bits becoming `new` at increasing int64[n] flat positions.
+
+        Returns the digest of the new bits. n is at least 1.
+        """
+        digest_chunks = kernels_for(new.device).digest_chunks
+        key = self._keys[parameter]
+        first, gained = digest_chunks(positions, new, key, self.chunk_numel)
+        _, lost = digest_chunks(positions, old, key, self.chunk_numel)
+        begin = int(self.first[parameter]) + first
+        self.sums[begin : begin + len(gained)] += gained - lost
+        return int(gained.sum()) & MASK
+
+    def replace_dense(self, parameter: int, start: int, new: Tensor, read_old: Read) -> int:
+        """Account for int[n] `new` bits taking the place of what stands at `start`.
+
+        Whole chunks are digested anew; `read_old` is asked only at ragged ends. Returns the
+        digest of the new bits.
+        """
+        first, numel = int(self.first[parameter]), self.specs[parameter].numel
+        total = 0
+        for chunk, low, high in self.chunks(start, start + len(new)):
+            gained = self.digest_run(parameter, new[low - start : high - start], low)
+            total += gained
+            if high - low == min(self.chunk_numel, numel - chunk * self.chunk_numel):
+                self.sums[first + chunk] = gained
+            else:
+                lost = self.digest_run(parameter, read_old(low, high), low)
+                change = np.uint64((gained - lost) & MASK)
+                self.sums[first + chunk : first + chunk + 1] += change
+        return total & MASK

@@ -1,0 +1,157 @@
+"""One parameter's change, as users see it: sparse, chunked or dense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits
+
+CHUNK_NUMEL = 1 << 18
+"""Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePatch:
+    """New values for scattered elements of one parameter.
+
+    Attributes:
+        name: Checkpoint name of the parameter.
+        shape: Its full checkpoint shape.
+        indices: int32[nnz], strictly increasing flat row-major positions.
+        values: dtype[nnz], the new values themselves, bit for bit. A new value may be 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: Tensor
+    values: Tensor
+
+    @property
+    def nnz(self) -> int:
+        """Changed elements."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensePatch:
+    """New values for all elements of one parameter.
+
+    Attributes:
+        name: Checkpoint name of the parameter.
+        shape: Its full checkpoint shape.
+        values: dtype[numel], flat and row-major.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def nnz(self) -> int:
+        """Written elements: all."""
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New values within one chunk.
+
+    Attributes:
+        start: Flat position of the chunk's first element.
+        numel: Elements in the chunk.
+        indices: int32[nnz], strictly increasing, relative to `start`; None when all are written.
+        values: dtype[nnz] or dtype[numel].
+    """
+
+    start: int
+    numel: int
+    indices: Tensor | None
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedPatch:
+    """New values of a parameter that is too large, or too unevenly changed, for one index list.
+
+    Attributes:
+        name: Checkpoint name of the parameter.
+        shape: Its full checkpoint shape.
+        chunks: In order of `start`, disjoint. A chunk that is absent is unchanged.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nnz(self) -> int:
+        """Written elements."""
+        return sum(len(chunk.values) for chunk in self.chunks)
+
+
+Patch: TypeAlias = SparsePatch | ChunkedPatch | DensePatch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part of one parameter's change: what one row of a patch table says.
+
+    Attributes:
+        start: Flat position of the first element it speaks of.
+        span: How many it speaks of.
+        indices: int32[count], strictly increasing, relative to `start`; None when dense.
+        bits: int[count] of the new values; None for a dense run that is still in the source.
+    """
+
+    start: int
+    span: int
+    indices: Tensor | None = None
+    bits: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Elements written."""
+        return self.span if self.indices is None else len(self.indices)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.span
+
+
+def patch_from_runs(
+    name: str, shape: tuple[int, ...], runs: list[Run], dtype: torch.dtype
+) -> Patch:
+    """The patch that `runs`, ordered and disjoint, make of one parameter."""
+    whole = len(runs) == 1 and runs[0].span == math.prod(shape)
+    values = [_values(run, dtype) for run in runs]
+    if not whole:
+        chunks = tuple(
+            Chunk(start=run.start, numel=run.span, indices=run.indices, values=value)
+            for run, value in zip(runs, values, strict=True)
+        )
+        return ChunkedPatch(name=name, shape=shape, chunks=chunks)
+    if runs[0].indices is None:
+        return DensePatch(name=name, shape=shape, values=values[0])
+    return SparsePatch(name=name, shape=shape, indices=runs[0].indices, values=values[0])
+
+
+def runs_of(patch: Patch) -> list[Run]:
+    """The runs of a patch, over the same memory."""
+    match patch:
+        case SparsePatch(shape=shape, indices=indices, values=values):
+            return [Run(0, math.prod(shape), indices, as_bits(values))]
+        case DensePatch(values=values):
+            return [Run(0, len(values), None, as_bits(values))]
+        case ChunkedPatch(chunks=chunks):
+            return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
+
+
+def _values(run: Run, dtype: torch.dtype) -> Tensor:
+    if run.bits is None:
+        raise ValueError("the run's values are still in the source")
+    return run.bits.view(dtype)
