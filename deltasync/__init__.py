@@ -1,0 +1,39 @@
+"""deltasync: push only the changed weights of an RL trainer into live inference engines."""
+
+from deltasync.delta.apply import apply_patch
+from deltasync.delta.diff import diff
+from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
+from deltasync.delta.policy import Policy
+from deltasync.errors import DeltaSyncError
+from deltasync.sync.hook import StepHook, sync_after_step
+from deltasync.sync.receiver import ReceiverOptions, WeightReceiver
+from deltasync.sync.sender import SenderOptions, WeightSender
+from deltasync.sync.session import ReceiverState
+from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
+from deltasync.sync.stats import SyncStats
+from deltasync.sync.target import ModuleTarget, WeightTarget
+
+__all__ = [
+    "Chunk",
+    "ChunkedPatch",
+    "DeltaSyncError",
+    "DensePatch",
+    "ModuleSource",
+    "ModuleTarget",
+    "NamedTensor",
+    "Patch",
+    "Policy",
+    "ReceiverOptions",
+    "ReceiverState",
+    "SenderOptions",
+    "SparsePatch",
+    "StepHook",
+    "SyncStats",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSource",
+    "WeightTarget",
+    "apply_patch",
+    "diff",
+    "sync_after_step",
+]

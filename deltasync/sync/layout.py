@@ -1,0 +1,125 @@
+"""The sender's layout: which parameters travel, in which order and dtype, and who holds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from deltasync import dtypes
+from deltasync.delta.bits import WireReader, dtype_of, identity
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
+from deltasync.sync.source import NamedTensor, WeightSource
+from deltasync.sync.target import match_parameters
+from deltasync.wire.messages import Hello, ParameterSpec
+
+
+class SourceLayout:
+    """The source's parameters as they travel.
+
+    Attributes:
+        specs: The layout: names, shapes, wire dtypes.
+        readers: The live source in that order; rebuilt where storage was replaced.
+    """
+
+    def __init__(
+        self, source: WeightSource, held: Sequence[ParameterSpec], overrides: Mapping[str, str]
+    ) -> None:
+        """Take the wire dtypes from what a receiver holds.
+
+        Args:
+            source: Where the parameters are.
+            held: What the first receiver said that it holds.
+            overrides: Wire dtype names by name pattern (as in `fnmatch`); they win.
+        """
+        self._source = source
+        tensors = source.tensors()
+        told = {name: spec.dtype for spec in held for name in spec.names}
+        self.specs = tuple(_spec(tensor, told, overrides) for tensor in tensors)
+        self._identities: list[tuple[object, ...]] = [()] * len(tensors)
+        self.readers: list[WireReader] = []
+        self._read(tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values on the wire."""
+        return sum(spec.numel * spec.dtype.item_size for spec in self.specs)
+
+    def refresh(self) -> None:
+        """Look at the source again. Raises SourceChanged if it is not the same model any more."""
+        tensors = self._source.tensors()
+        if [t.names for t in tensors] != [spec.names for spec in self.specs]:
+            raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
+        self._read(tensors)
+
+    def numbers_held(self, hello: Hello) -> frozenset[int] | None:
+        """Which parameters a receiver holds; None for all. Raises LayoutMismatch."""
+        numbers = frozenset(match_parameters(hello.specs(), self.specs))
+        if len(numbers) == len(self.specs):
+            return None
+        if hello.world == 1:
+            missing = next(s.name for n, s in enumerate(self.specs) if n not in numbers)
+            raise LayoutMismatch(f"{hello.engine} has no parameter {missing!r}")
+        return numbers
+
+    def _read(self, tensors: list[NamedTensor]) -> None:
+        known: Sequence[WireReader | None] = self.readers or [None] * len(tensors)
+        readers: list[WireReader] = []
+        for number, (spec, entry) in enumerate(zip(self.specs, tensors, strict=True)):
+            now = identity(entry.tensor)
+            reader = known[number]
+            if reader is None or self._identities[number] != now:
+                if tuple(entry.tensor.shape) != spec.shape:
+                    raise SourceChanged(
+                        f"{spec.name}: shape {spec.shape} became {tuple(entry.tensor.shape)}; "
+                        "make a new WeightSender"
+                    )
+                reader = WireReader.of(entry.tensor, spec.dtype, name=spec.name)
+            readers.append(reader)
+            self._identities[number] = now
+        self.readers = readers
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
+        ledger = Counter(
+            "changed" if full or number in changed else self._untouched(number)
+            for number in range(len(self.specs))
+        )
+        return {kind: ledger[kind] for kind in ("changed", "unchanged", "frozen")}
+
+    def _untouched(self, number: int) -> str:
+        return "unchanged" if self.readers[number].flat.tensor.requires_grad else "frozen"
+
+
+def check_coverage(
+    specs: Sequence[ParameterSpec], held: Sequence[frozenset[int] | None], *, engine: str
+) -> None:
+    """Raises LayoutMismatch unless the ranks of an engine together hold every parameter."""
+    if any(numbers is None for numbers in held):
+        return
+    covered = frozenset().union(*(numbers for numbers in held if numbers is not None))
+    for number, spec in enumerate(specs):
+        if number not in covered:
+            raise LayoutMismatch(f"no rank of {engine} has the parameter {spec.name!r}")
+
+
+def _spec(
+    entry: NamedTensor, told: Mapping[str, Dtype], overrides: Mapping[str, str]
+) -> ParameterSpec:
+    dtype = next((told[name] for name in entry.names if name in told), dtype_of(entry.tensor))
+    for pattern, name in overrides.items():
+        if any(fnmatchcase(own, pattern) for own in entry.names):
+            dtype = _named(name)
+    return ParameterSpec(entry.names, tuple(entry.tensor.shape), dtype)
+
+
+def _named(name: str) -> Dtype:
+    try:
+        return dtypes.BY_NAME[name]
+    except KeyError:
+        raise ConfigError(f"wire_dtypes: {name!r} is not one of {sorted(dtypes.BY_NAME)}") from None

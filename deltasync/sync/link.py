@@ -1,0 +1,86 @@
+"""Messages over a transport: the sender's side of the wire, without any rule of a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.transports.base import Frame, SendTransport
+from deltasync.wire.compression import Compression, compress
+from deltasync.wire.messages import Message, decode, encode
+
+
+class SenderLink:
+    """Sends messages to the peers of an epoch and reads their answers, each within `timeout_s`."""
+
+    def __init__(self, transport: SendTransport) -> None:
+        self._transport = transport
+        self._epoch: tuple[int, ...] = ()
+        self.timeout_s = 60.0
+
+    def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
+        """Speak to `peers` from now on. Returns those that could not be reached."""
+        if tuple(peers) == self._epoch and all(map(self.is_connected, peers)):
+            return {}
+        self._epoch = ()
+        failed = self._transport.open_epoch(peers, timeout_s=self.timeout_s)
+        if not failed:
+            self._epoch = tuple(peers)
+        return failed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are peers to speak to."""
+        return bool(self._epoch)
+
+    def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError]]:
+        """The first message of each new peer."""
+        found = self._transport.poll(timeout_s=timeout_s)
+        return [(peer, _decoded(data)) for peer, data in found]
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """The transport's own memory for the next payload."""
+        return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
+
+    def compressed(self, payload: Tensor, compression: Compression) -> Tensor:
+        """uint8[n]: what travels. A compressed payload is host memory of its own."""
+        if compression == "none":
+            return payload
+        data = compress(payload.cpu().numpy().data)
+        return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
+        header = encode(message, payload_bytes=0 if payload is None else len(payload))
+        self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def replies(self) -> dict[int, Message | DeltaSyncError]:
+        """The next answer of each peer of the epoch, or why there is none."""
+        replies = self._transport.collect_replies(timeout_s=self.timeout_s)
+        return {
+            peer: reply if isinstance(reply, TransportError) else _decoded(reply)
+            for peer, reply in replies.items()
+        }
+
+    def is_connected(self, peer: int) -> bool:
+        return self._transport.is_connected(peer)
+
+    def drop(self, peer: int) -> None:
+        """End the connection to a peer."""
+        if peer in self._epoch:
+            self._epoch = ()
+        self._transport.drop(peer)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _decoded(data: bytes) -> Message | WireError:
+    try:
+        return decode(data)[0]
+    except WireError as error:
+        return error

@@ -1,0 +1,393 @@
+"""An engine rank's end: stages while the engine serves, commits in its pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from deltasync.delta.apply import InPlace, Staging, staged_bytes_of
+from deltasync.delta.bits import Flat
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.errors import (
+    DeltaSyncError,
+    DigestMismatch,
+    DirtyReceiver,
+    IllegalMessage,
+    PeerLost,
+    Refused,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+    TruncatedFrame,
+)
+from deltasync.sync.scrub import Scrub
+from deltasync.sync.session import ReceiverSession, ReceiverState
+from deltasync.sync.target import WeightTarget
+from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.wire import messages
+from deltasync.wire.compression import decompress
+from deltasync.wire.frame import FORMAT_VERSION, MAX_PAYLOAD_BYTES
+
+_MIN_STAGED_BYTES = 64 << 20
+
+
+class ReceiverOptions(BaseModel):
+    """How a receiver receives. Sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_staged_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="staged payload and undo log; None for a quarter of the weights, at least "
+        "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
+    )
+    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted")
+    scrub_every: int = Field(
+        64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
+    )
+    chunk_numel: int = Field(CHUNK_NUMEL, ge=1, description="elements that one digest covers")
+
+
+class WeightReceiver:
+    """Keeps one engine rank's weights at the trainer's.
+
+    `receive_weights` does a sync in the calling thread. `stage` and `commit` are its two halves:
+    the first does all that can fail while the engine serves, the second writes and belongs
+    into the engine's pause. Every error leaves the engine at its old version unless `is_dirty`;
+    after an error the next call joins anew by itself.
+
+    Args:
+        target: The live weights.
+        transport: The receiver's end of a link. Owned from now on: `close` closes it.
+        engine: Name of the inference engine, unique among the sender's receivers.
+        rank: This receiver's rank in its engine (tensor-, pipeline-, expert-parallel).
+        world: Ranks of the engine.
+        options: Memory, scrub.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        transport: ReceiveTransport,
+        *,
+        engine: str = "engine",
+        rank: int = 0,
+        world: int = 1,
+        options: ReceiverOptions | None = None,
+    ) -> None:
+        self.options = options or ReceiverOptions()
+        self._target = target
+        self._transport = transport
+        self._engine, self._rank, self._world = engine, rank, world
+        self._session = ReceiverSession(engine, world)
+        self._flats: dict[int, Flat] = {}
+        self._ledger = DigestLedger((), chunk_numel=self.options.chunk_numel)
+        self._reader = BucketReader(())
+        self._staging: Staging | InPlace | None = None
+        self._scrub = Scrub(self.options.scrub_every)
+
+    @property
+    def version(self) -> int | None:
+        """The version held; None before the first sync and after `invalidate`."""
+        return self._session.version
+
+    @property
+    def state(self) -> ReceiverState:
+        """Where this receiver stands in a sync."""
+        return self._session.state
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the weights mix two versions, or were found corrupted."""
+        return self._session.dirty
+
+    def check_serving(self) -> None:
+        """Raises DirtyReceiver when the weights must not serve. Costs nothing: ask often."""
+        if self._session.dirty:
+            raise DirtyReceiver("the weights mix two versions; receive a full sync before serving")
+
+    def receive_weights(self, *, timeout_s: float = 60.0) -> int:
+        """Receive one sync, or join without one. Returns the version held.
+
+        The calling thread is the engine's: the engine does not serve meanwhile.
+
+        Args:
+            timeout_s: For the next sync to come; also for each wait within it.
+
+        Raises:
+            TransportTimeout: No sync came. The receiver stays a member; call again.
+            DeltaSyncError: The sync failed; call again to join anew.
+        """
+        if self.stage(timeout_s=timeout_s):
+            self.commit(timeout_s=timeout_s)
+        version = self._session.version
+        assert version is not None
+        return version
+
+    def stage(self, *, timeout_s: float = 60.0) -> bool:
+        """Receive a sync until it is decided; the engine may serve meanwhile.
+
+        Joins first if need be. Returns True when `commit` has to be called next, in the
+        engine's pause, and False when there is nothing to write (joined by digest alone).
+        A sync that needs more memory than `max_staged_bytes` returns True at once: `commit`
+        then receives and writes it in place, and if that breaks off the receiver is dirty.
+        """
+        with self._failing_safely():
+            deadline = time.monotonic() + timeout_s
+            if self._session.state is ReceiverState.OUTSIDE:
+                self._greet(deadline)
+            elif self._session.state is ReceiverState.READY:
+                self._scrub_some()
+            while True:
+                message = self._take_next(deadline)
+                if self._session.state is ReceiverState.COMMITTING or self._is_in_place:
+                    return True
+                if isinstance(message, messages.Welcome) and not self._is_waiting:
+                    return False
+
+    def commit(self, *, timeout_s: float = 60.0) -> int:
+        """Write what `stage` received. Returns the version held now.
+
+        The engine must be paused; it may resume when this returns or raises, unless
+        `is_dirty`. Writes, reads back, and waits until the other ranks of the engine have too.
+
+        Raises:
+            TargetMoved: Live storage was replaced since `stage`; nothing was written.
+            SyncAborted: Another rank of the engine failed; the old version was put back.
+            DirtyReceiver: The sync broke off and could not be undone.
+        """
+        with self._failing_safely():
+            deadline = time.monotonic() + timeout_s
+            while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
+                if isinstance(self._take_next(deadline), messages.Abort):
+                    raise SyncAborted("the sender gave up; the weights are half written")
+            self._write()
+            self._finish(deadline)
+        assert self._session.version is not None
+        return self._session.version
+
+    def invalidate(self) -> None:
+        """Say that the weights were released, reloaded or written by somebody else.
+
+        Deltas are refused until the receiver has joined anew, which the next
+        `stage` or `receive_weights` does.
+        """
+        self._session.invalidate()
+        self._staging = None
+
+    def close(self) -> None:
+        """End the connection. The weights stay as they are."""
+        self._transport.close()
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._session.state is ReceiverState.WAITING
+
+    @property
+    def _is_in_place(self) -> bool:
+        return isinstance(self._staging, InPlace)
+
+    def _greet(self, deadline: float) -> None:
+        hello = messages.Hello(
+            engine=self._engine,
+            rank=self._rank,
+            world=self._world,
+            format_versions=(FORMAT_VERSION,),
+            stream_id=self._session.stream_id,
+            version=self._session.version,
+            parameters=messages.entries(self._target.parameters()),
+        )
+        self._staging = None
+        self._transport.connect(messages.encode(hello), timeout_s=_rest(deadline))
+        self._session.greet()
+
+    def _scrub_some(self) -> None:
+        name = self._scrub.check(self._ledger, self._flats)
+        if name is not None:
+            self._session.failed(dirty=True)
+            raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
+
+    def _take_next(self, deadline: float) -> messages.Message:
+        """Receive one message, obey it, and return it."""
+        frame = self._transport.receive(timeout_s=_rest(deadline))
+        message, payload_bytes = messages.decode(
+            frame.header, max_payload_bytes=self.options.max_payload_bytes
+        )
+        if isinstance(message, messages.Refused):
+            raise Refused(kind=message.error, message=message.reason)
+        self._session.on(message)
+        match message:
+            case messages.Layout():
+                self._bind(message)
+            case messages.Begin():
+                self._begin(message)
+            case messages.Bucket():
+                self._stage_bucket(message, _payload(frame, payload_bytes))
+            case messages.Prepare():
+                self._prepared(message)
+            case messages.Abort():
+                self._staging = None
+        return message
+
+    def _bind(self, layout: messages.Layout) -> None:
+        """Find the weights of the layout and measure them."""
+        specs = layout.specs()
+        self._flats = self._target.bind(specs)
+        self._ledger = DigestLedger(specs, chunk_numel=self.options.chunk_numel)
+        for parameter, flat in self._flats.items():
+            self._ledger.measure(parameter, flat.read)
+        self._reader = BucketReader(specs)
+        self._session.set_layout_hash(messages.layout_hash(specs))
+        self._reply(messages.Held(digest=messages.digest_text(self._ledger.total)))
+
+    def _begin(self, begin: messages.Begin) -> None:
+        needed = staged_bytes_of(
+            num_changes=begin.num_changes,
+            sparse_bytes=begin.sparse_bytes,
+            dense_bytes=begin.dense_bytes,
+        )
+        self._reader.begin()
+        if needed > self._max_staged_bytes():
+            self._staging = InPlace(self._flats, self._ledger)
+        else:
+            self._staging = Staging(self._flats, self._ledger, max_bytes=needed)
+
+    def _max_staged_bytes(self) -> int:
+        if self.options.max_staged_bytes is not None:
+            return self.options.max_staged_bytes
+        held = sum(flat.numel * flat.dtype.item_size for flat in self._flats.values())
+        return max(_MIN_STAGED_BYTES, held // 4)
+
+    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor) -> None:
+        assert self._staging is not None
+        if bucket.compression != "none":
+            data = decompress(
+                payload.cpu().numpy().data,
+                compression=bucket.compression,
+                raw_bytes=bucket.raw_bytes,
+            )
+            payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+        runs = self._reader.read(payload, bucket.num_rows)
+        if self._is_in_place:
+            self._session.wrote_in_place()
+        for parameter, run in runs:
+            self._staging.stage(parameter, run)
+
+    def _prepared(self, prepare: messages.Prepare) -> None:
+        assert self._staging is not None
+        self._reply(
+            messages.Prepared(
+                version=prepare.version,
+                digest=messages.digest_text(self._staging.ledger.total),
+                staged_bytes=self._staging.staged_bytes,
+            )
+        )
+
+    def _write(self) -> None:
+        """The pause: write, read back, answer."""
+        if self._session.state is not ReceiverState.COMMITTING or self._staging is None:
+            raise IllegalMessage(f"commit while {self._session.state.name}; call stage first")
+        assert self._session.begun is not None
+        self._target.check_unmoved()
+        began = time.perf_counter()
+        digest = self._staging.commit()
+        if digest != self._staging.ledger.total:
+            raise DigestMismatch("the weights read back are not those that were written")
+        self._session.committed()
+        committed = messages.Committed(
+            version=self._session.begun.version,
+            digest=messages.digest_text(digest),
+            commit_s=time.perf_counter() - began,
+        )
+        with suppress(PeerLost):  # the version is decided: `_finish` says what that means
+            self._reply(committed)
+
+    def _finish(self, deadline: float) -> None:
+        """Wait for the rest of the engine."""
+        staging = self._staging
+        assert staging is not None
+        before, self._ledger = self._ledger, staging.ledger
+        try:
+            self._take_next(deadline)
+        except (PeerLost, TransportTimeout):
+            self._session.lost()  # for an engine of one rank the decision stands
+            if self._session.dirty:
+                raise
+        else:
+            if self._session.state is ReceiverState.OUTSIDE:
+                self._ledger = before
+                self._undo(staging)
+                raise SyncAborted("another rank of the engine failed; the old version was put back")
+        self._staging = None
+
+    def _undo(self, staging: Staging | InPlace) -> None:
+        if not isinstance(staging, Staging):
+            self._session.failed(dirty=True)
+            raise DirtyReceiver("written in place, cannot be undone; rejoin for a full sync")
+        staging.undo()
+
+    def _reply(self, message: messages.Message) -> None:
+        self._transport.reply(messages.encode(message), timeout_s=_REPLY_TIMEOUT_S)
+
+    @contextmanager
+    def _failing_safely(self) -> Iterator[None]:
+        """Whatever goes wrong: undo what was written, say so to the sender, stay outside."""
+        try:
+            yield
+        except TransportTimeout:
+            if self._session.state not in _IDLE:
+                self._fail(TransportTimeout("timed out"))
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        state, staging = self._session.state, self._staging
+        self._staging = None
+        dirty = isinstance(staging, InPlace) and self._session.dirty
+        if state is ReceiverState.COMMITTING and isinstance(staging, Staging):
+            dirty = not self._undone(staging)
+        begun = self._session.begun
+        self._session.failed(dirty=dirty)
+        if state in _IDLE or state is ReceiverState.OUTSIDE or isinstance(error, TransportError):
+            return
+        failed = messages.Failed(
+            version=None if begun is None else begun.version,
+            error=type(error).__name__,
+            reason=str(error)[:4096],
+        )
+        with suppress(TransportError):
+            self._reply(failed)
+
+    def _undone(self, staging: Staging) -> bool:
+        try:
+            staging.undo()
+        except (DeltaSyncError, RuntimeError):  # torch reports failed writes as RuntimeError
+            return False
+        return True
+
+
+_IDLE = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
+_REPLY_TIMEOUT_S = 30.0
+
+
+def _rest(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _payload(frame: Frame, payload_bytes: int) -> Tensor:
+    payload = frame.payload
+    if payload is None or len(payload) != payload_bytes:
+        length = 0 if payload is None else len(payload)
+        raise TruncatedFrame(f"payload of {length} bytes, {payload_bytes} were declared")
+    return payload

@@ -1,0 +1,219 @@
+"""One round of a sync at the sender: begin, buckets, prepare, decision, commit, finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltasync.delta.bucket import buckets
+from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.link import SenderLink
+from deltasync.sync.plan import Plan
+from deltasync.sync.session import Member, SenderPhase, SenderSession
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import (
+    Abort,
+    Begin,
+    Bucket,
+    Commit,
+    Committed,
+    Failed,
+    Finish,
+    Message,
+    Prepare,
+    Prepared,
+    layout_hash,
+)
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """What a round did. Fields as in SyncStats."""
+
+    decided: bool = False
+    payload_bytes: int = 0
+    num_buckets: int = 0
+    bucket_bytes: int = 0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    receiver_commit_s: float = 0.0
+    receiver_bytes: int = 0
+
+
+class Round:
+    """Takes members from one version to the next, all or nothing for each engine.
+
+    Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
+    after it leaves alone. In both cases the session then knows why, and they have been dropped.
+    """
+
+    def __init__(
+        self,
+        link: SenderLink,
+        session: SenderSession,
+        plan: Plan,
+        *,
+        bucket_bytes: int,
+        compression: Compression,
+    ) -> None:
+        self._link, self._session, self._plan = link, session, plan
+        self._bucket_bytes, self._compression = bucket_bytes, compression
+        self._specs = plan.ledger.specs
+        self._result = RoundResult()
+
+    def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
+        """Do the round. The result says whether the version was decided."""
+        self._session.begin(participants, version=version)
+        self._version = version
+        try:
+            self._stage(stream_id)
+            if self._session.failures:
+                self._abort("; ".join(self._session.failures.values()))
+                return self._result
+            self._commit()
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        return self._result
+
+    def _stage(self, stream_id: str) -> None:
+        began = time.perf_counter()
+        plan = self._plan
+        for peer, error in self._link.open(list(self._session.participants)).items():
+            self._session.failed(peer, str(error))
+        if self._session.failures:
+            return
+        self._send(
+            Begin(
+                stream_id=stream_id,
+                version=self._version,
+                base_version=plan.base_version,
+                layout_hash=layout_hash(tuple(self._specs)),
+                num_changes=plan.num_changes,
+                sparse_bytes=plan.sparse_bytes,
+                dense_bytes=plan.dense_bytes,
+            )
+        )
+        self._send_buckets()
+        self._send(Prepare(version=self._version, num_buckets=self._result.num_buckets))
+        if not self._session.failures:
+            self._collect_prepared()
+        self._result.transfer_s = time.perf_counter() - began
+
+    def _send_buckets(self) -> None:
+        plan = self._plan
+        for bucket in buckets(plan.runs(), tuple(self._specs), bucket_bytes=self._bucket_bytes):
+            if self._session.failures:
+                return
+            try:
+                payload = self._link.buffer(bucket.num_bytes)
+            except TransportError as error:
+                self._note_lost(error)
+                return
+            for parameter, run, bits in bucket.write(payload, plan.read):
+                plan.packed(parameter, run, bits)
+            self._send_bucket(payload, len(bucket.rows))
+
+    def _send_bucket(self, payload: Tensor, num_rows: int) -> None:
+        result = self._result
+        payload, raw_bytes = self._link.compressed(payload, self._compression), len(payload)
+        message = Bucket(
+            version=self._version,
+            sequence=result.num_buckets,
+            num_rows=num_rows,
+            raw_bytes=raw_bytes,
+            compression=self._compression,
+        )
+        self._send(message, payload)
+        result.num_buckets += 1
+        result.payload_bytes += len(payload)
+        result.bucket_bytes = max(result.bucket_bytes, len(payload))
+
+    def _collect_prepared(self) -> None:
+        for peer, reply in self._replies():
+            if not isinstance(reply, Prepared) or reply.version != self._version:
+                self._session.failed(peer, _reason(reply))
+            elif int(reply.digest, 16) != self._expected(peer):
+                self._session.failed(peer, "DigestMismatch: it would not arrive at our weights")
+            else:
+                self._session.prepared(peer)
+                self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
+
+    def _commit(self) -> None:
+        began = time.perf_counter()
+        self._session.decide()
+        self._result.decided = True
+        self._send(Commit(version=self._version))
+        self._plan.decided()  # while the receivers write
+        for peer, reply in self._replies():
+            if not isinstance(reply, Committed) or reply.version != self._version:
+                self._session.failed(peer, _reason(reply))
+            elif int(reply.digest, 16) != self._expected(peer):
+                self._session.failed(peer, "DigestMismatch: it read back other weights than ours")
+            else:
+                self._session.committed(peer)
+                self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
+        self._send(Finish(version=self._version, undo=self._session.undone()))
+        self._result.commit_s = time.perf_counter() - began
+        self._drop(self._session.finish())
+
+    def _abort(self, reason: str) -> None:
+        if self._link.is_open:
+            with suppress(TransportError):
+                self._link.send(Abort(version=self._version, reason=reason[:4096]))
+        self._drop(self._session.abort())
+
+    def _break_off(self, error: BaseException) -> None:
+        """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""
+        match self._session.phase:
+            case SenderPhase.STAGING:
+                for peer in self._session.participants:
+                    if not self._link.is_connected(peer):
+                        self._session.failed(peer, "lost")
+                self._abort(f"the sender failed: {type(error).__name__}")
+            case SenderPhase.DECIDED:
+                for peer in self._session.participants:
+                    self._session.failed(peer, "the sender failed after the decision")
+                self._drop(self._session.finish())
+
+    def _drop(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._link.drop(member.peer)
+
+    def _expected(self, peer: int) -> int:
+        return self._plan.ledger.total_of(self._session.participants[peer].holds)
+
+    def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
+        return [
+            (peer, reply)
+            for peer, reply in self._link.replies().items()
+            if peer in self._session.participants
+        ]
+
+    def _send(self, message: Message, payload: Tensor | None = None) -> None:
+        """Losing a peer is no error here: the session knows, and the round sees it there."""
+        try:
+            self._link.send(message, payload)
+        except TransportError as error:
+            self._note_lost(error)
+
+    def _note_lost(self, error: TransportError) -> None:
+        lost = [p for p in self._session.participants if not self._link.is_connected(p)]
+        if not lost:
+            raise error
+        for peer in lost:
+            self._session.failed(peer, f"{type(error).__name__}: {error}")
+
+
+def _reason(reply: Message | DeltaSyncError) -> str:
+    match reply:
+        case Failed(error=error, reason=reason):
+            return f"{error}: {reason}"
+        case WireError() | TransportError() | DeltaSyncError():
+            return f"{type(reply).__name__}: {reply}"
+        case _:
+            return f"IllegalMessage: answered with {reply.kind}"

@@ -1,0 +1,321 @@
+"""The trainer's end: compares, sends, and decides when a version is final."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.diff import ModelDelta, diff_model
+from deltasync.delta.policy import Policy
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout
+from deltasync.sync.layout import SourceLayout
+from deltasync.sync.link import SenderLink
+from deltasync.sync.lobby import Lobby, greet_back
+from deltasync.sync.plan import DeltaPlan, FullPlan, Plan
+from deltasync.sync.round import Round, RoundResult
+from deltasync.sync.session import Member, SenderSession
+from deltasync.sync.source import WeightSource
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.base import SendTransport
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import Hello
+
+
+class SenderOptions(BaseModel):
+    """How a sender sends. Sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Policy = Policy()
+    bucket_bytes: int = Field(64 << 20, ge=MIN_BUCKET_BYTES, description="largest payload")
+    max_inflight_bytes: int | None = Field(
+        None, ge=0, description="patches kept until the decision; None for 5 % of the model"
+    )
+    compression: Compression = "none"
+    wire_dtypes: dict[str, str] = Field(
+        default_factory=dict,
+        description="dtype name by parameter name pattern, where receivers disagree",
+    )
+    snapshot_device: str | None = Field(
+        None, description="where the snapshot lives; None for each parameter's own device"
+    )
+    stream_id: str | None = Field(None, description="names the training run; None for a new one")
+
+
+@dataclass(slots=True)
+class _Synced:
+    """The members' part of a sync."""
+
+    base_version: int
+    delta: ModelDelta | None = None
+    result: RoundResult = field(default_factory=RoundResult)
+    diff_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Joined:
+    """The newcomers' part of a sync."""
+
+    joined: int = 0
+    full_synced: int = 0
+    result: RoundResult = field(default_factory=RoundResult)
+
+
+class WeightSender:
+    """Keeps receivers at the trainer's weights.
+
+    The first sync captures the source; from then on only changes are sent. A version is
+    final when every member has staged it and would arrive at the sender's digest; until
+    then nothing has changed anywhere. Calls are made by one thread, and the source must not
+    change during `send_weights`.
+
+    Args:
+        source: The trainer's parameters; read, never written.
+        transport: The sender's end of a link. Owned from now on: `close` closes it.
+        options: Sizes, policy, dtypes.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: SendTransport,
+        *,
+        options: SenderOptions | None = None,
+    ) -> None:
+        self.options = options or SenderOptions()
+        self.stream_id = self.options.stream_id or uuid.uuid4().hex
+        self._source = source
+        self._link = SenderLink(transport)
+        self._lobby = Lobby(self._link)
+        self._session = SenderSession()
+        self._layout: SourceLayout | None = None
+        self._snapshot: Snapshot | None = None
+        self._busy = False
+        self._lost: dict[str, str] = {}
+        self._gone: set[int] = set()
+        self._capture_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """The last version decided; 0 before the first sync."""
+        return self._session.version
+
+    @property
+    def num_receivers(self) -> int:
+        """Receivers that hold `version`."""
+        return len(self._session.members)
+
+    def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
+        """Return when `count` receivers are members or have greeted; they join at the next sync.
+
+        Raises TransportTimeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._exclusive():
+            while self.num_receivers + len(self._lobby) < count:
+                rest = deadline - time.monotonic()
+                if rest <= 0:
+                    here = self.num_receivers + len(self._lobby)
+                    raise TransportTimeout(f"{here} of {count} receivers came in {timeout_s} s")
+                self._lobby.listen(timeout_s=rest)
+
+    def send_weights(self, *, timeout_s: float = 60.0) -> SyncStats:
+        """Bring every receiver to the source's weights as they are now: one version.
+
+        Members get the delta; if one fails before the decision it is dropped and the
+        others are served. Receivers that have greeted join afterwards, by a full sync if
+        their weights differ.
+
+        Args:
+            timeout_s: For each wait on receivers.
+
+        Raises:
+            NoReceivers: Nobody is connected.
+            SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
+            SourceChanged: The source is not the same model any more.
+        """
+        with self._exclusive():
+            began = time.perf_counter()
+            self._link.timeout_s = timeout_s
+            self._lost = {}
+            self._part_with_lost_members()
+            self._lobby.listen(timeout_s=0)
+            delta = self._sync_members() if self._session.members else None
+            engines = self._newcomers()
+            if not self._session.members:
+                if not engines:
+                    raise self._nobody()
+                delta = None
+                self._capture(engines[0])
+            joined = self._join(engines)
+            if not self._session.members:
+                raise self._nobody()
+            return self._stats(delta, joined, began)
+
+    def close(self) -> None:
+        """End every connection. Receivers keep serving what they hold."""
+        self._link.close()
+
+    def _sync_members(self) -> _Synced | None:
+        """One more version for all members; None if none of them is left to hold it."""
+        layout, snapshot = self._layout, self._snapshot
+        assert layout is not None
+        assert snapshot is not None
+        layout.refresh()
+        done = _Synced(base_version=self.version)
+        while self._session.members and not done.result.decided:
+            began = time.perf_counter()
+            done.delta = diff_model(
+                layout.readers,
+                snapshot,
+                policy=self.options.policy,
+                max_held_bytes=self._max_inflight_bytes(layout),
+            )
+            done.diff_s += time.perf_counter() - began
+            plan = DeltaPlan(
+                done.delta,
+                layout.readers,
+                snapshot,
+                policy=self.options.policy,
+                base_version=self.version,
+            )
+            members = list(self._session.members.values())
+            done.result = self._run(plan, members, version=self.version + 1)
+        return done if done.result.decided else None
+
+    def _capture(self, hellos: dict[int, Hello]) -> None:
+        """Start from the source as it is, in the dtypes that the first engine holds."""
+        began = time.perf_counter()
+        self._snapshot = None  # its memory first
+        held = [spec for hello in hellos.values() for spec in hello.specs()]
+        self._layout = SourceLayout(self._source, held, self.options.wire_dtypes)
+        device = self.options.snapshot_device
+        self._snapshot = Snapshot(
+            self._layout.specs,
+            self._layout.readers,
+            chunk_numel=self.options.policy.chunk_numel,
+            device=None if device is None else torch.device(device),
+        )
+        self._session.captured()
+        self._capture_s = time.perf_counter() - began
+
+    def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
+        """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
+        done = _Joined()
+        layout, snapshot = self._layout, self._snapshot
+        if layout is None or snapshot is None:
+            return done
+        joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
+        if not joiners:
+            return done
+        agreed, differ, lost = greet_back(
+            self._link, joiners, snapshot, stream_id=self.stream_id, version=self.version
+        )
+        self._lost |= lost
+        self._session.admit(agreed)
+        while differ and not done.result.decided:
+            done.result = self._run(FullPlan(snapshot), differ, version=self.version)
+            differ = [m for m in differ if m.peer not in self._gone]
+        done.full_synced = sum(m.peer in self._session.members for m in differ)
+        done.joined = len(agreed) + done.full_synced
+        return done
+
+    def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
+        """One round; remembers who was lost in it."""
+        work = Round(
+            self._link,
+            self._session,
+            plan,
+            bucket_bytes=self.options.bucket_bytes,
+            compression=self.options.compression,
+        )
+        try:
+            return work.run(participants, version=version, stream_id=self.stream_id)
+        finally:
+            self._gone = {m.peer for m in participants} - set(self._session.members)
+            for peer, why in self._session.failures.items():
+                self._lost[str(self._session.participants[peer])] = why
+
+    def _newcomers(self) -> list[dict[int, Hello]]:
+        """Complete engines in the lobby, without those whose name is taken."""
+        taken = {member.engine for member in self._session.members.values()}
+        engines = self._lobby.engines()
+        for hellos in engines:
+            for peer, hello in hellos.items():
+                if hello.engine in taken:
+                    self._lobby.refuse(
+                        peer, ConfigError(f"an engine named {hello.engine!r} is a member already")
+                    )
+        return [e for e in engines if not taken & {hello.engine for hello in e.values()}]
+
+    def _part_with_lost_members(self) -> None:
+        """An engine of which a rank has gone is no member any more."""
+        members = list(self._session.members.values())
+        gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
+        for member in members:
+            if member.engine in gone:
+                self._lost[str(member)] = "PeerLost: disconnected between syncs"
+                self._session.members.pop(member.peer)
+                self._link.drop(member.peer)
+
+    def _nobody(self) -> NoReceivers | SyncAborted:
+        if self._lost:
+            reasons = "; ".join(f"{who}: {why}" for who, why in self._lost.items())
+            return SyncAborted(f"no receiver is left ({reasons}); the next sync covers this one")
+        return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
+
+    def _max_inflight_bytes(self, layout: SourceLayout) -> int:
+        given = self.options.max_inflight_bytes
+        return layout.num_bytes // 20 if given is None else given
+
+    def _stats(self, delta: _Synced | None, joined: _Joined, began: float) -> SyncStats:
+        layout, snapshot = self._layout, self._snapshot
+        assert layout is not None
+        assert snapshot is not None
+        full_numel = layout.numel if joined.full_synced else 0
+        changes = delta.delta.changes if delta and delta.delta else []
+        result = delta.result if delta else joined.result
+        held_bytes = delta.delta.held_bytes if delta and delta.delta else 0
+        return SyncStats(
+            version=self.version,
+            base_version=delta.base_version if delta else None,
+            kind="delta" if delta else "full",
+            verified=True,  # a receiver whose digest differs is no member any more
+            receivers=self.num_receivers,
+            joined=joined.joined,
+            full_synced=joined.full_synced,
+            lost=dict(self._lost),
+            numel=layout.numel,
+            nnz=sum(change.nnz for change in changes) if delta else full_numel,
+            parameters=layout.coverage({c.parameter for c in changes}, full=not delta),
+            payload_bytes=result.payload_bytes,
+            dense_bytes=layout.num_bytes,
+            joined_bytes=joined.result.payload_bytes if delta else 0,
+            num_buckets=result.num_buckets,
+            diff_s=delta.diff_s if delta else self._capture_s,
+            transfer_s=result.transfer_s,
+            commit_s=result.commit_s,
+            receiver_commit_s=result.receiver_commit_s,
+            total_s=time.perf_counter() - began,
+            sender_bytes=held_bytes + 2 * result.bucket_bytes,
+            receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
+            snapshot_bytes=snapshot.num_bytes,
+        )
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._busy:
+            raise ConfigError("a sync is under way; a WeightSender is used by one thread")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False

@@ -1,0 +1,320 @@
+"""The two state machines of a sync: which message is legal when. Does no I/O.
+
+Receiver:
+
+    OUTSIDE --greet--> JOINING --Layout--> JOINING --Welcome--> READY, or WAITING for a full sync
+    READY, WAITING --Begin--> STAGING --Bucket--> STAGING --Prepare--> PREPARED
+    PREPARED --Commit--> COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
+    STAGING, PREPARED --Abort--> where Begin found it
+    any --failed, lost, invalidate--> OUTSIDE
+
+Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve.
+An illegal message raises and changes nothing.
+
+Sender, for each sync: begin, prepared for every participant, decide, committed for each, finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from deltasync.errors import IllegalMessage, VersionGap, WrongStream
+from deltasync.wire.messages import (
+    Abort,
+    Begin,
+    Bucket,
+    Commit,
+    Finish,
+    Layout,
+    Message,
+    Prepare,
+    Welcome,
+)
+
+
+class ReceiverState(Enum):
+    """Where a receiver stands."""
+
+    OUTSIDE = auto()  # no member: has to greet the sender
+    JOINING = auto()  # greeted, not yet welcome
+    WAITING = auto()  # welcome, needs a full sync
+    READY = auto()  # member, holds `version`
+    STAGING = auto()  # patches arrive; the old version serves
+    PREPARED = auto()  # everything that can fail is done; waits for the decision
+    COMMITTING = auto()  # decided: being written
+    COMMITTED = auto()  # written; waits for the rest of its engine
+
+
+@dataclass
+class ReceiverSession:
+    """What a receiver may do next.
+
+    Attributes:
+        engine: Its engine's name.
+        world: Ranks of that engine.
+        version: The version held, or None when unknown.
+        stream_id: The training run it belongs to.
+        dirty: The weights are a mixture and must not serve.
+    """
+
+    engine: str
+    world: int = 1
+    state: ReceiverState = ReceiverState.OUTSIDE
+    version: int | None = None
+    stream_id: str | None = None
+    dirty: bool = False
+    begun: Begin | None = None
+    _next_bucket: int = 0
+    _resume: ReceiverState = ReceiverState.OUTSIDE
+    _layout_hash: str = ""
+    _offered: Layout | None = None
+
+    def on(self, message: Message) -> None:
+        """Advance, or raise and leave everything as it was."""
+        match message:
+            case Layout() if self.state is ReceiverState.JOINING and self._offered is None:
+                self._offered = message
+            case Welcome() if self.state is ReceiverState.JOINING and self._offered is not None:
+                self._welcome(self._offered, full=self.engine in message.full_sync)
+            case Begin() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
+                self._begin(message)
+            case Bucket() if self._in(ReceiverState.STAGING, message.version):
+                self._bucket(message)
+            case Prepare() if self._in(ReceiverState.STAGING, message.version):
+                self._prepare(message)
+            case Commit() if self._in(ReceiverState.PREPARED, message.version):
+                self.state = ReceiverState.COMMITTING
+            case Finish() if self._in(ReceiverState.COMMITTED, message.version):
+                self._finish(keep=self.engine not in message.undo)
+            case Abort() if self._in(ReceiverState.STAGING, message.version) or self._in(
+                ReceiverState.PREPARED, message.version
+            ):
+                self._abort()
+            case _:
+                raise IllegalMessage(f"{message.kind} while {self.state.name}")
+
+    def greet(self) -> None:
+        """The receiver said hello on a new connection."""
+        self.lost()
+        self.state = ReceiverState.JOINING
+        self._offered = None
+
+    def set_layout_hash(self, layout_hash: str) -> None:
+        """The hash of the layout that was bound to the target."""
+        self._layout_hash = layout_hash
+
+    def wrote_in_place(self) -> None:
+        """The first write of a sync that cannot be undone."""
+        self.dirty = True
+
+    def committed(self) -> None:
+        """The version is written and read back."""
+        if self.state is not ReceiverState.COMMITTING:
+            raise IllegalMessage(f"committed while {self.state.name}")
+        self.state = ReceiverState.COMMITTED
+
+    def failed(self, *, dirty: bool = False) -> None:
+        """Something local went wrong; the old version stands, or else `dirty`."""
+        self.dirty = self.dirty or dirty
+        self.state, self.begun = ReceiverState.OUTSIDE, None
+
+    def lost(self) -> None:
+        """The connection is gone.
+
+        A decided version stands for an engine of one rank. With more ranks nobody here knows
+        whether the others have it too, so the engine must not serve.
+        """
+        if self.state is ReceiverState.COMMITTED and self.begun is not None:
+            if self.world == 1:
+                self._hold(self.begun)
+            else:
+                self.dirty = True
+        self.failed()
+
+    def invalidate(self) -> None:
+        """Somebody else wrote the weights: no delta fits them until the receiver has rejoined."""
+        self.failed()
+        self.version = None
+
+    def _in(self, state: ReceiverState, version: int) -> bool:
+        return self.state is state and self.begun is not None and self.begun.version == version
+
+    def _welcome(self, offered: Layout, *, full: bool) -> None:
+        if full:
+            self.state = ReceiverState.WAITING
+            return
+        self.version, self.stream_id = offered.version, offered.stream_id
+        self.dirty = False
+        self.state = ReceiverState.READY
+
+    def _begin(self, begin: Begin) -> None:
+        if self._offered is None or begin.stream_id != self._offered.stream_id:
+            raise WrongStream(f"begin of stream {begin.stream_id}: not the run that was joined")
+        if begin.layout_hash != self._layout_hash:
+            raise IllegalMessage("begin of another layout than the one that was joined")
+        if begin.base_version is None and self.state is not ReceiverState.WAITING:
+            raise IllegalMessage("a full sync that was not asked for")
+        if begin.base_version is not None and (
+            self.state is not ReceiverState.READY or begin.base_version != self.version
+        ):
+            raise VersionGap(held=self.version, base=begin.base_version, offered=begin.version)
+        if begin.base_version is not None and begin.version <= begin.base_version:
+            raise IllegalMessage(f"v{begin.version} does not follow v{begin.base_version}")
+        self._resume, self.state = self.state, ReceiverState.STAGING
+        self.begun, self._next_bucket = begin, 0
+
+    def _bucket(self, bucket: Bucket) -> None:
+        if bucket.sequence != self._next_bucket:
+            raise IllegalMessage(f"bucket {bucket.sequence} instead of {self._next_bucket}")
+        self._next_bucket += 1
+
+    def _prepare(self, prepare: Prepare) -> None:
+        if prepare.num_buckets != self._next_bucket:
+            raise IllegalMessage(
+                f"{self._next_bucket} buckets arrived, {prepare.num_buckets} were sent"
+            )
+        self.state = ReceiverState.PREPARED
+
+    def _finish(self, *, keep: bool) -> None:
+        assert self.begun is not None
+        if keep:
+            self._hold(self.begun)
+            self.state = ReceiverState.READY
+        else:
+            self.state = ReceiverState.OUTSIDE
+        self.begun = None
+
+    def _hold(self, begin: Begin) -> None:
+        self.version, self.stream_id, self.dirty = begin.version, begin.stream_id, False
+
+    def _abort(self) -> None:
+        """A dirty model stays outside: what was written in place cannot be taken back."""
+        self.state = ReceiverState.OUTSIDE if self.dirty else self._resume
+        self.begun = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A receiver as its sender knows it.
+
+    Attributes:
+        peer: Its number at the transport.
+        engine, rank, world: Which engine it serves, and its place there.
+        holds: Numbers of the layout's parameters that it holds; None for all.
+    """
+
+    peer: int
+    engine: str
+    rank: int = 0
+    world: int = 1
+    holds: frozenset[int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.engine}[{self.rank}/{self.world}]"
+
+
+class SenderPhase(Enum):
+    """Where the sender stands in a sync."""
+
+    IDLE = auto()
+    STAGING = auto()
+    DECIDED = auto()
+
+
+@dataclass
+class SenderSession:
+    """Who takes part, and what may be decided. The unit of failure is the engine.
+
+    Attributes:
+        version: The last version decided.
+        members: Those that hold it, by peer.
+        failures: Why participants of the current sync failed, by peer.
+    """
+
+    version: int = 0
+    phase: SenderPhase = SenderPhase.IDLE
+    members: dict[int, Member] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    participants: dict[int, Member] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _offered: int = 0
+
+    def captured(self) -> None:
+        """A new version was taken from the source; nobody holds it yet."""
+        self._require(SenderPhase.IDLE)
+        if self.members:
+            raise IllegalMessage("members would miss the version")
+        self.version += 1
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """Receivers hold the version already."""
+        self._require(SenderPhase.IDLE)
+        self.members.update({member.peer: member for member in members})
+
+    def begin(self, participants: Iterable[Member], *, version: int) -> None:
+        """A sync to `version` begins."""
+        self._require(SenderPhase.IDLE)
+        if version < self.version:
+            raise IllegalMessage(f"v{version} after v{self.version}")
+        self.participants = {member.peer: member for member in participants}
+        self.phase, self._offered = SenderPhase.STAGING, version
+        self._done, self.failures = set(), {}
+
+    def prepared(self, peer: int) -> None:
+        """A participant can commit, and would arrive at the sender's digest."""
+        self._require(SenderPhase.STAGING)
+        self._done.add(self.participants[peer].peer)
+
+    def failed(self, peer: int, reason: str) -> None:
+        """A participant failed, in whatever phase."""
+        if self.phase is SenderPhase.IDLE:
+            raise IllegalMessage("no sync is under way")
+        self.failures.setdefault(self.participants[peer].peer, reason)
+        self._done.discard(peer)
+
+    def decide(self) -> None:
+        """The version is final. Raises IllegalMessage unless every participant has prepared."""
+        self._require(SenderPhase.STAGING)
+        if not self.participants or self._done != set(self.participants):
+            raise IllegalMessage("not every participant has prepared")
+        self.phase, self.version, self._done = SenderPhase.DECIDED, self._offered, set()
+
+    def abort(self) -> list[Member]:
+        """The version will never be. Returns who has to leave: every rank of a failed engine."""
+        self._require(SenderPhase.STAGING)
+        return self._leave()
+
+    def committed(self, peer: int) -> None:
+        """A participant has written the version and read back the sender's digest."""
+        self._require(SenderPhase.DECIDED)
+        self._done.add(self.participants[peer].peer)
+
+    def undone(self) -> tuple[str, ...]:
+        """Engines of which a rank has not committed: their other ranks undo."""
+        self._require(SenderPhase.DECIDED)
+        missing = set(self.participants) - self._done
+        return tuple(sorted({self.participants[peer].engine for peer in missing}))
+
+    def finish(self) -> list[Member]:
+        """The sync is over. Returns who has to leave: every rank of an undone engine."""
+        for peer in set(self.participants) - self._done:
+            self.failures.setdefault(peer, "did not commit")
+        self._require(SenderPhase.DECIDED)
+        leaving = self._leave()
+        gone = {member.peer for member in leaving}
+        self.members.update({peer: m for peer, m in self.participants.items() if peer not in gone})
+        return leaving
+
+    def _leave(self) -> list[Member]:
+        self.phase = SenderPhase.IDLE
+        engines = {self.participants[peer].engine for peer in self.failures}
+        leaving = [m for m in self.participants.values() if m.engine in engines]
+        for member in leaving:
+            self.members.pop(member.peer, None)
+        return leaving
+
+    def _require(self, phase: SenderPhase) -> None:
+        if self.phase is not phase:
+            raise IllegalMessage(f"legal while {phase.name}, not while {self.phase.name}")

@@ -1,0 +1,99 @@
+"""Where a sender reads parameters: a protocol, and the one for a plain nn.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from deltasync.delta.bits import identity
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor of a model and every name it goes by.
+
+    Attributes:
+        names: Its canonical name, then the names tied to it.
+        tensor: The live tensor. Not owned.
+    """
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class WeightSource(Protocol):
+    """The trainer's parameters, in checkpoint coordinates."""
+
+    def tensors(self) -> list[NamedTensor]:
+        """The live tensors as they are now, tied ones once, always in the same order.
+
+        Called at every sync; storage may have been replaced since the last call.
+        """
+        ...
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of an nn.Module.
+
+    These are the tensors of its `state_dict`. Frozen ones are compared too: if they do not
+    change they cost one read. Tied tensors (the same storage under several names) are sent once.
+
+    Args:
+        module: The trainer's model; read at every sync, never written.
+        rename: Maps a name of the module to the checkpoint name that receivers know, for
+            wrappers that add a prefix; None to leave a tensor out.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, rename: Callable[[str], str | None] | None = None
+    ) -> None:
+        self._module = module
+        self._rename = rename
+
+    def tensors(self) -> list[NamedTensor]:
+        """The module's tensors as they are now."""
+        return tied_tensors(named_tensors(self._module, self._rename))
+
+
+def named_tensors(
+    module: nn.Module, rename: Callable[[str], str | None] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter and persistent buffer, under each name it goes by."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        transient = owner._non_persistent_buffers_set
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is None or key in transient:
+                continue
+            name: str | None = f"{prefix}.{key}" if prefix else key
+            if rename is not None and name is not None:
+                name = rename(name)
+            if name is not None:
+                yield name, tensor
+
+
+def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
+    """One entry for each distinct tensor, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    tensors: list[Tensor] = []
+    for name, tensor in named:
+        # Empty tensors share the null pointer without being tied.
+        key = identity(tensor) if tensor.numel() else (name,)
+        if key not in groups:
+            tensors.append(tensor)
+        groups.setdefault(key, []).append(name)
+    return [
+        NamedTensor(tuple(dict.fromkeys(names)), tensor)
+        for names, tensor in zip(groups.values(), tensors, strict=True)
+    ]
+
+
+def by_name(tensors: list[NamedTensor]) -> Mapping[str, NamedTensor]:
+    """The entry that each name leads to."""
+    return {name: tensor for tensor in tensors for name in tensor.names}

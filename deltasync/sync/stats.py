@@ -1,0 +1,67 @@
+"""What one sync did: counts, bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncStats:
+    """One call of `send_weights`.
+
+    Attributes:
+        version: The version that receivers hold now.
+        base_version: The version that the delta was taken against; None for a full sync.
+        kind: "delta", or "full" when there was no member to send a delta to.
+        verified: Every receiver's digest, predicted and re-read, equals the sender's.
+        receivers: Members that hold the version.
+        joined: Receivers that joined in this call, by digest alone or by a full sync.
+        full_synced: Those of them that needed a full sync.
+        lost: Why members left, by "engine[rank/world]".
+        numel: Elements of the model.
+        nnz: Elements that differed from the snapshot (all, in a full sync).
+        parameters: Parameters of the model, by what became of them: "changed", "unchanged",
+            "frozen" (unchanged and not trained). They add up to all.
+        payload_bytes: Bytes of all payloads, tables included, as they travelled to each receiver.
+        dense_bytes: Bytes of all values: what a dense sync moves.
+        joined_bytes: Payload bytes of the full sync to joiners, beside a delta's.
+        num_buckets: Payloads of the delta, or of the full sync.
+        diff_s: Comparing the source with the snapshot, digests included.
+        transfer_s: From the first frame until every receiver has prepared.
+        commit_s: From the decision until every receiver has committed: the pause.
+        receiver_commit_s: The longest that a receiver took to write and read back.
+        total_s: The whole call.
+        sender_bytes: Memory that the sync took beside the snapshot: patches held and a bucket.
+        receiver_bytes: The most that a receiver took for staging.
+        snapshot_bytes: The sender's copy.
+    """
+
+    version: int
+    base_version: int | None
+    kind: Literal["delta", "full"]
+    verified: bool
+    receivers: int
+    numel: int
+    nnz: int
+    payload_bytes: int
+    dense_bytes: int
+    diff_s: float
+    transfer_s: float
+    commit_s: float
+    receiver_commit_s: float
+    total_s: float
+    sender_bytes: int
+    receiver_bytes: int
+    snapshot_bytes: int
+    num_buckets: int = 0
+    joined: int = 0
+    full_synced: int = 0
+    joined_bytes: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that changed, 0 to 1."""
+        return self.nnz / self.numel if self.numel else 0.0

@@ -1,0 +1,128 @@
+"""Where a receiver writes parameters: a protocol, and the one for a plain nn.Module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from deltasync.delta.bits import Flat, dtype_of, identity
+from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.sync.source import NamedTensor, by_name, named_tensors, tied_tensors
+from deltasync.wire.messages import ParameterSpec
+
+
+class WeightTarget(Protocol):
+    """An engine rank's live weights, in checkpoint coordinates."""
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """What is held: names, full shapes, and the dtypes that the sender has to send."""
+        ...
+
+    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
+        """Find the storage of each parameter of the sender's layout that is held here.
+
+        Returns it by the parameter's number. What was bound before is let go.
+
+        Raises:
+            LayoutMismatch: A name, shape, dtype or tie does not fit.
+        """
+        ...
+
+    def check_unmoved(self) -> None:
+        """Raises TargetMoved if live storage is not where `bind` found it."""
+        ...
+
+
+class ModuleTarget:
+    """The parameters and persistent buffers of an nn.Module, written in place.
+
+    Args:
+        module: The engine's model. It must keep its storage between syncs; if it is replaced,
+            call the receiver's `invalidate`.
+        rename: Maps a name of the module to its checkpoint name; None to leave a tensor out.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, rename: Callable[[str], str | None] | None = None
+    ) -> None:
+        self._module = module
+        self._rename = rename
+        self._bound: dict[str, tuple[object, ...]] = {}
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """The module's tensors as they are now."""
+        return tuple(_spec(tensor) for tensor in self._tensors())
+
+    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
+        """Find each parameter of the layout in the module."""
+        tensors = self._tensors()
+        numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
+        self._bound = _identities(tensors)
+        return {
+            number: Flat.of(tensor.tensor, name=tensor.name)
+            for number, tensor in zip(numbers, tensors, strict=True)
+        }
+
+    def check_unmoved(self) -> None:
+        """Compare every tensor's address, shape, strides and dtype with those bound."""
+        now = _identities(self._tensors())
+        if now != self._bound:
+            moved = sorted(
+                name for name in self._bound | now if now.get(name) != self._bound.get(name)
+            )
+            raise TargetMoved(
+                f"storage of {_some(moved)} was replaced; call invalidate() and rejoin"
+            )
+
+    def _tensors(self) -> list[NamedTensor]:
+        return tied_tensors(named_tensors(self._module, self._rename))
+
+
+def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSpec]) -> list[int]:
+    """The number in `layout` of each parameter `held` by a receiver.
+
+    Raises:
+        LayoutMismatch: A held parameter is not in the layout, is there with another shape or dtype,
+            or is tied to others on one side only.
+    """
+    numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
+    found: list[int] = []
+    for spec in held:
+        known = {numbers[name] for name in spec.names if name in numbers}
+        if not known:
+            raise LayoutMismatch(f"the sender has no parameter {spec.name!r}")
+        if len(known) > 1:
+            raise LayoutMismatch(f"{_some(list(spec.names))} are tied here, not at the sender")
+        number = known.pop()
+        _check_same(spec, layout[number])
+        found.append(number)
+    twice = [layout[number].name for number, count in Counter(found).items() if count > 1]
+    if twice:
+        raise LayoutMismatch(f"names of {_some(twice)} are tied at the sender, not here")
+    return found
+
+
+def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
+    if held.shape != sent.shape:
+        raise LayoutMismatch(f"{held.name}: shape {held.shape} here, {sent.shape} at the sender")
+    if held.dtype != sent.dtype:
+        raise LayoutMismatch(
+            f"{held.name}: {held.dtype.name} here, {sent.dtype.name} on the wire; "
+            "give the sender `wire_dtypes` or load the model in that dtype"
+        )
+
+
+def _spec(tensor: NamedTensor) -> ParameterSpec:
+    return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
+
+
+def _identities(tensors: list[NamedTensor]) -> dict[str, tuple[object, ...]]:
+    return {name: identity(entry.tensor) for name, entry in by_name(tensors).items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
