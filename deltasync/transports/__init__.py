@@ -1,0 +1,1 @@
+"""Frames and buffers between one sender and its receivers; knows no names, dtypes or versions."""

@@ -78,11 +78,11 @@ class SendTransport(Protocol):
         """
         ...
 
-    def buffer(self, num_bytes: int) -> Tensor:
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
         """uint8[num_bytes] to pack the next payload into, owned by the transport.
 
-        May block until receivers have let go of an earlier payload (within the timeout of the
-        `send` that used it). Its content is unspecified. It is valid until the next `send`.
+        May block until receivers have let go of an earlier payload, and raises what `send`
+        raises. Its content is unspecified. It is valid until the next `send`.
         """
         ...
 

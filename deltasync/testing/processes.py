@@ -1,0 +1,118 @@
+"""Functions in spawned processes, always bounded in time, failing with the child's traceback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+class ChildFailed(AssertionError):
+    """A child raised, was killed or did not end in time; the text is its traceback."""
+
+
+class Child:
+    """One spawned process, alive at most as long as the `with` block.
+
+    `function` and its arguments must be importable and picklable, as for any spawned process.
+    """
+
+    def __init__(self, function: Callable[..., object], *args: Any) -> None:
+        self._report, report = _spawn.Pipe(duplex=False)
+        self._process = _spawn.Process(target=_run, args=(report, function, args), daemon=True)
+        self._process.start()
+        report.close()
+        self._text: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def traceback(self) -> str | None:
+        """What the child raised, as text; None if nothing (yet)."""
+        if self._text is None and self._report.poll():
+            try:
+                self._text = self._report.recv_bytes().decode()
+            except EOFError:
+                return None
+        return self._text
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Wait for the child to end well. Raises ChildFailed."""
+        self._process.join(timeout_s)
+        if self.traceback is not None:
+            raise ChildFailed(f"the child raised:\n{self.traceback}")
+        if self._process.is_alive():
+            raise ChildFailed(f"the child still runs after {timeout_s} s")
+        if self._process.exitcode:
+            raise ChildFailed(f"the child ended with {self._process.exitcode}")
+
+    def kill(self) -> None:
+        """Kill -9, and wait until it is gone. Idempotent."""
+        self._process.kill()
+        self._process.join()
+
+    def pause(self) -> None:
+        """SIGSTOP: alive, connected, and doing nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, number)
+
+
+def run_ranks(
+    function: Callable[..., object], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> None:
+    """Run `function(rank, *args)` in `world_size` processes until all have ended.
+
+    Raises ChildFailed with the traceback of the first rank that raised, or naming the ranks
+    that still run after `timeout_s`; no process outlives the call.
+    """
+    children = [Child(function, rank, *args) for rank in range(world_size)]
+    try:
+        _wait_all(children, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _wait_all(children: list[Child], give_up: float, timeout_s: float) -> None:
+    while alive := [rank for rank, child in enumerate(children) if child.is_alive]:
+        for rank, child in enumerate(children):
+            if child.traceback is not None:
+                raise ChildFailed(f"rank {rank} raised:\n{child.traceback}")
+        if time.monotonic() > give_up:
+            raise ChildFailed(f"ranks {alive} still run after {timeout_s} s")
+        time.sleep(0.01)
+    for child in children:
+        child.wait(timeout_s=0)
+
+
+def _run(report: Connection, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        function(*args)
+    except BaseException:
+        report.send_bytes(traceback.format_exc().encode())
+        raise

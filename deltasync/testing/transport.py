@@ -1,0 +1,389 @@
+"""The contract that every transport keeps, as tests. Subclass `TransportContract` and run pytest.
+
+class TestMine(TransportContract):
+def ends(self, tmp_path, max_payload_bytes):
+sender = partial(MySender, tmp_path / "socket", max_payload_bytes=max_payload_bytes)
+return Ends(sender, partial(MyReceiver, tmp_path / "socket"), crosses_processes=True)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync.errors import ConfigError, PeerLost, TransportClosed, TransportTimeout
+from deltasync.testing.links import (
+    PATIENCE_S,
+    PROMPT_S,
+    Ends,
+    Link,
+    background,
+    lost_peers,
+    payload_of,
+    same_frame,
+    send_for_ever,
+    sender_process,
+    within,
+)
+from deltasync.testing.processes import Child
+from deltasync.transports.base import Frame
+
+MAX_PAYLOAD_BYTES = 16 << 20
+SIZES = [0, 1, 4095, 4096, (1 << 20) + 3]
+
+
+class TransportContract(ABC):
+    """What a sender and its receivers may rely on, whatever lies between them."""
+
+    @abstractmethod
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        """How to make the two ends of one new link."""
+
+    @pytest.fixture
+    def link(self, tmp_path: Path) -> Iterator[Link]:
+        """A sender without receivers."""
+        with ExitStack() as stack:
+            yield Link(self.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+
+    @pytest.fixture
+    def processes(self, link: Link) -> Link:
+        """The same for transports that cross processes."""
+        if not link.ends.crosses_processes:
+            pytest.skip("does not cross processes")
+        return link
+
+    # Frames
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("num_receivers", [1, 3])
+    def test_every_receiver_gets_the_same_bytes_in_order(
+        self, link: Link, num_receivers: int
+    ) -> None:
+        link.add(num_receivers)
+        link.open()
+        frames = [Frame(b"%d" % n, payload_of(n, seed=n)) for n in SIZES]
+        for frame in [*frames, Frame(b"header only"), *reversed(frames)]:
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+
+    @pytest.mark.timeout(60)
+    def test_header_only_frames_queue_in_order(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        for number in range(50):
+            link.sender.send(Frame(b"%d" % number), timeout_s=PATIENCE_S)
+        for receiver in link.receivers:
+            headers = [receiver.receive(timeout_s=PATIENCE_S).header for _ in range(50)]
+            assert headers == [b"%d" % number for number in range(50)]
+
+    @pytest.mark.timeout(60)
+    def test_buffers_of_every_size_are_sent(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        for num_bytes in [*SIZES, 5, 0]:
+            expected = Frame(b"packed", payload_of(num_bytes, seed=3))
+            buffer = link.sender.buffer(num_bytes, timeout_s=PATIENCE_S)
+            assert (buffer.dtype, buffer.shape) == (torch.uint8, (num_bytes,))
+            assert expected.payload is not None
+            buffer.copy_(expected.payload)
+            for got in link.exchange(Frame(b"packed", buffer)):
+                assert same_frame(got, expected)
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            torch.zeros(10, dtype=torch.uint8)[::2],
+            torch.zeros(10, dtype=torch.int8),
+            torch.zeros(2, 5, dtype=torch.uint8),
+            torch.zeros(MAX_PAYLOAD_BYTES + 1, dtype=torch.uint8),
+        ],
+        ids=["strided", "int8", "matrix", "too large"],
+    )
+    def test_other_payloads_are_refused(self, link: Link, payload: Tensor) -> None:
+        with pytest.raises(ConfigError):
+            link.sender.send(Frame(b"bad", payload), timeout_s=PATIENCE_S)
+        with pytest.raises(ConfigError):
+            link.sender.send(Frame(b""), timeout_s=PATIENCE_S)
+        with pytest.raises(ConfigError):
+            link.sender.buffer(MAX_PAYLOAD_BYTES + 1, timeout_s=PATIENCE_S)
+
+    # Ownership of buffers
+
+    @pytest.mark.timeout(60)
+    def test_a_tensor_may_be_overwritten_once_sent(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        frame, payload = Frame(b"mine", payload_of(100_000)), payload_of(100_000)
+        received = link.receive_later(delay_s=0.2)
+        link.sender.send(Frame(b"mine", payload), timeout_s=PATIENCE_S)
+        payload.fill_(0xEE)
+        assert all(same_frame(future.result(PATIENCE_S), frame) for future in received)
+
+    @pytest.mark.timeout(60)
+    def test_the_next_buffer_leaves_what_receivers_read_alone(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        expected = payload_of(100_000)
+        for _ in range(5):
+            buffer = link.sender.buffer(100_000, timeout_s=PATIENCE_S)
+            buffer.copy_(expected)
+            received = link.receive_later(delay_s=0.05)
+            link.sender.send(Frame(b"x", buffer), timeout_s=PATIENCE_S)
+            link.sender.buffer(100_000, timeout_s=PATIENCE_S).fill_(0xEE)
+            for future in received:
+                payload = future.result(PATIENCE_S).payload
+                assert payload is not None
+                assert torch.equal(payload, expected)
+
+    # Replies
+
+    @pytest.mark.timeout(60)
+    def test_replies_come_by_peer(self, link: Link) -> None:
+        link.add(3)
+        link.open()
+        for number, receiver in enumerate(link.receivers):
+            receiver.reply(b"%d" % number, timeout_s=PATIENCE_S)
+        replies = link.sender.collect_replies(timeout_s=PATIENCE_S)
+        assert replies == {peer: b"%d" % number for number, peer in enumerate(link.peers)}
+
+    @pytest.mark.timeout(60)
+    def test_who_replies_late_is_dropped_and_others_go_on(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        late, good = link.peers[0], link.add_echo()
+        received = link.receive_later()
+        assert link.sender.open_epoch([late, good], timeout_s=PATIENCE_S) == {}
+        link.sender.send(Frame(b"question"), timeout_s=PATIENCE_S)
+        assert received[0].result(PATIENCE_S).header == b"question"
+        with within(PROMPT_S):
+            replies = link.sender.collect_replies(timeout_s=0.3)
+        assert replies[good] == b"question"
+        assert isinstance(replies[late], TransportTimeout)
+        assert not link.sender.is_connected(late)
+        with pytest.raises(PeerLost):
+            link.receivers[0].receive(timeout_s=PROMPT_S)
+        assert isinstance(link.sender.collect_replies(timeout_s=0)[late], PeerLost)
+
+    @pytest.mark.timeout(60)
+    def test_a_receiver_that_never_answers_does_not_keep_the_rest(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        good = link.add_echo()
+        link.sender.drop(link.peers[0])
+        link.check([good])
+
+    @pytest.mark.timeout(60)
+    def test_a_receive_that_timed_out_may_be_repeated(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        with pytest.raises(TransportTimeout):
+            link.receivers[0].receive(timeout_s=0.02)
+        frame = Frame(b"later", payload_of(3))
+        assert same_frame(link.exchange(frame)[0], frame)
+
+    @pytest.mark.timeout(60)
+    def test_short_timeouts_do_not_lose_frames(self, link: Link) -> None:
+        link.add(1)
+        frame = Frame(b"patience", payload_of(1 << 20))
+
+        def receive() -> Frame:
+            while True:
+                try:
+                    return link.receivers[0].receive(timeout_s=0.001)
+                except TransportTimeout:
+                    continue
+
+        received = background(receive)
+        assert link.sender.open_epoch(link.peers, timeout_s=PATIENCE_S) == {}
+        link.sender.send(frame, timeout_s=PATIENCE_S)
+        assert same_frame(received.result(PATIENCE_S), frame)
+
+    # Membership
+
+    @pytest.mark.timeout(60)
+    def test_greetings_come_in_order(self, link: Link) -> None:
+        assert link.sender.poll(timeout_s=0) == []
+        peers = []
+        for number in range(3):
+            receiver = link.receiver()
+            connected = background(
+                lambda r=receiver, n=number: r.connect(b"%d" % n, timeout_s=PATIENCE_S)  # type: ignore[misc]
+            )
+            (greeting,) = link.sender.poll(timeout_s=PATIENCE_S)
+            connected.result(PATIENCE_S)
+            peers.append(greeting)
+        assert [data for _, data in peers] == [b"0", b"1", b"2"]
+        assert sorted(peers) == peers
+
+    @pytest.mark.timeout(60)
+    def test_a_receiver_that_closes_is_lost(self, link: Link) -> None:
+        link.add(1)
+        good = link.add_echo()
+        lost = link.peers[0]
+        received = link.receive_later()
+        assert link.sender.open_epoch([lost, good], timeout_s=PATIENCE_S) == {}
+        link.sender.send(Frame(b"open"), timeout_s=PATIENCE_S)
+        assert received[0].result(PATIENCE_S).header == b"open"
+        link.receivers[0].close()
+        with within(PROMPT_S):
+            assert isinstance(link.sender.collect_replies(timeout_s=PATIENCE_S)[lost], PeerLost)
+        assert not link.sender.is_connected(lost)
+        assert lost in link.sender.open_epoch([lost, good], timeout_s=PATIENCE_S)
+        link.check([good])
+
+    @pytest.mark.timeout(60)
+    def test_sending_to_a_lost_peer_says_so_and_the_rest_stay(self, link: Link) -> None:
+        link.add(1)
+        good = link.add_echo()
+        received = link.receive_later()
+        assert link.sender.open_epoch([*link.peers, good], timeout_s=PATIENCE_S) == {}
+        link.sender.send(Frame(b"open"), timeout_s=PATIENCE_S)
+        received[0].result(PATIENCE_S)
+        link.receivers[0].close()
+        with within(PROMPT_S), pytest.raises(PeerLost):
+            send_for_ever(link, Frame(b"to whom", payload_of(100)))
+        link.sender.send(Frame(b"end", payload_of(100)), timeout_s=PATIENCE_S)
+
+    @pytest.mark.timeout(60)
+    def test_a_dropped_peer_gets_what_was_sent_and_is_told(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        link.sender.send(Frame(b"last words"), timeout_s=PATIENCE_S)
+        link.sender.drop(link.peers[0])
+        link.sender.drop(link.peers[0])
+        assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
+        with pytest.raises(PeerLost):
+            link.receivers[0].receive(timeout_s=PROMPT_S)
+        with pytest.raises(PeerLost):
+            link.receivers[0].reply(b"", timeout_s=PROMPT_S)
+        assert isinstance(link.sender.collect_replies(timeout_s=0)[link.peers[0]], PeerLost)
+
+    @pytest.mark.timeout(60)
+    def test_a_receiver_that_connects_again_is_a_new_peer(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        old = link.peers[0]
+        link.peers[0] = link.connect(link.receivers[0])
+        assert link.peers[0] > max(old, link.peers[1])
+        assert not link.sender.is_connected(old)
+        link.open()
+        frame = Frame(b"again", payload_of(1000))
+        assert all(same_frame(got, frame) for got in link.exchange(frame))
+
+    @pytest.mark.timeout(60)
+    def test_peers_that_never_were_are_lost(self, link: Link) -> None:
+        assert isinstance(link.sender.open_epoch([17], timeout_s=1)[17], PeerLost)
+        assert not link.sender.is_connected(17)
+        with pytest.raises(PeerLost):
+            link.receiver().receive(timeout_s=0)
+
+    # Closing
+
+    @pytest.mark.timeout(60)
+    def test_closing_twice_is_closing_once(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        for _ in range(2):
+            link.sender.close()
+            link.receivers[0].close()
+        with pytest.raises(TransportClosed):
+            link.sender.poll(timeout_s=0)
+        with pytest.raises(TransportClosed):
+            link.receivers[0].receive(timeout_s=0)
+
+    @pytest.mark.timeout(60)
+    def test_closing_wakes_whoever_waits(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        collects = background(lambda: link.sender.collect_replies(timeout_s=60))
+        receives = background(lambda: link.receivers[0].receive(timeout_s=60))
+        time.sleep(0.1)
+        with within(PROMPT_S):
+            link.receivers[0].close()
+            assert isinstance(receives.exception(PROMPT_S), TransportClosed)
+        collects.result(PROMPT_S)
+        polls = background(lambda: link.sender.poll(timeout_s=60))
+        time.sleep(0.1)
+        with within(PROMPT_S):
+            link.sender.close()
+            assert isinstance(polls.exception(PROMPT_S), TransportClosed)
+
+    @pytest.mark.timeout(60)
+    def test_receivers_notice_a_sender_that_closes(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        received = link.receive_later()
+        link.sender.close()
+        for future in received:
+            assert isinstance(future.exception(PROMPT_S), PeerLost)
+        with pytest.raises(TransportTimeout):
+            link.receivers[0].connect(b"anyone?", timeout_s=0.1)
+
+    # Other processes
+
+    @pytest.mark.timeout(90)
+    def test_a_killed_receiver_is_lost_and_others_go_on(self, processes: Link) -> None:
+        good = processes.add_echo()
+        child, peer = processes.add_process()
+        processes.check([good, peer])
+        child.kill()
+        with within(PROMPT_S):
+            assert peer in lost_peers(
+                processes, [good, peer], Frame(b"anyone?"), timeout_s=PATIENCE_S
+            )
+        processes.check([good])
+
+    @pytest.mark.timeout(90)
+    def test_a_receiver_killed_while_receiving_is_lost(self, processes: Link) -> None:
+        good = processes.add_echo()
+        child, peer = processes.add_process()
+        processes.check([good, peer])
+        frame = Frame(b"large", payload_of(4 << 20))
+        timer = threading.Timer(0.2, child.kill)
+        timer.start()
+        with within(0.2 + 2 * PROMPT_S):
+            assert peer in lost_peers(processes, [good, peer], frame, timeout_s=PATIENCE_S)
+        processes.check([good])
+
+    @pytest.mark.timeout(90)
+    @pytest.mark.parametrize("num_bytes", [None, 4 << 20], ids=["header only", "payload"])
+    def test_a_stopped_receiver_is_late_and_dropped(
+        self, processes: Link, num_bytes: int | None
+    ) -> None:
+        good, also_good = processes.add_echo(), processes.add_echo()
+        child, peer = processes.add_process()
+        processes.check([peer, good, also_good])
+        child.pause()
+        payload = None if num_bytes is None else payload_of(num_bytes)
+        with within(2 * PROMPT_S):
+            peers, frame = [good, also_good, peer], Frame(b"hello?", payload)
+            assert lost_peers(processes, peers, frame, timeout_s=1.0) == {peer}
+        assert not processes.sender.is_connected(peer)
+        processes.check([good, also_good])
+
+    @pytest.mark.timeout(90)
+    def test_receivers_notice_a_killed_sender(self, tmp_path: Path) -> None:
+        ends = self.ends(tmp_path, MAX_PAYLOAD_BYTES)
+        if not ends.crosses_processes:
+            pytest.skip("does not cross processes")
+        receivers = [ends.receiver(), ends.receiver()]
+        with Child(sender_process, ends.sender, 2) as child:
+            for receiver in receivers:
+                # The sender is still starting: connecting waits for it.
+                receiver.connect(b"hello", timeout_s=PATIENCE_S)
+            received = [background(lambda r=r: r.receive(timeout_s=PATIENCE_S)) for r in receivers]  # type: ignore[misc]
+            first = Frame(b"first", payload_of(1000))
+            assert all(same_frame(future.result(PATIENCE_S), first) for future in received)
+            child.kill()
+        for receiver in receivers:
+            with within(PROMPT_S), pytest.raises(PeerLost):
+                receiver.receive(timeout_s=PATIENCE_S)
+            receiver.close()

@@ -1,0 +1,363 @@
+"""The control plane of the transports that cross processes: a star of stream sockets.
+
+The sender serves, receivers connect. A message is a fixed header (magic, kind, length), its
+bytes and, with a shared secret, a MAC. No threads: whoever waits runs the sockets. What arrives
+is bounded before it is kept, and bad bytes end the one connection they came on.
+
+    client                                     server
+    connect ------------------------------->   accept
+            <--- NONCE (with a secret only) --
+    NONCE ---------------------------------->
+    GREETING ------------------------------->  a new peer
+            <------------- any other kinds -->
+
+Losing the other process is the end of the stream, hence noticed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from deltasync.errors import ConfigError, PeerLost, TransportError, TransportTimeout
+from deltasync.transports.base import Capabilities, Frame
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+_HEADER = struct.Struct("<2sBxI")
+_MAGIC = b"dS"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_READ_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 4  # in flight; two segments are, at most
+_MESSAGE_OVERHEAD_BYTES = 256
+
+
+class Kind(IntEnum):
+    """Kinds of control messages; numbers are never reused."""
+
+    NONCE = 1
+    GREETING = 2
+    FRAME = 3
+    REPLY = 4
+    SEGMENT = 5
+    RELEASE = 6
+    GROUP = 7
+    READY = 8
+    START = 9
+    SENT = 10
+    ABANDON = 11
+
+
+class Deadline:
+    """A moment on the monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._at = time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._at - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._at
+
+    def part(self, fraction: float) -> Deadline:
+        """An earlier deadline: when `fraction` of the time left has gone."""
+        return Deadline(self.remaining_s * fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One control message.
+
+    Attributes:
+        kind: What it is for.
+        data: Its bytes; the transport gives them meaning.
+        descriptor: A file descriptor that came along, owned by whoever takes the message.
+    """
+
+    kind: Kind
+    data: bytes
+    descriptor: int | None = None
+
+
+class BrokenProtocol(PeerLost):
+    """The other end sent bytes that make no sense; its connection is ended."""
+
+
+def failure(errors: Mapping[int, TransportError]) -> TransportError:
+    """One error that tells of all: PeerLost if any peer is lost, else TransportTimeout."""
+    text = "; ".join(f"peer {peer}: {error}" for peer, error in errors.items())
+    lost = any(isinstance(error, PeerLost) for error in errors.values())
+    return PeerLost(text) if lost else TransportTimeout(text)
+
+
+def check_frame(frame: Frame, capabilities: Capabilities) -> None:
+    """Raise ConfigError for a frame that no transport of these capabilities carries."""
+    if not 0 < len(frame.header) <= DEFAULT_MAX_MESSAGE_BYTES // 2:
+        raise ConfigError(f"a frame header of {len(frame.header)} bytes")
+    payload = frame.payload
+    if payload is None:
+        return
+    if payload.dtype is not torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+        raise ConfigError(f"payloads are contiguous uint8[n], not {payload.dtype} {payload.shape}")
+    if payload.device.type not in capabilities.devices:
+        raise ConfigError(f"payloads live on {capabilities.devices}, not on {payload.device}")
+    check_size(payload.numel(), capabilities)
+
+
+def check_size(num_bytes: int, capabilities: Capabilities) -> None:
+    """Raise ConfigError for a payload larger than the transport carries."""
+    limit = capabilities.max_payload_bytes
+    if num_bytes < 0 or (limit is not None and num_bytes > limit):
+        raise ConfigError(f"a payload of {num_bytes} bytes; this transport takes up to {limit}")
+
+
+class _Seal:
+    """Signs one direction of one connection: HMAC-SHA256 under a key of that direction.
+
+    The key is bound to both nonces and the direction, each MAC to the message's place in the
+    stream, so that replayed, reordered and reflected messages fail.
+    """
+
+    def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
+        self._key = hmac.digest(secret, b"deltasync control 1 " + direction + nonces, "sha256")
+        self._sequence = 0
+
+    def sign(self, header: bytes, data: bytes) -> bytes:
+        mac = hmac.new(self._key, struct.pack("<Q", self._sequence) + header, "sha256")
+        mac.update(data)
+        self._sequence += 1
+        return mac.digest()
+
+
+class Connection:
+    """One end of one control socket. Never blocks; keeps what cannot be written yet.
+
+    Attributes:
+        lost: Why the connection has ended, or None. What arrived before can still be taken.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        is_server: bool,
+        kinds: Collection[Kind],
+        max_message_bytes: int,
+        secret: bytes | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.lost: PeerLost | None = None
+        self._socket = sock
+        self._is_server = is_server
+        self._kinds = frozenset(kinds)
+        self._limit = max_message_bytes
+        self._secret = secret
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._signs: _Seal | None = None
+        self._checks: _Seal | None = None
+        self._arrived = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._inbox: deque[Message] = deque()
+        self._inbox_bytes = 0
+        self._outbox: deque[tuple[memoryview, int | None]] = deque()
+        if secret is not None and is_server:
+            self._write(Kind.NONCE, self._nonce)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def local_host(self) -> str:
+        """The address by which the other end reaches this machine (TCP only)."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether messages wait for the other end to read."""
+        return bool(self._outbox)
+
+    @property
+    def can_write(self) -> bool:
+        """Whether messages may be written: with a secret, once both nonces are known."""
+        return self._secret is None or self._signs is not None
+
+    def allow(self, kinds: Collection[Kind], *, max_message_bytes: int) -> None:
+        """What may arrive from now on."""
+        self._kinds, self._limit = frozenset(kinds), max_message_bytes
+
+    def write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
+        """Queue a message and write what the socket takes. `descriptor` stays the caller's."""
+        if self.lost is None:
+            self._write(kind, data, descriptor)
+
+    def flush(self) -> None:
+        """Write what the socket takes."""
+        while self._outbox and self.lost is None:
+            view, descriptor = self._outbox[0]
+            try:
+                written = self._write_some(view, descriptor)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # What the other end said before it went can still be read.
+                self.read()
+                self._end(PeerLost(f"the connection broke: {error.strerror}"))
+                return
+            if written == len(view):
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = view[written:], None
+
+    def read(self) -> None:
+        """Take in what has arrived."""
+        if self.lost is not None:
+            return
+        try:
+            data = self._read_some()
+            if data:
+                self._arrived += data
+                self._split()
+            else:
+                self._end(PeerLost("the other end closed the connection"))
+        except BlockingIOError:
+            return
+        except BrokenProtocol as error:
+            self._end(error)
+        except OSError as error:
+            self._end(PeerLost(f"the connection broke: {error.strerror}"))
+
+    def take(self, kind: Kind | None = None) -> Message | None:
+        """The oldest message (of `kind`) that has arrived, or None."""
+        for index, message in enumerate(self._inbox):
+            if kind is None or message.kind is kind:
+                del self._inbox[index]
+                self._inbox_bytes -= len(message.data) + _MESSAGE_OVERHEAD_BYTES
+                return message
+        return None
+
+    def hang_up(self, reason: PeerLost | None = None) -> None:
+        """End the connection; what has arrived can still be taken. Idempotent.
+
+        What was written before still reaches the other end.
+        """
+        if self.lost is None:
+            # Bytes left unread would turn the end of a TCP stream into a reset, which
+            # discards what the other end has not read yet.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                while self._socket.recv(_READ_BYTES):
+                    pass
+        self._end(reason or PeerLost("this end closed the connection"))
+        self._socket.close()
+
+    def close(self) -> None:
+        """Hang up and forget what has arrived. Idempotent."""
+        self.hang_up()
+        while message := self.take():
+            if message.descriptor is not None:
+                os.close(message.descriptor)
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _end(self, reason: PeerLost) -> None:
+        if self.lost is None:
+            self.lost = reason
+            self._outbox.clear()
+            self._arrived.clear()
+
+    def _write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
+        header = _HEADER.pack(_MAGIC, kind, len(data))
+        mac = self._signs.sign(header, data) if self._signs else b""
+        self._outbox.append((memoryview(header + data + mac), descriptor))
+        self.flush()
+
+    def _write_some(self, view: memoryview, descriptor: int | None) -> int:
+        if descriptor is None:
+            return self._socket.send(view)
+        return socket.send_fds(self._socket, [view], [descriptor])
+
+    def _read_some(self) -> bytes:
+        if Kind.SEGMENT not in self._kinds:
+            return self._socket.recv(_READ_BYTES)
+        data, descriptors, flags, _ = socket.recv_fds(
+            self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise BrokenProtocol("more file descriptors than messages that announce one")
+        return data
+
+    def _split(self) -> None:
+        """Move whole messages from the bytes that arrived to the inbox."""
+        start = 0
+        while len(self._arrived) - start >= _HEADER.size:
+            kind, length = self._parse(start)
+            mac_bytes = _MAC_BYTES if self._checks else 0
+            body = start + _HEADER.size
+            end = body + length + mac_bytes
+            if len(self._arrived) < end:
+                break
+            data = bytes(memoryview(self._arrived)[body : body + length])
+            self._check(start, body + length, data)
+            self._accept(kind, data)
+            start = end
+        del self._arrived[:start]
+
+    def _parse(self, start: int) -> tuple[Kind, int]:
+        """The kind and length in the header at `start`, both within what is allowed."""
+        magic, number, length = _HEADER.unpack_from(self._arrived, start)
+        wants_nonce = self._secret is not None and self._checks is None
+        allowed = frozenset({Kind.NONCE}) if wants_nonce else self._kinds
+        if magic != _MAGIC or number not in allowed:
+            raise BrokenProtocol("the other end sent what is no deltasync message")
+        if length > (_NONCE_BYTES if wants_nonce else self._limit):
+            raise BrokenProtocol(f"a message of {length} bytes is over the limit")
+        return Kind(number), length
+
+    def _check(self, start: int, end: int, data: bytes) -> None:
+        if self._checks is None:
+            return
+        header = bytes(self._arrived[start : start + _HEADER.size])
+        mac = bytes(self._arrived[end : end + _MAC_BYTES])
+        if not hmac.compare_digest(mac, self._checks.sign(header, data)):
+            raise BrokenProtocol("a message was not signed with the shared secret")
+
+    def _accept(self, kind: Kind, data: bytes) -> None:
+        if kind is Kind.NONCE:
+            self._exchange_nonces(data)
+            return
+        self._inbox_bytes += len(data) + _MESSAGE_OVERHEAD_BYTES
+        if self._inbox_bytes > max(2 * self._limit, DEFAULT_MAX_MESSAGE_BYTES):
+            raise BrokenProtocol("more messages than this end takes")
+        descriptor = None
+        if kind is Kind.SEGMENT:
+            if not self._descriptors:
+                raise BrokenProtocol("a segment came without its file descriptor")
+            descriptor = self._descriptors.popleft()
+        self._inbox.append(Message(kind, data, descriptor))
+
+    def _exchange_nonces(self, other: bytes) -> None:
+        if self._secret is None or len(other) != _NONCE_BYTES:
+            raise BrokenProtocol("a nonce of the wrong size")
+        if not self._is_server:
+            self._write(Kind.NONCE, self._nonce)
+        server, client = (self._nonce, other) if self._is_server else (other, self._nonce)
+        down = _Seal(self._secret, b"to client", client + server)
+        up = _Seal(self._secret, b"to server", client + server)
+        self._signs, self._checks = (down, up) if self._is_server else (up, down)

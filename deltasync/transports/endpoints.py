@@ -1,0 +1,418 @@
+"""The two ends of the control plane: one server, many clients, each run by whoever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from deltasync.errors import (
+    ConfigError,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+)
+from deltasync.transports.control import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    Connection,
+    Deadline,
+    Kind,
+    Message,
+)
+
+_MAX_GREETING_BYTES = 1 << 20
+_MAX_STRANGERS = 128
+_MAX_GONE = 1024
+_RETRY_S = 0.01
+_EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
+
+
+class Gate:
+    """Lets one thread at a time use an end, and `close` from any thread wake it."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._alarm, self._bell = socket.socketpair()
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Held during every public call. Raises TransportClosed after `close`."""
+        with self._lock:
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Raise TransportClosed after `close`."""
+        if self._closed:
+            raise TransportClosed("this end of the transport was closed")
+
+    def wait(self, timeout_s: float) -> list[object]:
+        """The watched things that became ready, at most after `timeout_s`."""
+        self.check()
+        if 0 < timeout_s < _EPOLL_RESOLUTION_S:
+            time.sleep(timeout_s)
+            timeout_s = 0
+        events = self._selector.select(timeout_s)
+        self.check()
+        return [key.fileobj for key, _ in events]
+
+    def watch(self, source: Connection | socket.socket) -> None:
+        """Wake when `source` can be read, or written to if something waits to be."""
+        events = selectors.EVENT_READ
+        if isinstance(source, Connection) and source.is_writing:
+            events |= selectors.EVENT_WRITE
+        try:
+            if self._selector.get_key(source).events != events:
+                self._selector.modify(source, events)
+        except KeyError:
+            self._selector.register(source, events)
+
+    def forget(self, source: Connection | socket.socket) -> None:
+        """Stop waking for `source`; must be called before it is closed."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def close(self, dispose: Callable[[], None]) -> None:
+        """Wake the call in progress, wait until it has left, then `dispose`, once."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+        with self._lock:
+            if self._alarm.fileno() == -1:
+                return
+            dispose()
+            self._selector.close()
+            self._alarm.close()
+            self._bell.close()
+
+
+class Server:
+    """The sender's end: accepts connections and numbers those that greet as peers.
+
+    Not thread-safe: its owner holds the gate.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        gate: Gate,
+        *,
+        kinds: Collection[Kind],
+        secret: bytes | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        greeting_timeout_s: float = 10.0,
+    ) -> None:
+        """Serve on `listener`, which must listen already and belongs to the server from now on.
+
+        Args:
+            listener: A stream socket.
+            gate: Runs the sockets.
+            kinds: What a peer may send once it has greeted.
+            secret: Demand, and give, signed messages.
+            max_message_bytes: A peer that declares more is dropped.
+            greeting_timeout_s: A connection that has not greeted by then is dropped.
+        """
+        listener.setblocking(False)
+        self._listener = listener
+        self._gate = gate
+        self._kinds = frozenset(kinds)
+        self._secret = secret
+        self._limit = max_message_bytes
+        self._greeting_timeout_s = greeting_timeout_s
+        self._strangers: dict[Connection, Deadline] = {}
+        self._peers: dict[int, Connection] = {}
+        self._greetings: deque[tuple[int, bytes]] = deque()
+        self._gone: dict[int, Connection] = {}  # for what they said last, and why they went
+        self._next_peer = 0
+        gate.watch(listener)
+
+    def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
+        """The greetings that came since the last call; waits for one until the deadline."""
+        self.pump(0)
+        while not self._greetings and not deadline.passed:
+            self.pump(deadline.remaining_s)
+        greetings = list(self._greetings)
+        self._greetings.clear()
+        return greetings
+
+    def is_connected(self, peer: int) -> bool:
+        """Whether the connection of `peer` stands, as far as can be told without waiting."""
+        connection = self._peers.get(peer)
+        if connection is not None:
+            self._serve(connection)
+        return peer in self._peers
+
+    def loss(self, peer: int) -> PeerLost:
+        """Why `peer` is gone."""
+        connection = self._gone.get(peer)
+        return PeerLost(str(connection.lost) if connection else "there is no such peer")
+
+    def local_host(self, peer: int) -> str:
+        """The address by which `peer` reaches this machine."""
+        return self._peers[peer].local_host
+
+    def pump(self, timeout_s: float) -> None:
+        """Do what the sockets are ready for, waiting at most `timeout_s` for one to be."""
+        if self._strangers:
+            timeout_s = min(timeout_s, *(d.remaining_s for d in self._strangers.values()))
+        for source in self._gate.wait(timeout_s):
+            if source is self._listener:
+                self._accept()
+            elif isinstance(source, Connection):
+                self._serve(source)
+        for stranger, deadline in list(self._strangers.items()):
+            if deadline.passed:
+                self._turn_away(stranger)
+
+    def write(
+        self, peers: Iterable[int], kind: Kind, data: bytes, descriptor: int | None = None
+    ) -> None:
+        """Queue a message for each of `peers`; those that are gone are skipped."""
+        for peer in peers:
+            if connection := self._peers.get(peer):
+                connection.write(kind, data, descriptor)
+                self._settle(connection)
+
+    def flush(self, peers: Collection[int], deadline: Deadline) -> dict[int, TransportError]:
+        """Wait until `peers` have taken what was written; drop those that do not."""
+        while writing := [p for p in peers if p in self._peers and self._peers[p].is_writing]:
+            if deadline.passed:
+                late = {peer: self.expire(peer, "did not read in time") for peer in writing}
+                return self.losses(peers) | late
+            self.pump(deadline.remaining_s)
+        return self.losses(peers)
+
+    def losses(self, peers: Iterable[int]) -> dict[int, TransportError]:
+        """Those of `peers` that are gone, and why."""
+        return {peer: self.loss(peer) for peer in peers if peer not in self._peers}
+
+    def take(self, peer: int, kind: Kind) -> bytes | None:
+        """The oldest message of `kind` that came from `peer`, or None."""
+        connection = self._peers.get(peer) or self._gone.get(peer)
+        message = connection.take(kind) if connection else None
+        return message.data if message else None
+
+    def gather(
+        self, peers: Collection[int], kind: Kind, deadline: Deadline
+    ) -> dict[int, bytes | TransportError]:
+        """The next message of `kind` from each of `peers`; drops those that are late."""
+        self.pump(0)
+        found: dict[int, bytes | TransportError] = {}
+        while missing := [peer for peer in peers if peer not in found]:
+            for peer in missing:
+                data = self.take(peer, kind)
+                if data is not None:
+                    found[peer] = data
+                elif peer not in self._peers:
+                    found[peer] = self.loss(peer)
+                elif deadline.passed:
+                    found[peer] = self.expire(peer, "did not answer in time")
+            if len(found) < len(peers):
+                self.pump(deadline.remaining_s)
+        return found
+
+    def drop(self, peer: int, reason: TransportError | None = None) -> None:
+        """End the connection to `peer`. Idempotent."""
+        if connection := self._peers.get(peer):
+            self._let_go(peer, PeerLost(f"was dropped: {reason}" if reason else "was dropped"))
+            connection.close()
+
+    def expire(self, peer: int, complaint: str) -> TransportTimeout:
+        """Drop a peer that is late; returns the error that says so."""
+        error = TransportTimeout(complaint)
+        self.drop(peer, error)
+        return error
+
+    def close(self) -> None:
+        """End every connection and stop listening. Idempotent."""
+        for peer in list(self._peers):
+            self.drop(peer)
+        for stranger in list(self._strangers):
+            self._turn_away(stranger)
+        self._gate.forget(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._turn_away(next(iter(self._strangers)))
+            stranger = Connection(
+                sock,
+                is_server=True,
+                kinds={Kind.GREETING},
+                max_message_bytes=min(_MAX_GREETING_BYTES, self._limit),
+                secret=self._secret,
+            )
+            self._strangers[stranger] = Deadline(self._greeting_timeout_s)
+            self._gate.watch(stranger)
+
+    def _serve(self, connection: Connection) -> None:
+        connection.flush()
+        connection.read()
+        if connection in self._strangers:
+            self._welcome(connection)
+        self._settle(connection)
+
+    def _welcome(self, stranger: Connection) -> None:
+        """Make a stranger that has greeted a peer."""
+        greeting = stranger.take(Kind.GREETING)
+        if greeting is None:
+            return
+        del self._strangers[stranger]
+        stranger.allow(self._kinds, max_message_bytes=self._limit)
+        self._peers[self._next_peer] = stranger
+        self._greetings.append((self._next_peer, greeting.data))
+        self._next_peer += 1
+
+    def _settle(self, connection: Connection) -> None:
+        """Watch a connection that stands; let go of one that has ended."""
+        if connection.lost is None:
+            self._gate.watch(connection)
+            return
+        if connection in self._strangers:
+            self._turn_away(connection)
+        for peer, candidate in list(self._peers.items()):
+            if candidate is connection:
+                self._let_go(peer, connection.lost)
+
+    def _let_go(self, peer: int, reason: PeerLost) -> None:
+        connection = self._gone[peer] = self._peers.pop(peer)
+        self._gate.forget(connection)
+        connection.hang_up(reason)
+        if len(self._gone) > _MAX_GONE:
+            self._gone.pop(next(iter(self._gone))).close()
+
+    def _turn_away(self, stranger: Connection) -> None:
+        del self._strangers[stranger]
+        self._gate.forget(stranger)
+        stranger.close()
+
+
+class Client:
+    """A receiver's end: one connection at a time. Not thread-safe: its owner holds the gate."""
+
+    def __init__(
+        self,
+        dial: Callable[[], socket.socket],
+        gate: Gate,
+        *,
+        kinds: Collection[Kind],
+        secret: bytes | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Connect with `dial`, which raises OSError while nobody serves."""
+        self._dial = dial
+        self._gate = gate
+        self._kinds = frozenset(kinds)
+        self._secret = secret
+        self._limit = max_message_bytes
+        self._connection: Connection | None = None
+
+    @property
+    def local_host(self) -> str:
+        """The address by which the server reaches this machine."""
+        return self._current().local_host
+
+    def connect(self, greeting: bytes, deadline: Deadline) -> None:
+        """Connect anew and greet. Raises TransportTimeout, or PeerLost if turned away."""
+        self.hang_up()
+        self._connection = Connection(
+            self._dial_until(deadline),
+            is_server=False,
+            kinds=self._kinds,
+            max_message_bytes=self._limit,
+            secret=self._secret,
+        )
+        self._gate.watch(self._connection)
+        while not self._connection.can_write:
+            if self.poll(deadline.remaining_s) is None and deadline.passed:
+                raise TransportTimeout("the sender did not answer in time")
+        self.write(Kind.GREETING, greeting, deadline)
+
+    def poll(self, timeout_s: float) -> Message | None:
+        """The next message, or None if nothing came. Raises PeerLost."""
+        connection = self._current()
+        message = connection.take()
+        if message is None and connection.lost is None:
+            self._run(connection, timeout_s)
+            message = connection.take()
+        if message is None and connection.lost is not None:
+            self._gate.forget(connection)
+            connection.hang_up()
+            raise PeerLost(str(connection.lost))
+        return message
+
+    def next(self, deadline: Deadline) -> Message:
+        """The next message. Raises TransportTimeout, PeerLost."""
+        while True:
+            expired = deadline.passed
+            if message := self.poll(deadline.remaining_s):
+                return message
+            if expired:
+                raise TransportTimeout("nothing came in time")
+
+    def write(self, kind: Kind, data: bytes, deadline: Deadline) -> None:
+        """Hand a message to the socket. Raises PeerLost, TransportTimeout."""
+        if len(data) > (_MAX_GREETING_BYTES if kind is Kind.GREETING else self._limit):
+            raise ConfigError(f"a {kind.name.lower()} of {len(data)} bytes is too large")
+        connection = self._current()
+        connection.write(kind, data)
+        while connection.is_writing:
+            if deadline.passed:
+                # Half a message may be on its way: nothing can follow it.
+                self.hang_up()
+                raise TransportTimeout("the sender did not read in time")
+            self._run(connection, deadline.remaining_s)
+        if connection.lost is not None:
+            raise PeerLost(str(connection.lost))
+
+    def hang_up(self) -> None:
+        """End the connection, if there is one."""
+        if self._connection is not None:
+            self._gate.forget(self._connection)
+            self._connection.close()
+
+    def _current(self) -> Connection:
+        if self._connection is None:
+            raise PeerLost("not connected yet")
+        return self._connection
+
+    def _run(self, connection: Connection, timeout_s: float) -> None:
+        self._gate.watch(connection)
+        if self._gate.wait(timeout_s):
+            connection.flush()
+            connection.read()
+
+    def _dial_until(self, deadline: Deadline) -> socket.socket:
+        """Dial until somebody serves. Raises TransportTimeout with the last refusal."""
+        while True:
+            try:
+                return self._dial()
+            except OSError as error:
+                if deadline.passed:
+                    raise TransportTimeout(f"no sender appeared: {error}") from error
+            self._gate.wait(min(_RETRY_S, deadline.remaining_s))
+
+
+def check_secret(secret: bytes | None) -> None:
+    """Raise ConfigError for a secret that is none."""
+    if secret is not None and not secret:
+        raise ConfigError("an empty secret protects nothing; leave it out or set one")
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

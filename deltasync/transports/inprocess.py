@@ -1,0 +1,229 @@
+"""Threads of one process: the reference implementation of the contract.
+
+A payload is cloned once on send; all receivers read the same clone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
+from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.control import Deadline, check_frame, check_size, failure
+
+
+class _Link:
+    """One connection: what is under way in both directions, and why it ended."""
+
+    def __init__(self) -> None:
+        self.frames: deque[Frame] = deque()
+        self.replies: deque[bytes] = deque()
+        self.lost: PeerLost | None = None
+
+
+class Sender:
+    """The sender's end. Receivers of the same process are made by `receiver()`."""
+
+    def __init__(
+        self, *, device: torch.device | str = "cpu", max_payload_bytes: int | None = None
+    ) -> None:
+        """Payloads live on `device`; larger ones than `max_payload_bytes` are refused."""
+        self._device = torch.device(device)
+        self._capabilities = Capabilities(
+            devices=(self._device.type,),
+            max_payload_bytes=max_payload_bytes,
+            zero_copy=False,
+            detects_loss=True,
+        )
+        self._changed = threading.Condition()
+        self._closed = False
+        self._links: list[_Link] = []
+        self._greetings: deque[tuple[int, bytes]] = deque()
+        self._epoch: tuple[int, ...] = ()
+        self._members: set[int] = set()
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def receiver(self) -> Receiver:
+        """A new receiver's end, not connected yet. May be called from any thread."""
+        return Receiver(self)
+
+    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        with self._changed:
+            self._wait(lambda: bool(self._greetings), Deadline(timeout_s))
+            greetings = list(self._greetings)
+            self._greetings.clear()
+            return greetings
+
+    def is_connected(self, peer: int) -> bool:
+        with self._changed:
+            self._check_open()
+            return self._loss(peer) is None
+
+    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
+        """Never waits."""
+        with self._changed:
+            self._check_open()
+            self._epoch = tuple(peers)
+            losses = self._losses(peers)
+            self._members = set(peers) - losses.keys()
+            return losses
+
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
+        """Never waits."""
+        check_size(num_bytes, self._capabilities)
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:num_bytes]
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        """Never waits: frames queue in memory."""
+        check_frame(frame, self._capabilities)
+        copy = Frame(frame.header, _clone(frame.payload))
+        with self._changed:
+            self._check_open()
+            losses = self._losses(self._members)
+            self._members -= losses.keys()
+            for peer in self._members:
+                self._links[peer].frames.append(copy)
+            self._changed.notify_all()
+        if losses:
+            raise failure(losses)
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            self._wait(lambda: all(self._is_settled(peer) for peer in self._epoch), deadline)
+            return {peer: self._reply(peer) for peer in self._epoch}
+
+    def drop(self, peer: int) -> None:
+        with self._changed:
+            self._members.discard(peer)
+            if self._loss(peer) is None:
+                self._links[peer].lost = PeerLost("was dropped")
+                self._links[peer].replies.clear()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            for link in self._links:
+                link.lost = link.lost or PeerLost("the sender closed")
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed("this end of the transport was closed")
+
+    def _wait(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        self._check_open()
+        self._changed.wait_for(lambda: self._closed or condition(), deadline.remaining_s)
+        self._check_open()
+
+    def _loss(self, peer: int) -> PeerLost | None:
+        if not 0 <= peer < len(self._links):
+            return PeerLost("there is no such peer")
+        return self._links[peer].lost
+
+    def _losses(self, peers: Sequence[int] | set[int]) -> dict[int, TransportError]:
+        return {peer: loss for peer in peers if (loss := self._loss(peer)) is not None}
+
+    def _is_settled(self, peer: int) -> bool:
+        return self._loss(peer) is not None or bool(self._links[peer].replies)
+
+    def _reply(self, peer: int) -> bytes | TransportError:
+        """What `peer` replied, or why it did not; drops it if it is late."""
+        loss = self._loss(peer)
+        if 0 <= peer < len(self._links) and self._links[peer].replies:
+            return self._links[peer].replies.popleft()
+        if loss is not None:
+            return loss
+        self.drop(peer)
+        return TransportTimeout("did not answer in time")
+
+
+class Receiver:
+    """A receiver's end; made by `Sender.receiver`."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._link: _Link | None = None
+        self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._sender.capabilities
+
+    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
+        """Never waits."""
+        with self._sender._changed:
+            self._check_open()
+            self._hang_up()
+            if self._sender._closed:
+                raise TransportTimeout("the sender was closed")
+            self._link = _Link()
+            self._sender._links.append(self._link)
+            self._sender._greetings.append((len(self._sender._links) - 1, greeting))
+            self._sender._changed.notify_all()
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        with self._sender._changed:
+            link = self._current()
+            self._sender._changed.wait_for(
+                lambda: self._closed or link.frames or link.lost, timeout_s
+            )
+            self._check_open()
+            if link.frames:
+                return link.frames.popleft()
+            if link.lost is not None:
+                raise PeerLost(str(link.lost))
+            raise TransportTimeout("nothing came in time")
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        """Never waits."""
+        with self._sender._changed:
+            link = self._current()
+            if link.lost is not None:
+                raise PeerLost(str(link.lost))
+            link.replies.append(data)
+            self._sender._changed.notify_all()
+
+    def close(self) -> None:
+        with self._sender._changed:
+            self._closed = True
+            self._hang_up()
+            self._sender._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed("this end of the transport was closed")
+
+    def _current(self) -> _Link:
+        self._check_open()
+        if self._link is None:
+            raise PeerLost("not connected yet")
+        return self._link
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.lost = self._link.lost or PeerLost("the receiver hung up")
+            self._link.frames.clear()
+            self._sender._changed.notify_all()
+
+
+def _clone(payload: Tensor | None) -> Tensor | None:
+    """A copy that another thread, on another stream, may read at once."""
+    if payload is None:
+        return None
+    copy = payload.detach().clone()
+    if copy.is_cuda:
+        torch.cuda.current_stream(copy.device).synchronize()
+    return copy

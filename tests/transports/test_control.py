@@ -1,0 +1,422 @@
+"""The control plane: bounded, typed, signed; bad bytes end one connection and nothing else."""
+
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.errors import ConfigError, PeerLost, TransportTimeout
+from deltasync.testing.links import background
+from deltasync.transports.control import Connection, Deadline, Kind
+from deltasync.transports.endpoints import Client, Gate, Server
+
+HEADER = struct.Struct("<2sBxI")
+LIMIT = 1 << 16
+KINDS = {Kind.FRAME, Kind.REPLY, Kind.SEGMENT}
+
+
+def message(kind: int, data: bytes, *, magic: bytes = b"dS", length: int | None = None) -> bytes:
+    return HEADER.pack(magic, kind, len(data) if length is None else length) + data
+
+
+BAD_BYTES = {
+    "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
+    "zeros": bytes(100),
+    "random": random.Random(0).randbytes(5000),
+    "magic": message(Kind.GREETING, b"hi", magic=b"Ds"),
+    "unknown kind": message(200, b"hi"),
+    "wrong kind": message(Kind.ABANDON, b"hi"),
+    "too long": message(Kind.GREETING, b"", length=0xFFFFFFFF),
+    "over the limit": message(Kind.GREETING, b"", length=LIMIT + 1),
+}
+every_bad = pytest.mark.parametrize("data", BAD_BYTES.values(), ids=BAD_BYTES)
+
+
+class Star:
+    """A server on a free TCP port, its clients, and raw sockets that pretend to be some."""
+
+    def __init__(self, stack: ExitStack, secret: bytes | None, greeting_timeout_s: float) -> None:
+        self._stack = stack
+        self.gate = Gate()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.server = Server(
+            listener,
+            self.gate,
+            kinds={Kind.REPLY},
+            secret=secret,
+            max_message_bytes=LIMIT,
+            greeting_timeout_s=greeting_timeout_s,
+        )
+        stack.callback(lambda: self.gate.close(self.server.close))
+
+    def dial(self) -> socket.socket:
+        return socket.create_connection(self.address)
+
+    def raw(self) -> socket.socket:
+        return self._stack.enter_context(self.dial())
+
+    def client(self, secret: bytes | None = None) -> Client:
+        gate = Gate()
+        client = Client(self.dial, gate, kinds={Kind.FRAME}, secret=secret, max_message_bytes=LIMIT)
+        self._stack.callback(lambda: gate.close(client.hang_up))
+        return client
+
+    def welcome(self, client: Client) -> int:
+        connected = background(lambda: client.connect(b"hello", Deadline(10)))
+        ((peer, greeting),) = self.server.poll(Deadline(10))
+        connected.result(10)
+        assert greeting == b"hello"
+        return peer
+
+    def assert_serves(self, client: Client, peer: int) -> None:
+        self.server.write([peer], Kind.FRAME, b"question")
+        assert client.next(Deadline(10)).data == b"question"
+        client.write(Kind.REPLY, b"answer", Deadline(10))
+        assert self.server.gather([peer], Kind.REPLY, Deadline(10)) == {peer: b"answer"}
+
+
+MakeStar = Callable[..., Star]
+
+
+@pytest.fixture
+def make_star() -> Iterator[MakeStar]:
+    with ExitStack() as stack:
+
+        def make(secret: bytes | None = None, greeting_timeout_s: float = 10.0) -> Star:
+            return Star(stack, secret, greeting_timeout_s)
+
+        yield make
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end closed the connection, within a short time."""
+    sock.settimeout(5)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@every_bad
+def test_bad_bytes_of_strangers_end_their_connection_only(make_star: MakeStar, data: bytes) -> None:
+    star = make_star()
+    client = star.client()
+    peer = star.welcome(client)
+    stranger = star.raw()
+    stranger.sendall(data)
+    assert star.server.poll(Deadline(0.05)) == []
+    assert is_closed(stranger)
+    star.assert_serves(client, peer)
+
+
+@every_bad
+def test_bad_bytes_of_peers_end_their_connection_only(make_star: MakeStar, data: bytes) -> None:
+    star = make_star()
+    client = star.client()
+    peer = star.welcome(client)
+    bad = star.raw()
+    bad.sendall(message(Kind.GREETING, b"good day"))
+    ((bad_peer, _),) = star.server.poll(Deadline(10))
+    bad.sendall(data)
+    (error,) = star.server.gather([bad_peer], Kind.REPLY, Deadline(10)).values()
+    assert isinstance(error, PeerLost)
+    assert not star.server.is_connected(bad_peer)
+    star.assert_serves(client, peer)
+
+
+@every_bad
+def test_bad_bytes_of_the_sender_are_a_typed_error(data: bytes) -> None:
+    gate = Gate()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(
+            lambda: socket.create_connection(listener.getsockname()),
+            gate,
+            kinds={Kind.FRAME},
+            max_message_bytes=LIMIT,
+        )
+        client.connect(b"hello", Deadline(10))
+        server, _ = listener.accept()
+        with server:
+            server.sendall(data)
+            with pytest.raises(PeerLost):
+                client.next(Deadline(10))
+            with pytest.raises(PeerLost):
+                client.write(Kind.REPLY, b"", Deadline(10))
+    gate.close(client.hang_up)
+
+
+@given(pieces=st.lists(st.binary(max_size=40), max_size=8), prefix=st.integers(0, 9))
+def test_no_bytes_crash_a_connection(pieces: list[bytes], prefix: int) -> None:
+    near, far = socket.socketpair()
+    connection = Connection(far, is_server=False, kinds={Kind.FRAME}, max_message_bytes=LIMIT)
+    for piece in [message(Kind.FRAME, b"good")[:prefix], *pieces]:
+        near.sendall(piece)
+        connection.read()
+        connection.read()
+    assert connection.lost is None or isinstance(connection.lost, PeerLost)
+    near.close()
+    connection.close()
+
+
+def test_messages_may_arrive_in_any_pieces(make_star: MakeStar) -> None:
+    star = make_star()
+    sock = star.raw()
+    for byte in message(Kind.GREETING, b"slowly"):
+        sock.sendall(bytes([byte]))
+        star.server.pump(0.01)
+    ((peer, greeting),) = star.server.poll(Deadline(10))
+    assert greeting == b"slowly"
+    sock.sendall(b"".join(message(Kind.REPLY, b"%d" % number) for number in range(100)))
+    replies = [star.server.gather([peer], Kind.REPLY, Deadline(10))[peer] for _ in range(100)]
+    assert replies == [b"%d" % number for number in range(100)]
+
+
+def test_who_does_not_greet_is_dropped(make_star: MakeStar) -> None:
+    star = make_star(greeting_timeout_s=0.2)
+    silent, slow = star.raw(), star.raw()
+    slow.sendall(message(Kind.GREETING, b"hello")[:9])
+    assert star.server.poll(Deadline(0.4)) == []
+    assert is_closed(silent)
+    assert is_closed(slow)
+
+
+def test_strangers_are_bounded_in_number(make_star: MakeStar) -> None:
+    star = make_star()
+    strangers = [star.raw() for _ in range(100)]
+    star.server.poll(Deadline(0.1))
+    strangers += [star.raw() for _ in range(60)]
+    star.server.poll(Deadline(0.1))
+    assert is_closed(strangers[0])
+    star.assert_serves(client := star.client(), star.welcome(client))
+
+
+def test_who_floods_the_server_is_dropped(make_star: MakeStar) -> None:
+    star = make_star()
+    sock = star.raw()
+    sock.sendall(message(Kind.GREETING, b"hello"))
+    ((peer, _),) = star.server.poll(Deadline(10))
+    flood = message(Kind.REPLY, bytes(LIMIT)) * 64
+
+    def send() -> None:
+        while True:
+            sock.sendall(flood)
+
+    sending = background(send)
+    give_up = Deadline(10)
+    while star.server.is_connected(peer) and not give_up.passed:
+        pass
+    assert not star.server.is_connected(peer)
+    assert isinstance(sending.exception(10), ConnectionError)
+
+
+def test_a_peer_that_stops_reading_is_late(make_star: MakeStar) -> None:
+    star = make_star()
+    client = star.client()
+    peer, deaf = star.welcome(client), star.raw()
+    deaf.sendall(message(Kind.GREETING, b"hello"))
+    ((deaf_peer, _),) = star.server.poll(Deadline(10))
+    for _ in range(400):
+        star.server.write([deaf_peer], Kind.FRAME, bytes(LIMIT))
+    start = time.monotonic()
+    (error,) = star.server.flush([peer, deaf_peer], Deadline(0.2)).values()
+    assert isinstance(error, TransportTimeout)
+    assert time.monotonic() - start < 5
+    star.assert_serves(client, peer)
+
+
+def test_what_was_said_before_leaving_is_heard(make_star: MakeStar) -> None:
+    star = make_star()
+    client = star.client()
+    peer = star.welcome(client)
+    client.write(Kind.REPLY, b"bye", Deadline(10))
+    client.hang_up()
+    give_up = Deadline(10)
+    while star.server.is_connected(peer) and not give_up.passed:
+        pass
+    assert star.server.gather([peer], Kind.REPLY, Deadline(10)) == {peer: b"bye"}
+    (error,) = star.server.gather([peer], Kind.REPLY, Deadline(10)).values()
+    assert isinstance(error, PeerLost)
+
+
+def test_messages_over_the_limit_are_not_sent(make_star: MakeStar) -> None:
+    star = make_star()
+    client = star.client()
+    star.welcome(client)
+    with pytest.raises(ConfigError):
+        client.write(Kind.REPLY, bytes(LIMIT + 1), Deadline(1))
+    with pytest.raises(ConfigError):
+        client.connect(bytes((1 << 20) + 1), Deadline(1))
+
+
+# Signed connections
+
+
+def test_signed_connections_work(make_star: MakeStar) -> None:
+    star = make_star(secret=b"shared")
+    client = star.client(secret=b"shared")
+    peer = star.welcome(client)
+    for _ in range(10):
+        star.assert_serves(client, peer)
+
+
+@pytest.mark.parametrize(
+    ("server", "client"),
+    [(b"one", b"another"), (b"one", None), (None, b"another")],
+    ids=["different", "client has none", "server has none"],
+)
+def test_without_the_same_secret_nobody_becomes_a_peer(
+    make_star: MakeStar, server: bytes | None, client: bytes | None
+) -> None:
+    star = make_star(secret=server)
+    stranger = star.client(secret=client)
+
+    def connect() -> None:
+        stranger.connect(b"hello", Deadline(0.5))
+        stranger.next(Deadline(0.5))
+
+    connected = background(connect)
+    assert star.server.poll(Deadline(0.3)) == []
+    assert isinstance(connected.exception(10), (PeerLost, TransportTimeout))
+
+
+class Wire:
+    """Two signed connections, and between them somebody who holds the cable."""
+
+    def __init__(self, secret: bytes) -> None:
+        near, self._from_client = socket.socketpair()
+        far, self._from_server = socket.socketpair()
+        self.client = self._end(near, secret, is_server=False)
+        self.server = self._end(far, secret, is_server=True)
+        self.to_client(self.sent_by_server())
+        self.to_server(self.sent_by_client())
+
+    def _end(self, sock: socket.socket, secret: bytes, *, is_server: bool) -> Connection:
+        return Connection(
+            sock, is_server=is_server, kinds=KINDS, max_message_bytes=LIMIT, secret=secret
+        )
+
+    def sent_by_client(self) -> bytes:
+        return self._from_client.recv(1 << 20)
+
+    def sent_by_server(self) -> bytes:
+        return self._from_server.recv(1 << 20)
+
+    def to_server(self, data: bytes) -> None:
+        self._from_server.sendall(data)
+        self.server.read()
+
+    def to_client(self, data: bytes) -> None:
+        self._from_client.sendall(data)
+        self.client.read()
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+        self._from_client.close()
+        self._from_server.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    wire = Wire(b"secret")
+    yield wire
+    wire.close()
+
+
+def test_the_cable_carries_signed_messages(wire: Wire) -> None:
+    wire.client.write(Kind.REPLY, b"up")
+    wire.to_server(wire.sent_by_client())
+    wire.server.write(Kind.FRAME, b"down")
+    wire.to_client(wire.sent_by_server())
+    up, down = wire.server.take(), wire.client.take()
+    assert up is not None
+    assert down is not None
+    assert (up.data, down.data) == (b"up", b"down")
+
+
+@pytest.mark.parametrize("position", [2, 4, 8, 12, 13, -1])
+def test_a_changed_byte_is_noticed(wire: Wire, position: int) -> None:
+    wire.client.write(Kind.REPLY, b"hello")
+    data = bytearray(wire.sent_by_client())
+    data[position] ^= 1
+    # More bytes, so that a longer length is not just waited for.
+    wire.to_server(bytes(data) + bytes(LIMIT))
+    assert wire.server.lost is not None
+    assert wire.server.take() is None
+
+
+def test_a_replayed_message_is_noticed(wire: Wire) -> None:
+    wire.client.write(Kind.REPLY, b"once")
+    data = wire.sent_by_client()
+    wire.to_server(data + data)
+    assert wire.server.lost is not None
+
+
+def test_reordered_messages_are_noticed(wire: Wire) -> None:
+    wire.client.write(Kind.REPLY, b"first")
+    first = wire.sent_by_client()
+    wire.client.write(Kind.REPLY, b"second")
+    wire.to_server(wire.sent_by_client() + first)
+    assert wire.server.lost is not None
+    assert wire.server.take() is None
+
+
+def test_a_reflected_message_is_noticed(wire: Wire) -> None:
+    wire.client.write(Kind.REPLY, b"echo")
+    wire.to_client(wire.sent_by_client())
+    assert wire.client.lost is not None
+    assert wire.client.take() is None
+
+
+def test_a_message_of_another_connection_is_noticed(wire: Wire) -> None:
+    other = Wire(b"secret")
+    other.client.write(Kind.REPLY, b"yesterday")
+    wire.to_server(other.sent_by_client())
+    other.close()
+    assert wire.server.lost is not None
+
+
+# File descriptors
+
+
+def test_descriptors_travel_with_their_message_and_do_not_leak() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    near, far = socket.socketpair()
+    sender, receiver = (
+        Connection(sock, is_server=server, kinds=KINDS, max_message_bytes=LIMIT)
+        for sock, server in ((near, True), (far, False))
+    )
+    with open(os.devnull, "rb") as file:
+        for number in range(3):
+            sender.write(Kind.FRAME, b"before")
+            sender.write(Kind.SEGMENT, b"%d" % number, file.fileno())
+        for _ in range(10):
+            receiver.read()
+    message = receiver.take(Kind.SEGMENT)
+    assert message is not None
+    assert message.descriptor is not None
+    assert os.fstat(message.descriptor).st_rdev == os.stat(os.devnull).st_rdev
+    os.close(message.descriptor)
+    sender.close()
+    receiver.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_segment_without_its_descriptor_is_refused() -> None:
+    near, far = socket.socketpair()
+    receiver = Connection(far, is_server=False, kinds=KINDS, max_message_bytes=LIMIT)
+    near.sendall(message(Kind.SEGMENT, b"nothing"))
+    receiver.read()
+    assert isinstance(receiver.lost, PeerLost)
+    receiver.close()
+    near.close()

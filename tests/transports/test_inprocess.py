@@ -1,0 +1,15 @@
+"""The in-process transport keeps the contract; it is the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltasync.testing.links import Ends
+from deltasync.testing.transport import TransportContract
+from deltasync.transports import inprocess
+
+
+class TestInProcess(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        sender = inprocess.Sender(max_payload_bytes=max_payload_bytes)
+        return Ends(lambda: sender, sender.receiver, crosses_processes=False)

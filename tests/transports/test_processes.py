@@ -1,0 +1,44 @@
+"""The helpers that run functions in processes fail loudly and leave nothing running."""
+
+import time
+
+import pytest
+
+from deltasync.testing.processes import Child, ChildFailed, run_ranks
+
+
+def succeed(rank: int, text: str) -> None:
+    assert rank in (0, 1)
+    assert text == "argument"
+
+
+def fail_at_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one is unwell")
+    time.sleep(60)
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_run_to_their_end() -> None:
+    run_ranks(succeed, 2, "argument", timeout_s=40)
+
+
+@pytest.mark.timeout(60)
+def test_the_traceback_of_a_failed_rank_is_told_at_once() -> None:
+    with pytest.raises(ChildFailed, match=r"(?s)rank 1 raised.*fail_at_one.*rank one is unwell"):
+        run_ranks(fail_at_one, 2, timeout_s=40)
+
+
+@pytest.mark.timeout(60)
+def test_a_child_that_hangs_is_told_and_killed() -> None:
+    with Child(sleep) as child:
+        assert child.is_alive
+        with pytest.raises(ChildFailed, match="still runs"):
+            child.wait(timeout_s=0.1)
+    assert not child.is_alive
+    with pytest.raises(ChildFailed, match="ended with -9"):
+        child.wait(timeout_s=0)
