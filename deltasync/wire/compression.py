@@ -25,8 +25,9 @@ def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) ->
 
     Raises:
         UnknownCodec: `compression` is not in the table.
-        LimitExceeded: The frame would inflate beyond `raw_bytes`.
-        TruncatedFrame: It inflates to less, or `data` is not one whole frame.
+        LimitExceeded: The frame would inflate beyond `raw_bytes`, or does not say how far.
+        TruncatedFrame: It inflates to less.
+        WireError: `data` is damaged, or not one whole frame.
     """
     match compression:
         case "none":
@@ -43,8 +44,11 @@ def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) ->
 def _inflate(data: bytes | memoryview, raw_bytes: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(data)
+        if declared < 0:
+            raise LimitExceeded("zstd frame does not say how many bytes it holds")
         if declared != raw_bytes:
-            raise LimitExceeded(f"zstd frame holds {declared} bytes, {raw_bytes} were declared")
+            fault = LimitExceeded if declared > raw_bytes else TruncatedFrame
+            raise fault(f"zstd frame holds {declared} bytes, {raw_bytes} were declared")
         return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"damaged zstd frame: {error}") from error

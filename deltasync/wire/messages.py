@@ -11,7 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from deltasync import dtypes
 from deltasync.errors import LimitExceeded, MalformedMessage, UnknownDtype
@@ -20,6 +28,7 @@ from deltasync.wire.compression import Compression
 
 MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
+MAX_FAULTS = 64  # of one message, spelled out
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -29,11 +38,12 @@ Text = Annotated[str, Field(max_length=4096)]
 StreamId = Annotated[str, Field(min_length=1, max_length=128)]
 Engine = Annotated[str, Field(min_length=1, max_length=256)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
+# Lists stop at their first fault: a report on every element takes far more than the message.
+Engines = Annotated[tuple[Engine, ...], FailFast()]
 Entry = tuple[
-    Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], Field(min_length=1)
-    ],
-    Annotated[tuple[Dimension, ...], Field(max_length=MAX_DIMENSIONS)],
+    Annotated[tuple[Name, ...], Field(min_length=1), FailFast()],
+    Annotated[tuple[Dimension, ...], Field(max_length=MAX_DIMENSIONS), FailFast()],
     Annotated[int, Field(ge=1, le=255)],
 ]
 
@@ -66,7 +76,7 @@ class ParameterSpec:
 
 
 class _Parameters(_Message):
-    parameters: tuple[Entry, ...]
+    parameters: Annotated[tuple[Entry, ...], FailFast()]
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
@@ -98,9 +108,9 @@ class Hello(_Parameters):
     engine: Engine
     rank: Count
     world: Annotated[int, Field(ge=1)]
-    format_versions: tuple[int, ...]
-    stream_id: StreamId | None = None
-    version: Version | None = None
+    format_versions: Annotated[tuple[int, ...], FailFast()]
+    stream_id: StreamId | None
+    version: Version | None
 
 
 class Layout(_Parameters):
@@ -123,7 +133,7 @@ class Welcome(_Message):
     """The receivers are members: at once, or those of some engines after a full sync."""
 
     kind: Literal["welcome"] = "welcome"
-    full_sync: tuple[Engine, ...]
+    full_sync: Engines
 
 
 class Begin(_Message):
@@ -188,7 +198,7 @@ class Finish(_Message):
 
     kind: Literal["finish"] = "finish"
     version: Version
-    undo: tuple[Engine, ...]
+    undo: Engines
 
 
 class Abort(_Message):
@@ -252,9 +262,7 @@ def decode(
     try:
         message = _MESSAGE.validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise MalformedMessage(f"{where or 'message'}: {first['msg']}") from error
+        raise MalformedMessage(_first_fault(error)) from error
     if not isinstance(message, Bucket):
         if payload_bytes:
             raise MalformedMessage(f"a {message.kind} carries no payload")
@@ -263,6 +271,14 @@ def decode(
     elif message.compression == "none" and message.raw_bytes != payload_bytes:
         raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
     return message, payload_bytes
+
+
+def _first_fault(error: ValidationError) -> str:
+    if error.error_count() > MAX_FAULTS:
+        return f"{error.error_count()} members that do not belong there"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where or 'message'}: {first['msg']}"
 
 
 def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:

@@ -78,7 +78,7 @@ def read_table(
     Raises:
         TruncatedFrame, InvalidTable, UnknownCodec: The first rule that is broken.
     """
-    if len(table) % ROW.itemsize:
+    if not len(table) or len(table) % ROW.itemsize:
         raise TruncatedFrame(f"payload of {payload_bytes} bytes cannot hold its patch table")
     rows: Rows = np.frombuffer(table.tobytes(), ROW)
     _check_codes(rows, len(numels))
