@@ -21,7 +21,6 @@ from deltasync.errors import (
     DigestMismatch,
     DirtyReceiver,
     IllegalMessage,
-    PeerLost,
     Refused,
     SyncAborted,
     TransportError,
@@ -51,6 +50,9 @@ class ReceiverOptions(BaseModel):
         "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
     )
     max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted")
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="longest silence of the sender within a sync, seconds"
+    )
     scrub_every: int = Field(
         64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
     )
@@ -121,14 +123,14 @@ class WeightReceiver:
         The calling thread is the engine's: the engine does not serve meanwhile.
 
         Args:
-            timeout_s: For the next sync to come; also for each wait within it.
+            timeout_s: For the next sync to begin; within it `stall_timeout_s` counts.
 
         Raises:
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to join anew.
         """
         if self.stage(timeout_s=timeout_s):
-            self.commit(timeout_s=timeout_s)
+            self.commit()
         version = self._session.version
         assert version is not None
         return version
@@ -147,14 +149,15 @@ class WeightReceiver:
                 self._greet(deadline)
             elif self._session.state is ReceiverState.READY:
                 self._scrub_some()
-            while True:
+            while self._session.state is not ReceiverState.COMMITTING:
                 message = self._take_next(deadline)
-                if self._session.state is ReceiverState.COMMITTING or self._is_in_place:
+                if self._is_in_place:
                     return True
                 if isinstance(message, messages.Welcome) and not self._is_waiting:
                     return False
+            return True
 
-    def commit(self, *, timeout_s: float = 60.0) -> int:
+    def commit(self) -> int:
         """Write what `stage` received. Returns the version held now.
 
         The engine must be paused; it may resume when this returns or raises, unless
@@ -166,12 +169,11 @@ class WeightReceiver:
             DirtyReceiver: The sync broke off and could not be undone.
         """
         with self._failing_safely():
-            deadline = time.monotonic() + timeout_s
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
-                if isinstance(self._take_next(deadline), messages.Abort):
-                    raise SyncAborted("the sender gave up; the weights are half written")
+                if isinstance(self._take_next(), messages.Abort):
+                    raise SyncAborted("the sender gave up; the weights may be half written")
             self._write()
-            self._finish(deadline)
+            self._finish()
         assert self._session.version is not None
         return self._session.version
 
@@ -213,12 +215,14 @@ class WeightReceiver:
     def _scrub_some(self) -> None:
         name = self._scrub.check(self._ledger, self._flats)
         if name is not None:
-            self._session.failed(dirty=True)
+            self._session.corrupted()
             raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
 
-    def _take_next(self, deadline: float) -> messages.Message:
+    def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
-        frame = self._transport.receive(timeout_s=_rest(deadline))
+        is_patient = self._session.state in _PATIENT
+        timeout_s = _rest(deadline) if is_patient else self.options.stall_timeout_s
+        frame = self._transport.receive(timeout_s=timeout_s)
         message, payload_bytes = messages.decode(
             frame.header, max_payload_bytes=self.options.max_payload_bytes
         )
@@ -294,72 +298,75 @@ class WeightReceiver:
 
     def _write(self) -> None:
         """The pause: write, read back, answer."""
-        if self._session.state is not ReceiverState.COMMITTING or self._staging is None:
+        begun, staging = self._session.begun, self._staging
+        if self._session.state is not ReceiverState.COMMITTING or begun is None or staging is None:
             raise IllegalMessage(f"commit while {self._session.state.name}; call stage first")
-        assert self._session.begun is not None
         self._target.check_unmoved()
         began = time.perf_counter()
-        digest = self._staging.commit()
-        if digest != self._staging.ledger.total:
-            raise DigestMismatch("the weights read back are not those that were written")
+        digest = self._written(staging)
         self._session.committed()
         committed = messages.Committed(
-            version=self._session.begun.version,
+            version=begun.version,
             digest=messages.digest_text(digest),
             commit_s=time.perf_counter() - began,
         )
-        with suppress(PeerLost):  # the version is decided: `_finish` says what that means
+        with suppress(TransportError):  # the version is decided: `_finish` says what that means
             self._reply(committed)
 
-    def _finish(self, deadline: float) -> None:
+    def _written(self, staging: Staging | InPlace) -> int:
+        """Write, and return the digest as read back; undo what was written if that fails."""
+        try:
+            digest = staging.commit()
+            if digest != staging.ledger.total:
+                raise DigestMismatch("the weights read back are not those that were written")
+        except BaseException:
+            self._undo(staging)
+            raise
+        return digest
+
+    def _undo(self, staging: Staging | InPlace) -> None:
+        """Put the old version back, or else be dirty."""
+        try:
+            if isinstance(staging, Staging):
+                staging.undo()
+                return
+        except (DeltaSyncError, RuntimeError):  # torch reports failed writes as RuntimeError
+            pass
+        self._session.failed(dirty=True)
+
+    def _finish(self) -> None:
         """Wait for the rest of the engine."""
         staging = self._staging
         assert staging is not None
-        before, self._ledger = self._ledger, staging.ledger
         try:
-            self._take_next(deadline)
-        except (PeerLost, TransportTimeout):
+            self._take_next()
+        except TransportError:
             self._session.lost()  # for an engine of one rank the decision stands
             if self._session.dirty:
                 raise
-        else:
-            if self._session.state is ReceiverState.OUTSIDE:
-                self._ledger = before
-                self._undo(staging)
-                raise SyncAborted("another rank of the engine failed; the old version was put back")
-        self._staging = None
-
-    def _undo(self, staging: Staging | InPlace) -> None:
-        if not isinstance(staging, Staging):
-            self._session.failed(dirty=True)
-            raise DirtyReceiver("written in place, cannot be undone; rejoin for a full sync")
-        staging.undo()
+        if self._session.undone:
+            self._undo(staging)
+            raise SyncAborted("another rank of the engine failed; the old version was put back")
+        self._ledger, self._staging = staging.ledger, None
 
     def _reply(self, message: messages.Message) -> None:
         self._transport.reply(messages.encode(message), timeout_s=_REPLY_TIMEOUT_S)
 
     @contextmanager
     def _failing_safely(self) -> Iterator[None]:
-        """Whatever goes wrong: undo what was written, say so to the sender, stay outside."""
+        """Whatever goes wrong: the old version stands, the sender is told, a later call rejoins."""
         try:
             yield
-        except TransportTimeout:
-            if self._session.state not in _IDLE:
-                self._fail(TransportTimeout("timed out"))
-            raise
         except BaseException as error:
-            self._fail(error)
+            if not (isinstance(error, TransportTimeout) and self._session.state in _PATIENT):
+                self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:
-        state, staging = self._session.state, self._staging
+        begun, state = self._session.begun, self._session.state
         self._staging = None
-        dirty = isinstance(staging, InPlace) and self._session.dirty
-        if state is ReceiverState.COMMITTING and isinstance(staging, Staging):
-            dirty = not self._undone(staging)
-        begun = self._session.begun
-        self._session.failed(dirty=dirty)
-        if state in _IDLE or state is ReceiverState.OUTSIDE or isinstance(error, TransportError):
+        self._session.lost()
+        if state is ReceiverState.OUTSIDE or isinstance(error, TransportError):
             return
         failed = messages.Failed(
             version=None if begun is None else begun.version,
@@ -369,15 +376,9 @@ class WeightReceiver:
         with suppress(TransportError):
             self._reply(failed)
 
-    def _undone(self, staging: Staging) -> bool:
-        try:
-            staging.undo()
-        except (DeltaSyncError, RuntimeError):  # torch reports failed writes as RuntimeError
-            return False
-        return True
 
-
-_IDLE = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
+# Where no sync is under way: waiting longer loses nothing.
+_PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
 _REPLY_TIMEOUT_S = 30.0
 
 

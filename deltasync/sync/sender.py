@@ -146,8 +146,8 @@ class WeightSender:
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._lost = {}
-            self._part_with_lost_members()
             self._lobby.listen(timeout_s=0)
+            self._part_with_lost_members()
             delta = self._sync_members() if self._session.members else None
             engines = self._newcomers()
             if not self._session.members:

@@ -57,6 +57,7 @@ class ReceiverSession:
         version: The version held, or None when unknown.
         stream_id: The training run it belongs to.
         dirty: The weights are a mixture and must not serve.
+        undone: The last sync was committed here and has to be taken back.
     """
 
     engine: str
@@ -65,6 +66,7 @@ class ReceiverSession:
     version: int | None = None
     stream_id: str | None = None
     dirty: bool = False
+    undone: bool = False
     begun: Begin | None = None
     _next_bucket: int = 0
     _resume: ReceiverState = ReceiverState.OUTSIDE
@@ -120,6 +122,10 @@ class ReceiverSession:
         self.dirty = self.dirty or dirty
         self.state, self.begun = ReceiverState.OUTSIDE, None
 
+    def corrupted(self) -> None:
+        """Weights changed that no sync touched."""
+        self.dirty = True
+
     def lost(self) -> None:
         """The connection is gone.
 
@@ -163,6 +169,7 @@ class ReceiverSession:
         if begin.base_version is not None and begin.version <= begin.base_version:
             raise IllegalMessage(f"v{begin.version} does not follow v{begin.base_version}")
         self._resume, self.state = self.state, ReceiverState.STAGING
+        self.undone = False
         self.begun, self._next_bucket = begin, 0
 
     def _bucket(self, bucket: Bucket) -> None:
@@ -183,7 +190,7 @@ class ReceiverSession:
             self._hold(self.begun)
             self.state = ReceiverState.READY
         else:
-            self.state = ReceiverState.OUTSIDE
+            self.state, self.undone = ReceiverState.OUTSIDE, True
         self.begun = None
 
     def _hold(self, begin: Begin) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from deltasync.delta.bits import identity
+from deltasync.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,18 @@ def named_tensors(
 
 
 def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
-    """One entry for each distinct tensor, in order of first appearance."""
+    """One entry for each distinct tensor, in order of first appearance.
+
+    Raises ConfigError if a name leads to two tensors.
+    """
     groups: dict[tuple[object, ...], list[str]] = {}
     tensors: list[Tensor] = []
+    owners: dict[str, tuple[object, ...]] = {}
     for name, tensor in named:
         # Empty tensors share the null pointer without being tied.
         key = identity(tensor) if tensor.numel() else (name,)
+        if owners.setdefault(name, key) != key:
+            raise ConfigError(f"two tensors are named {name!r}; change `rename`")
         if key not in groups:
             tensors.append(tensor)
         groups.setdefault(key, []).append(name)
