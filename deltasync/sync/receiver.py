@@ -130,10 +130,10 @@ class WeightReceiver:
             DeltaSyncError: The sync failed; call again to join anew.
         """
         if self.stage(timeout_s=timeout_s):
-            self.commit()
-        version = self._session.version
-        assert version is not None
-        return version
+            return self.commit()
+        if self._session.version is None:
+            raise IllegalMessage("invalidated while joining; call again")
+        return self._session.version
 
     def stage(self, *, timeout_s: float = 60.0) -> bool:
         """Receive a sync until it is decided; the engine may serve meanwhile.
@@ -172,19 +172,21 @@ class WeightReceiver:
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
                 if isinstance(self._take_next(), messages.Abort):
                     raise SyncAborted("the sender gave up; the weights may be half written")
-            self._write()
-            self._finish()
-        assert self._session.version is not None
-        return self._session.version
+            begun, staging = self._session.begun, self._staging
+            is_decided = self._session.state is ReceiverState.COMMITTING
+            if not is_decided or begun is None or staging is None:
+                raise IllegalMessage(f"commit while {self._session.state.name}; call stage first")
+            self._write(begun.version, staging)
+            self._finish(staging)
+            return begun.version
 
     def invalidate(self) -> None:
         """Say that the weights were released, reloaded or written by somebody else.
 
-        Deltas are refused until the receiver has joined anew, which the next
-        `stage` or `receive_weights` does.
+        May be called from any thread. Deltas are refused until the receiver has joined anew,
+        which the next `stage` or `receive_weights` does.
         """
         self._session.invalidate()
-        self._staging = None
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""
@@ -296,17 +298,14 @@ class WeightReceiver:
             )
         )
 
-    def _write(self) -> None:
+    def _write(self, version: int, staging: Staging | InPlace) -> None:
         """The pause: write, read back, answer."""
-        begun, staging = self._session.begun, self._staging
-        if self._session.state is not ReceiverState.COMMITTING or begun is None or staging is None:
-            raise IllegalMessage(f"commit while {self._session.state.name}; call stage first")
         self._target.check_unmoved()
         began = time.perf_counter()
         digest = self._written(staging)
         self._session.committed()
         committed = messages.Committed(
-            version=begun.version,
+            version=version,
             digest=messages.digest_text(digest),
             commit_s=time.perf_counter() - began,
         )
@@ -334,10 +333,8 @@ class WeightReceiver:
             pass
         self._session.failed(dirty=True)
 
-    def _finish(self) -> None:
+    def _finish(self, staging: Staging | InPlace) -> None:
         """Wait for the rest of the engine."""
-        staging = self._staging
-        assert staging is not None
         try:
             self._take_next()
         except TransportError:

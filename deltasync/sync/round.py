@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,9 +32,10 @@ from deltasync.wire.messages import (
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round did. Fields as in SyncStats."""
+    """What a round did. Fields as in SyncStats, and which peers had to leave."""
 
     decided: bool = False
+    left: set[int] = field(default_factory=set)
     payload_bytes: int = 0
     num_buckets: int = 0
     bucket_bytes: int = 0
@@ -99,8 +100,9 @@ class Round:
             )
         )
         self._send_buckets()
-        self._send(Prepare(version=self._version, num_buckets=self._result.num_buckets))
         if not self._session.failures:
+            self._send(Prepare(version=self._version, num_buckets=self._result.num_buckets))
+            # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
         self._result.transfer_s = time.perf_counter() - began
 
@@ -135,6 +137,8 @@ class Round:
 
     def _collect_prepared(self) -> None:
         for peer, reply in self._replies():
+            if peer in self._session.failures:
+                continue
             if not isinstance(reply, Prepared) or reply.version != self._version:
                 self._session.failed(peer, _reason(reply))
             elif int(reply.digest, 16) != self._expected(peer):
@@ -182,6 +186,7 @@ class Round:
 
     def _drop(self, members: Sequence[Member]) -> None:
         for member in members:
+            self._result.left.add(member.peer)
             self._link.drop(member.peer)
 
     def _expected(self, peer: int) -> int:

@@ -100,7 +100,6 @@ class WeightSender:
         self._snapshot: Snapshot | None = None
         self._busy = False
         self._lost: dict[str, str] = {}
-        self._gone: set[int] = set()
         self._capture_s = 0.0
 
     @property
@@ -221,10 +220,15 @@ class WeightSender:
         )
         self._lost |= lost
         self._session.admit(agreed)
-        while differ and not done.result.decided:
-            done.result = self._run(FullPlan(snapshot), differ, version=self.version)
-            differ = [m for m in differ if m.peer not in self._gone]
-        done.full_synced = sum(m.peer in self._session.members for m in differ)
+        try:
+            while differ and not done.result.decided:
+                done.result = self._run(FullPlan(snapshot), differ, version=self.version)
+                differ = [m for m in differ if m.peer not in done.result.left]
+        finally:  # whoever is no member by now has to greet again
+            for member in joiners:
+                if member.peer not in self._session.members:
+                    self._link.drop(member.peer)
+        done.full_synced = len(differ)
         done.joined = len(agreed) + done.full_synced
         return done
 
@@ -240,7 +244,6 @@ class WeightSender:
         try:
             return work.run(participants, version=version, stream_id=self.stream_id)
         finally:
-            self._gone = {m.peer for m in participants} - set(self._session.members)
             for peer, why in self._session.failures.items():
                 self._lost[str(self._session.participants[peer])] = why
 

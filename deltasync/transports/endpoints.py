@@ -25,7 +25,7 @@ from deltasync.transports.control import (
     Message,
 )
 
-_MAX_GREETING_BYTES = 1 << 20
+_MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take about 10 MB
 _MAX_STRANGERS = 128
 _MAX_GONE = 1024
 _RETRY_S = 0.01

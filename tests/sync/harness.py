@@ -1,0 +1,136 @@
+"""Receivers in threads over the in-process transport, for tests of whole syncs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from deltasync import (
+    DeltaSyncError,
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SenderOptions,
+    WeightReceiver,
+    WeightSender,
+)
+from deltasync.delta.bits import as_bits
+from deltasync.errors import TransportClosed, TransportTimeout
+from deltasync.transports import inprocess
+from deltasync.transports.base import ReceiveTransport
+
+
+class Model(nn.Module):
+    """A bag of parameters: what a test needs, nothing that computes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def bits_equal(left: nn.Module, right: nn.Module) -> bool:
+    """Whether two models of the same dtypes hold the same bits."""
+    ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(as_bits(ours[name]), as_bits(theirs[name])) for name in ours
+    )
+
+
+class Serving:
+    """A receiver that syncs in a thread until it is stopped, rejoining after errors."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self.receiver = receiver
+        self.errors: list[DeltaSyncError] = []
+        self.crash: BaseException | None = None
+        self.versions: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> Serving:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.receiver.close()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the receiver's thread hangs"
+        if self.crash is not None:
+            raise self.crash
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except BaseException as error:
+            self.crash = error
+            raise
+
+    def _turn(self) -> None:
+        try:
+            self.versions.append(self.receiver.receive_weights(timeout_s=0.2))
+        except TransportTimeout:
+            return
+        except TransportClosed:
+            self._stop.set()
+        except DeltaSyncError as error:
+            self.errors.append(error.with_traceback(None))
+            self._stop.wait(0.02)
+
+
+Wrap = Callable[[ReceiveTransport], ReceiveTransport]
+
+
+class Fleet:
+    """A sender and receivers of one process."""
+
+    def __init__(self, source: nn.Module, *, options: SenderOptions | None = None) -> None:
+        self.transport = inprocess.Sender()
+        self.source = source
+        self.sender = WeightSender(ModuleSource(source), self.transport, options=options)
+        self.serving: dict[str, Serving] = {}
+
+    def add(
+        self,
+        module: nn.Module,
+        *,
+        engine: str = "engine",
+        rank: int = 0,
+        world: int = 1,
+        options: ReceiverOptions | None = None,
+        wrap: Wrap = lambda transport: transport,
+    ) -> Serving:
+        """Start a receiver in a thread; it greets on its own."""
+        receiver = WeightReceiver(
+            ModuleTarget(module),
+            wrap(self.transport.receiver()),
+            engine=engine,
+            rank=rank,
+            world=world,
+            options=options or ReceiverOptions(stall_timeout_s=5),
+        )
+        self.serving[f"{engine}/{rank}"] = Serving(receiver).start()
+        return self.serving[f"{engine}/{rank}"]
+
+    def wait(self, count: int) -> None:
+        self.sender.wait_for_receivers(count, timeout_s=5)
+
+    def close(self) -> None:
+        for serving in self.serving.values():
+            serving.stop()
+        self.sender.close()
+
+
+@contextlib.contextmanager
+def fleet(source: nn.Module, *, options: SenderOptions | None = None) -> Iterator[Fleet]:
+    made = Fleet(source, options=options)
+    try:
+        yield made
+    finally:
+        made.close()

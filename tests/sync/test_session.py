@@ -1,0 +1,302 @@
+"""The state machines: driven by arbitrary messages, they never decide or hold what they must not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deltasync.errors import DeltaSyncError, IllegalMessage, VersionGap, WrongStream
+from deltasync.sync.session import (
+    Member,
+    ReceiverSession,
+    ReceiverState,
+    SenderPhase,
+    SenderSession,
+)
+from deltasync.wire import messages
+from deltasync.wire.messages import Abort, Begin, Bucket, Commit, Finish, Layout, Prepare, Welcome
+
+HASH = "0" * 64
+ENGINES = ("a", "b")
+
+
+def layout(version: int = 1, stream: str = "run") -> Layout:
+    return Layout(stream_id=stream, version=version, parameters=(), digest="0" * 16)
+
+
+def begin(version: int, base: int | None, stream: str = "run", layout_hash: str = HASH) -> Begin:
+    return Begin(
+        stream_id=stream,
+        version=version,
+        base_version=base,
+        layout_hash=layout_hash,
+        num_changes=0,
+        sparse_bytes=0,
+        dense_bytes=0,
+    )
+
+
+def bucket(version: int, sequence: int) -> Bucket:
+    return Bucket(
+        version=version, sequence=sequence, num_rows=1, raw_bytes=48, compression="none"
+    )
+
+
+def ready(version: int = 1, world: int = 1) -> ReceiverSession:
+    session = ReceiverSession("a", world)
+    session.greet()
+    session.on(layout(version))
+    session.set_layout_hash(HASH)
+    session.on(Welcome(full_sync=()))
+    return session
+
+
+def test_a_whole_delta_sync() -> None:
+    session = ready(4)
+    for message in (begin(5, 4), bucket(5, 0), bucket(5, 1), Prepare(version=5, num_buckets=2)):
+        session.on(message)
+        assert session.version == 4
+    assert session.state is ReceiverState.PREPARED
+    session.on(Commit(version=5))
+    session.committed()
+    assert session.version == 4
+    session.on(Finish(version=5, undo=()))
+    assert (session.state, session.version, session.dirty) == (ReceiverState.READY, 5, False)
+
+
+def test_a_full_sync_is_only_for_those_that_wait_for_one() -> None:
+    session = ready(4)
+    with pytest.raises(IllegalMessage):
+        session.on(begin(5, None))
+    session = ReceiverSession("a")
+    session.greet()
+    session.on(layout(7))
+    session.set_layout_hash(HASH)
+    session.on(Welcome(full_sync=("a",)))
+    with pytest.raises(VersionGap):
+        session.on(begin(8, 7))
+    session.on(begin(7, None))
+    assert session.state is ReceiverState.STAGING
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (begin(5, 3), VersionGap),
+        (begin(6, 5), VersionGap),
+        (begin(4, 4), IllegalMessage),
+        (begin(5, 4, stream="another"), WrongStream),
+        (begin(5, 4, layout_hash="1" * 64), IllegalMessage),
+        (bucket(5, 0), IllegalMessage),
+        (Prepare(version=5, num_buckets=0), IllegalMessage),
+        (Commit(version=5), IllegalMessage),
+        (Finish(version=5, undo=()), IllegalMessage),
+        (layout(5), IllegalMessage),
+        (Welcome(full_sync=()), IllegalMessage),
+    ],
+)
+def test_what_a_ready_receiver_refuses(
+    message: messages.Message, error: type[DeltaSyncError]
+) -> None:
+    session = ready(4)
+    before = dataclasses.replace(session)
+    with pytest.raises(error):
+        session.on(message)
+    assert session == before
+
+
+def test_buckets_come_once_and_in_order() -> None:
+    session = ready(1)
+    session.on(begin(2, 1))
+    for wrong in (bucket(2, 1), bucket(3, 0)):
+        with pytest.raises(IllegalMessage):
+            session.on(wrong)
+    session.on(bucket(2, 0))
+    with pytest.raises(IllegalMessage):
+        session.on(bucket(2, 0))
+    with pytest.raises(IllegalMessage):
+        session.on(Prepare(version=2, num_buckets=2))
+
+
+def test_an_abort_leads_back_to_the_old_version() -> None:
+    session = ready(1)
+    session.on(begin(2, 1))
+    session.on(Abort(version=2, reason=""))
+    assert (session.state, session.version) == (ReceiverState.READY, 1)
+    session.on(begin(2, 1))
+
+
+def test_breaking_off_in_place_is_dirty_until_a_version_is_kept() -> None:
+    session = ready(1)
+    session.on(begin(2, 1))
+    session.wrote_in_place()
+    session.on(Abort(version=2, reason=""))
+    assert session.dirty
+    assert session.state is ReceiverState.OUTSIDE
+    session.greet()
+    session.on(layout(2))
+    session.set_layout_hash(HASH)
+    session.on(Welcome(full_sync=("a",)))
+    assert session.dirty
+    for message in (begin(2, None), Prepare(version=2, num_buckets=0), Commit(version=2)):
+        session.on(message)
+    session.committed()
+    session.on(Finish(version=2, undo=()))
+    assert not session.dirty
+
+
+@pytest.mark.parametrize(("world", "version", "dirty"), [(1, 2, False), (2, 1, True)])
+def test_losing_the_sender_between_commit_and_finish(
+    world: int, version: int, dirty: bool
+) -> None:
+    session = ready(1, world)
+    for message in (begin(2, 1), Prepare(version=2, num_buckets=0), Commit(version=2)):
+        session.on(message)
+    session.committed()
+    session.lost()
+    assert (session.version, session.dirty) == (version, dirty)
+    assert session.state is ReceiverState.OUTSIDE
+
+
+def test_invalidate_forgets_the_version() -> None:
+    session = ready(3)
+    session.invalidate()
+    assert (session.state, session.version) == (ReceiverState.OUTSIDE, None)
+    with pytest.raises(IllegalMessage):
+        session.on(begin(4, 3))
+
+
+any_version = st.integers(0, 4)
+any_message = st.one_of(
+    st.builds(layout, any_version, st.sampled_from(["run", "other"])),
+    st.builds(Welcome, full_sync=st.sampled_from([(), ("a",), ("b",)])),
+    st.builds(begin, any_version, st.none() | any_version, st.sampled_from(["run", "other"])),
+    st.builds(bucket, any_version, st.integers(0, 2)),
+    st.builds(Prepare, version=any_version, num_buckets=st.integers(0, 2)),
+    st.builds(Commit, version=any_version),
+    st.builds(Finish, version=any_version, undo=st.sampled_from([(), ("a",), ("b",)])),
+    st.builds(Abort, version=any_version, reason=st.just("")),
+    st.just(messages.Held(digest="0" * 16)),
+)
+local_event = st.sampled_from(
+    ["greet", "wrote_in_place", "committed", "failed", "lost", "invalidate", "corrupted"]
+)
+
+
+@given(st.lists(any_message | local_event, max_size=40), st.integers(1, 2))
+def test_arbitrary_messages_never_break_a_receiver(events: list[object], world: int) -> None:
+    session = ReceiverSession("a", world)
+    session.set_layout_hash(HASH)
+    for event in events:
+        before = dataclasses.replace(session)
+        try:
+            if isinstance(event, str):
+                getattr(session, event)()
+            else:
+                session.on(event)  # type: ignore[arg-type]
+        except DeltaSyncError:
+            assert session == before, "an illegal message changed something"
+            continue
+        check_receiver_step(before, session, event)
+
+
+def check_receiver_step(before: ReceiverSession, after: ReceiverSession, event: object) -> None:
+    if after.version != before.version and after.version is not None:
+        was_committed = before.state is ReceiverState.COMMITTED
+        assert was_committed or isinstance(event, Welcome), "a version without a commit"
+    if before.dirty and not after.dirty:
+        assert isinstance(event, Finish | Welcome) or event in ("lost", "failed", "greet")
+        assert after.version is not None
+    if after.state is ReceiverState.COMMITTING:
+        assert before.state is ReceiverState.PREPARED
+
+
+class SenderMachine(RuleBasedStateMachine):
+    """Every way through a sender's sync, checked against what receivers can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = SenderSession()
+        self.next_peer = 0
+        self.decided_with: set[int] = set()
+
+    @rule(world=st.integers(1, 3), engine=st.sampled_from(ENGINES))
+    @precondition(lambda self: self.session.phase is SenderPhase.IDLE)
+    def admit(self, world: int, engine: str) -> None:
+        if any(m.engine == engine for m in self.session.members.values()):
+            return
+        made = [Member(self.next_peer + r, engine, r, world) for r in range(world)]
+        self.next_peer += world
+        self.session.admit(made)
+
+    @rule()
+    @precondition(lambda self: self.session.phase is SenderPhase.IDLE and self.session.members)
+    def begin(self) -> None:
+        self.session.begin(
+            list(self.session.members.values()), version=self.session.version + 1
+        )
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.session.phase is not SenderPhase.IDLE)
+    def answer(self, data: st.DataObject) -> None:
+        peer = data.draw(st.sampled_from(sorted(self.session.participants)))
+        if self.session.phase is SenderPhase.STAGING and peer not in self.session.failures:
+            self.session.prepared(peer)
+        elif self.session.phase is SenderPhase.DECIDED and peer not in self.session.failures:
+            self.session.committed(peer)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.session.phase is not SenderPhase.IDLE)
+    def fail(self, data: st.DataObject) -> None:
+        self.session.failed(data.draw(st.sampled_from(sorted(self.session.participants))), "why")
+
+    @rule()
+    @precondition(lambda self: self.session.phase is SenderPhase.STAGING)
+    def decide(self) -> None:
+        version = self.session.version
+        prepared = set(self.session.participants) == self.session._done
+        if prepared:
+            self.session.decide()
+            assert self.session.version == version + 1
+        else:
+            with pytest.raises(IllegalMessage):
+                self.session.decide()
+            assert self.session.version == version
+
+    @rule()
+    @precondition(lambda self: self.session.phase is SenderPhase.STAGING)
+    def abort(self) -> None:
+        version = self.session.version
+        leaving = {m.peer for m in self.session.abort()}
+        assert self.session.version == version
+        assert set(self.session.failures) <= leaving
+
+    @rule()
+    @precondition(lambda self: self.session.phase is SenderPhase.DECIDED)
+    def finish(self) -> None:
+        undone = self.session.undone()
+        done = set(self.session._done)
+        leaving = self.session.finish()
+        assert {m.engine for m in leaving} == set(undone)
+        for peer, member in self.session.members.items():
+            assert peer in done, "a member that has not committed"
+            assert member.engine not in undone
+
+    @invariant()
+    def engines_are_whole(self) -> None:
+        """An engine is a member with all its ranks or not at all."""
+        by_engine: dict[str, set[int]] = {}
+        worlds: dict[str, int] = {}
+        for member in self.session.members.values():
+            by_engine.setdefault(member.engine, set()).add(member.rank)
+            worlds[member.engine] = member.world
+        if self.session.phase is SenderPhase.IDLE:
+            for engine, ranks in by_engine.items():
+                assert ranks == set(range(worlds[engine]))
+
+
+TestSenderMachine = SenderMachine.TestCase

@@ -1,0 +1,368 @@
+"""Plain modules as source and target: names, ties, buffers, moved storage, what must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltasync.delta.bits import Flat, dtype_of
+from deltasync.delta.digests import DigestLedger
+from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
+from deltasync.sync.layout import SourceLayout, check_coverage
+from deltasync.sync.scrub import Scrub
+from deltasync.sync.source import ModuleSource, NamedTensor
+from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
+from deltasync.testing.target import TargetContract
+from deltasync.wire.messages import Hello, ParameterSpec, entries
+
+
+class Model(nn.Module):
+    """Two layers, a head that may be tied, a buffer that is saved and one that is not."""
+
+    saved: Tensor
+    cache: Tensor
+
+    def __init__(self, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("saved", torch.arange(3.0))
+        self.register_buffer("cache", torch.arange(5.0), persistent=False)
+        self.register_buffer("unset", None)
+        self.to(dtype)
+
+
+def names_of(tensors: list[NamedTensor]) -> list[tuple[str, ...]]:
+    return [tensor.names for tensor in tensors]
+
+
+def layout_of(
+    model: nn.Module,
+    held: tuple[ParameterSpec, ...] = (),
+    overrides: Mapping[str, str] = MappingProxyType({}),
+) -> SourceLayout:
+    return SourceLayout(ModuleSource(model), held, overrides)
+
+
+def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:
+    return Hello(
+        parameters=entries(specs),
+        engine="e",
+        rank=0,
+        world=world,
+        format_versions=(1,),
+        stream_id=None,
+        version=None,
+    )
+
+
+TIED = [("embed.weight", "head.weight"), ("norm.weight",), ("norm.bias",), ("saved",)]
+
+
+def test_source_names_every_saved_tensor_once_and_its_aliases() -> None:
+    model = Model()
+    tensors = ModuleSource(model).tensors()
+    assert set(names_of(tensors)) == set(TIED)
+    assert {name for tensor in tensors for name in tensor.names} == set(model.state_dict())
+    assert tensors[1].name == tensors[1].names[0]
+    untied = names_of(ModuleSource(Model(tied=False)).tensors())
+    assert ("head.weight",) in untied
+    assert ("embed.weight",) in untied
+
+
+def test_a_module_used_twice_and_a_shared_buffer_are_ties() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    both = nn.Sequential(layer, layer)
+    both.register_buffer("left", torch.ones(2))
+    both.register_buffer("right", both.get_buffer("left"))
+    assert names_of(ModuleSource(both).tensors()) == [
+        ("left", "right"),
+        ("0.weight", "1.weight"),
+    ]
+
+
+def test_empty_tensors_are_not_tied() -> None:
+    model = nn.ParameterDict({"a": torch.empty(0), "b": torch.empty(0)})
+    assert names_of(ModuleSource(model).tensors()) == [("a",), ("b",)]
+
+
+def test_views_of_one_storage_are_tied_only_if_they_are_the_same() -> None:
+    storage = torch.zeros(4)
+    model = nn.Module()
+    for name, view in {"a": storage[:2], "b": storage[:2], "c": storage[2:]}.items():
+        model.register_buffer(name, view)
+    assert names_of(ModuleSource(model).tensors()) == [("a", "b"), ("c",)]
+
+
+def test_rename_changes_and_leaves_out() -> None:
+    def rename(name: str) -> str | None:
+        return None if name.startswith("norm") else f"model.{name}"
+
+    expected = {("model.embed.weight", "model.head.weight"), ("model.saved",)}
+    assert set(names_of(ModuleSource(Model(), rename=rename).tensors())) == expected
+    held = ModuleTarget(Model(), rename=rename).parameters()
+    assert {spec.names for spec in held} == expected
+
+
+def test_rename_to_one_name_is_refused_for_two_tensors_and_fine_for_ties() -> None:
+    with pytest.raises(ConfigError, match="'same'"):
+        ModuleSource(Model(), rename=lambda _: "same").tensors()
+
+    def tie(name: str) -> str:
+        return name.replace("head", "embed")
+
+    assert ("embed.weight",) in names_of(ModuleSource(Model(), rename=tie).tensors())
+
+
+def test_source_and_target_of_one_model_agree() -> None:
+    model = Model()
+    layout = layout_of(model)
+    assert ModuleTarget(model).parameters() == layout.specs
+    assert layout.numbers_held(hello(layout.specs)) is None
+    assert layout.numel == 6 * 4 + 4 + 4 + 3
+    assert layout.num_bytes == 4 * layout.numel
+
+
+def test_wire_dtypes_come_from_the_receiver_and_overrides_win() -> None:
+    target = Model(dtype=torch.bfloat16)
+    target.norm.float()
+    layout = layout_of(Model(), ModuleTarget(target).parameters(), {"sav*": "float16"})
+    assert {spec.name: spec.dtype.name for spec in layout.specs} == {
+        "embed.weight": "bfloat16",
+        "norm.weight": "float32",
+        "norm.bias": "float32",
+        "saved": "float16",
+    }
+    by_alias = layout_of(Model(), overrides={"head.weight": "bfloat16"})
+    assert {s.name for s in by_alias.specs if s.dtype.name == "bfloat16"} == {"embed.weight"}
+    with pytest.raises(ConfigError, match="'float99' is not one of"):
+        layout_of(Model(), overrides={"saved": "float99"})
+    with pytest.raises(ConfigError, match="float32 cannot be sent as int8"):
+        layout_of(Model(), overrides={"saved": "int8"})
+
+
+@pytest.mark.parametrize("how", ["data", "attribute", "dtype", "strides"])
+def test_replaced_storage_is_read_anew(how: str) -> None:
+    model = Model(tied=False)
+    layout = layout_of(model)
+    number = next(n for n, spec in enumerate(layout.specs) if spec.name == "head.weight")
+    others = [reader for n, reader in enumerate(layout.readers) if n != number]
+    fresh = torch.full((6, 4), 7.0)
+    match how:
+        case "data":
+            model.head.weight.data = fresh
+        case "attribute":
+            model.head.weight = nn.Parameter(fresh)
+        case "dtype":
+            model.head.weight.data = fresh.double()
+        case "strides":
+            model.head.weight.data = torch.full((4, 6), 7.0).T
+    layout.refresh()
+    read = layout.readers[number].read(0, 24).view(torch.float32)
+    assert read.tolist() == [7.0] * 24
+    assert [r for n, r in enumerate(layout.readers) if n != number] == others
+    assert all(a is b for a, b in zip(layout.readers[:number], others, strict=False))
+
+
+def test_unchanged_source_keeps_its_readers() -> None:
+    layout = layout_of(Model())
+    before = list(layout.readers)
+    layout.refresh()
+    assert all(a is b for a, b in zip(before, layout.readers, strict=True))
+
+
+def test_a_source_that_is_not_the_same_model_any_more() -> None:
+    model = Model()
+    layout = layout_of(model)
+    model.norm.weight = nn.Parameter(torch.ones(5))
+    with pytest.raises(SourceChanged, match=r"norm\.weight: shape \(4,\) became \(5,\)"):
+        layout.refresh()
+    untied = Model()
+    layout = layout_of(untied)
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+    with pytest.raises(SourceChanged, match="ties"):
+        layout.refresh()
+    grown = Model()
+    layout = layout_of(grown)
+    grown.register_buffer("late", torch.zeros(1))
+    with pytest.raises(SourceChanged, match="appeared or vanished"):
+        layout.refresh()
+    del grown.late, grown.saved
+    with pytest.raises(SourceChanged, match="appeared or vanished"):
+        layout.refresh()
+
+
+def test_meta_parameter_is_named() -> None:
+    model = Model()
+    model.norm.weight = nn.Parameter(torch.empty(4, device="meta"))
+    with pytest.raises(ConfigError, match=r"norm\.weight"):
+        layout_of(model)
+    with pytest.raises(ConfigError, match=r"norm\.weight"):
+        ModuleTarget(model).bind(ModuleTarget(model).parameters())
+
+
+def test_coverage_counts_every_parameter() -> None:
+    model = Model()
+    model.norm.requires_grad_(False)
+    layout = layout_of(model)
+    number = next(n for n, spec in enumerate(layout.specs) if spec.name == "norm.weight")
+    assert layout.coverage([], full=False) == {"changed": 0, "unchanged": 1, "frozen": 3}
+    assert layout.coverage([number], full=False) == {"changed": 1, "unchanged": 1, "frozen": 2}
+    assert layout.coverage([], full=True) == {"changed": 4, "unchanged": 0, "frozen": 0}
+
+
+def test_missing_and_extra_names_are_named() -> None:
+    layout = layout_of(Model())
+    held = ModuleTarget(Model()).parameters()
+    without = tuple(spec for spec in held if spec.name != "norm.bias")
+    with pytest.raises(LayoutMismatch, match=r"e has no parameter 'norm\.bias'"):
+        layout.numbers_held(hello(without))
+    numbers = layout.numbers_held(hello(without, world=2))
+    assert numbers is not None
+    assert {layout.specs[n].name for n in numbers} == {spec.name for spec in without}
+    extra = replace(held[0], names=("lm.extra",))
+    with pytest.raises(LayoutMismatch, match=r"the sender has no parameter 'lm\.extra'"):
+        layout.numbers_held(hello((*held, extra)))
+
+
+def test_ranks_of_an_engine_cover_the_layout_together() -> None:
+    specs = layout_of(Model()).specs
+    check_coverage(specs, [None], engine="e")
+    check_coverage(specs, [frozenset({0, 1}), frozenset({1, 2, 3})], engine="e")
+    with pytest.raises(LayoutMismatch, match=f"no rank of e has the parameter '{specs[3].name}'"):
+        check_coverage(specs, [frozenset({0, 1}), frozenset({2})], engine="e")
+
+
+def test_other_dtype_or_shape_is_refused_by_name() -> None:
+    layout = layout_of(Model())
+    mixed = Model()
+    mixed.norm.weight.data = mixed.norm.weight.data.half()
+    with pytest.raises(LayoutMismatch, match=r"norm\.weight: float16 here, float32 on the wire"):
+        ModuleTarget(mixed).bind(layout.specs)
+    mixed.norm.weight.data = torch.ones(5)
+    with pytest.raises(LayoutMismatch, match=r"norm\.weight: shape \(5,\) here, \(4,\) at the"):
+        ModuleTarget(mixed).bind(layout.specs)
+
+
+def test_ties_on_one_side_only_are_refused() -> None:
+    tied, untied = layout_of(Model()).specs, layout_of(Model(tied=False)).specs
+    with pytest.raises(LayoutMismatch, match=r"'embed\.weight', 'head\.weight' are tied here"):
+        ModuleTarget(Model()).bind(untied)
+    with pytest.raises(LayoutMismatch, match=r"'embed\.weight' are tied at the sender, not here"):
+        ModuleTarget(Model(tied=False)).bind(tied)
+
+
+def test_a_target_may_hold_one_of_the_tied_names() -> None:
+    spec = next(spec for spec in layout_of(Model()).specs if len(spec.names) == 2)
+    for name in spec.names:
+        assert match_parameters([replace(spec, names=(name,))], [spec]) == [0]
+
+
+def test_target_notices_every_way_to_move_storage() -> None:
+    model = Model()
+    target = ModuleTarget(model)
+    layout = target.parameters()
+
+    def moved(name: str) -> None:
+        with pytest.raises(TargetMoved, match=name):
+            target.check_unmoved()
+        target.bind(layout)
+        target.check_unmoved()
+
+    target.bind(layout)
+    target.check_unmoved()
+    model.norm.weight.data = model.norm.weight.data.clone()
+    moved(r"norm\.weight")
+    model.norm.bias = nn.Parameter(model.norm.bias.detach().clone())
+    moved(r"norm\.bias")
+    model.embed.weight.data = model.embed.weight.data.T.contiguous().T
+    moved(r"embed\.weight', 'head\.weight")
+    model.saved = model.saved.clone()
+    moved("saved")
+    model.register_buffer("late", torch.zeros(1))
+    with pytest.raises(TargetMoved, match="'late'"):
+        target.check_unmoved()
+    del model.late
+    model.cache = model.cache.clone()  # not a part of the checkpoint
+    target.check_unmoved()
+
+
+def test_tied_weights_are_bound_once() -> None:
+    model = Model()
+    target = ModuleTarget(model)
+    layout = target.parameters()
+    flats = target.bind(layout)
+    number = next(n for n, spec in enumerate(layout) if len(spec.names) == 2)
+    flats[number].write(0, torch.full((24,), -1, dtype=torch.int32))
+    assert model.head.weight is model.embed.weight
+    assert (model.head.weight.view(torch.int32) == -1).all()
+
+
+def scrub_model() -> tuple[DigestLedger, dict[int, Flat], list[Tensor]]:
+    tensors = [torch.zeros(10), torch.empty(0), torch.zeros(()), torch.zeros(5, 5)]
+    specs = [ParameterSpec((f"w{n}",), tuple(t.shape), dtype_of(t)) for n, t in enumerate(tensors)]
+    ledger = DigestLedger(specs, chunk_numel=4)
+    flats = {number: Flat.of(tensor) for number, tensor in enumerate(tensors)}
+    for number, flat in flats.items():
+        ledger.measure(number, flat.read)
+    return ledger, flats, tensors
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 64])
+def test_scrub_looks_at_everything_within_its_share_of_calls(every: int) -> None:
+    for number, position in ((0, 0), (0, 9), (2, 0), (3, 24)):
+        ledger, flats, tensors = scrub_model()
+        scrub = Scrub(every)
+        assert all(scrub.check(ledger, flats) is None for _ in range(every))
+        tensors[number].view(-1)[position] = -0.0
+        found = [scrub.check(ledger, flats) for _ in range(every)]
+        assert {name for name in found if name is not None} == {f"w{number}"}
+
+
+def test_scrub_can_be_off_and_skips_what_others_hold() -> None:
+    ledger, flats, tensors = scrub_model()
+    tensors[0].fill_(1)
+    assert Scrub(0).check(ledger, flats) is None
+    del flats[0]
+    assert Scrub(1).check(ledger, flats) is None
+    empty = DigestLedger([], chunk_numel=4)
+    assert Scrub(1).check(empty, {}) is None
+
+
+class TestModuleTarget(TargetContract):
+    module: nn.Module
+
+    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
+        self.module = nn.Module()
+        for name, tensor in state.items():
+            *path, key = name.split(".")
+            owner = self.module
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(key, nn.Parameter(tensor.clone()))
+        return ModuleTarget(self.module)
+
+    def replace_storage(self, name: str) -> None:
+        parameter = self.module.get_parameter(name)
+        parameter.data = parameter.data.clone()
+
+
+class TestTransposedModuleTarget(TestModuleTarget):
+    """Live weights that are not contiguous, as fused engines keep them."""
+
+    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
+        target = super().make_target(state)
+        for parameter in self.module.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.T.contiguous().T
+        return target
