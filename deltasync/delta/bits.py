@@ -80,17 +80,13 @@ class Flat:
     @classmethod
     def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
         """Raises ConfigError for a tensor whose elements have no storage of their own."""
-        if (
-            is_traceable_wrapper_subclass(tensor)
-            or tensor.is_meta
-            or tensor.layout != torch.strided
-        ):
-            raise ConfigError(f"{name}: a {type(tensor).__name__} has no plain dense storage")
+        _refuse_unplain(tensor, name)
         _refuse_overlap(tensor, name)
+        dtype = dtype_of(tensor)
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         bits = as_bits(tensor)
         line = bits.as_strided((extent if tensor.numel() else 0,), (1,))
-        return cls(tensor, dtype_of(tensor), line, tensor.is_contiguous())
+        return cls(tensor, dtype, line, tensor.is_contiguous())
 
     @property
     def numel(self) -> int:
@@ -136,7 +132,10 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class WireReader:
-    """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower."""
+    """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower.
+
+    A NaN that changes its dtype loses its payload.
+    """
 
     flat: Flat
     dtype: Dtype
@@ -154,12 +153,37 @@ class WireReader:
         bits = self.flat.read(start, stop)
         if self.flat.dtype == self.dtype:
             return bits
-        return as_bits(bits.view(self.flat.tensor.dtype).to(torch_dtype(self.dtype)))
+        return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """What changes when a tensor's storage is moved, replaced or laid out anew."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """int[n]: the bits of floating `values` in another floating dtype, and one NaN for all NaNs.
+
+    Which NaN torch makes of a NaN depends on how the vector loop falls over the tensor, so that
+    another slice of the same weights would have other bits.
+    """
+    bits = as_bits(values.to(dtype))
+    # A sum costs a tenth of isnan; no sum of one-byte floats exists.
+    if values.element_size() == 1 or values.sum().isnan():
+        nan = torch.full((1,), torch.nan, dtype=dtype, device=values.device)
+        bits = torch.where(values.isnan(), as_bits(nan), bits)
+    return bits
+
+
+def _refuse_unplain(tensor: Tensor, name: str) -> None:
+    if (
+        is_traceable_wrapper_subclass(tensor)
+        or tensor.is_meta
+        or tensor.layout != torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        raise ConfigError(f"{name}: a {type(tensor).__name__} has no plain dense storage")
 
 
 def _refuse_overlap(tensor: Tensor, name: str) -> None:

@@ -18,6 +18,9 @@ from deltasync.errors import LayoutMismatch
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
+_SMALL = 1 << 12  # elements up to which one call for all costs less than a chunk's bookkeeping
+_BLOCK = 1 << 17  # indices widened at once
+
 
 @dataclass(slots=True)
 class Change:
@@ -38,6 +41,15 @@ class Change:
     num_sparse: int
     sparse_bytes: int
     dense_bytes: int
+
+    def count(self, run: Run, nnz: int, item_size: int) -> None:
+        """Add a run of which `nnz` elements differ."""
+        self.nnz += nnz
+        if run.indices is None:
+            self.dense_bytes += run.span * item_size
+        else:
+            self.num_sparse += run.count
+            self.sparse_bytes += run.count * (INDEX_ITEM_BYTES + item_size)
 
 
 @dataclass(slots=True)
@@ -112,26 +124,55 @@ def diff_model(
     """
     delta = ModelDelta(snapshot.ledger.copy())
     for parameter, reader in enumerate(readers):
-        runs, nnz = runs_to_send(parameter, reader, snapshot, policy)
-        if not runs:
+        room = max_held_bytes - delta.held_bytes
+        change = _compare(parameter, reader, snapshot, policy, ledger=delta.ledger, room=room)
+        if change is None:
             continue
-        _keep_digests(delta.ledger, parameter, runs, reader, snapshot)
-        change = _sized(parameter, nnz, runs, reader.dtype.item_size)
-        if delta.held_bytes + change.sparse_bytes > max_held_bytes:
-            change.runs = None
-        else:
+        if change.runs is not None:
             delta.held_bytes += change.sparse_bytes
         delta.changes.append(change)
     return delta
 
 
+def _compare(
+    parameter: int,
+    reader: WireReader,
+    snapshot: Snapshot,
+    policy: Policy,
+    *,
+    ledger: DigestLedger,
+    room: int,
+) -> Change | None:
+    """One parameter's change, accounted for in `ledger`; None without one.
+
+    Its runs are let go as soon as they outgrow `room` bytes, so that a large parameter takes no
+    more memory than a small one.
+    """
+    change = Change(parameter, nnz=0, runs=None, num_sparse=0, sparse_bytes=0, dense_bytes=0)
+    runs: list[Run] = []
+    for run, count in runs_to_send(parameter, reader, snapshot, policy):
+        change.count(run, count, reader.dtype.item_size)
+        runs.append(run)
+        if change.sparse_bytes > room:
+            _keep_digests(ledger, parameter, runs, reader, snapshot)
+            runs.clear()
+    if not change.nnz:
+        return None
+    runs = _merged(runs, reader.flat.numel)
+    _keep_digests(ledger, parameter, runs, reader, snapshot)
+    if change.sparse_bytes <= room:
+        change.runs = runs
+    return change
+
+
 def runs_to_send(
     parameter: int, reader: WireReader, snapshot: Snapshot, policy: Policy
-) -> tuple[list[Run], int]:
-    """What to send of one parameter, and how many of its elements changed."""
+) -> Iterator[tuple[Run, int]]:
+    """(run, changed elements): what to send of one parameter, chunk by chunk."""
     if parameter in snapshot.ahead:  # its old bits are gone: an aborted sync overwrote them
-        return [Run(0, reader.flat.numel)], reader.flat.numel
-    return find_runs(reader, snapshot.flats[parameter], policy)
+        yield Run(0, reader.flat.numel), reader.flat.numel
+    else:
+        yield from iter_runs(reader, snapshot.flats[parameter], policy)
 
 
 def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run], int]:
@@ -143,6 +184,8 @@ def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run],
 
 def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[Run, int]]:
     """(run, differing elements) of each chunk that differs, in order."""
+    if _is_small_and_same(reader, old):
+        return
     changed = kernels_for(old.line.device).changed
     numel, step = old.numel, policy.chunk_numel
     for start in range(0, numel, step):
@@ -156,28 +199,36 @@ def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[R
             yield Run(start, stop - start, found, new_bits.index_select(0, found)), count
 
 
+def _is_small_and_same(reader: WireReader, old: Flat) -> bool:
+    """A quick look at small host parameters: models with thousands of them leave most unchanged."""
+    new = reader.flat
+    return (
+        new.numel <= _SMALL
+        and new.line.is_cpu
+        and old.line.is_cpu
+        and new.is_contiguous
+        and old.is_contiguous
+        and reader.dtype == new.dtype
+        and torch.equal(new.line, old.line)
+    )
+
+
 def _merged(runs: list[Run], numel: int) -> list[Run]:
     """One run for the whole parameter, where all its chunks are sparse or all are dense."""
-    sparse = [(run.indices + run.start, run.bits) for run in runs if run.indices is not None]
-    if runs and len(sparse) == len(runs) and numel <= MAX_SPARSE_SPAN:
-        indices, bits = zip(*sparse, strict=True)
-        return [Run(0, numel, torch.cat(indices), torch.cat(bits))]
+    sparse = [run for run in runs if run.indices is not None]
     if not sparse and sum(run.span for run in runs) == numel > 0:
         return [Run(0, numel)]
-    return runs
+    # An int32 index relative to the parameter's beginning must not wrap around.
+    if not sparse or len(sparse) < len(runs) or numel > MAX_SPARSE_SPAN:
+        return runs
+    indices = torch.cat([run.indices + run.start for run in sparse if run.indices is not None])
+    return [Run(0, numel, indices, torch.cat([run.bits for run in sparse if run.bits is not None]))]
 
 
 def _filled(run: Run, reader: WireReader) -> Run:
     if run.indices is not None:
         return run
     return Run(run.start, run.span, None, reader.read(run.start, run.stop).clone())
-
-
-def _sized(parameter: int, nnz: int, runs: list[Run], item_size: int) -> Change:
-    sparse = sum(run.count for run in runs if run.indices is not None)
-    dense = sum(run.span for run in runs if run.indices is None)
-    sparse_bytes = sparse * (INDEX_ITEM_BYTES + item_size)
-    return Change(parameter, nnz, runs, sparse, sparse_bytes, dense * item_size)
 
 
 def _keep_digests(
@@ -188,5 +239,7 @@ def _keep_digests(
         if run.indices is None or run.bits is None:
             ledger.measure(parameter, reader.read, start=run.start, stop=run.stop)
         else:
-            positions = run.indices.long() + run.start
-            ledger.replace_sparse(parameter, positions, old.gather(positions), run.bits)
+            for begin in range(0, run.count, _BLOCK):
+                positions = run.indices[begin : begin + _BLOCK].long() + run.start
+                bits = run.bits[begin : begin + _BLOCK]
+                ledger.replace_sparse(parameter, positions, old.gather(positions), bits)

@@ -145,8 +145,8 @@ def runs_of(patch: Patch) -> list[Run]:
     match patch:
         case SparsePatch(shape=shape, indices=indices, values=values):
             return [Run(0, math.prod(shape), indices, as_bits(values))]
-        case DensePatch(values=values):
-            return [Run(0, len(values), None, as_bits(values))]
+        case DensePatch(shape=shape, values=values):
+            return [Run(0, math.prod(shape), None, as_bits(values))]
         case ChunkedPatch(chunks=chunks):
             return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
 

@@ -1,4 +1,4 @@
-"""The state machines: driven by arbitrary messages, they never decide or hold what they must not."""
+"""The state machines, driven by arbitrary messages."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def begin(version: int, base: int | None, stream: str = "run", layout_hash: str 
 
 
 def bucket(version: int, sequence: int) -> Bucket:
-    return Bucket(
-        version=version, sequence=sequence, num_rows=1, raw_bytes=48, compression="none"
-    )
+    return Bucket(version=version, sequence=sequence, num_rows=1, raw_bytes=48, compression="none")
 
 
 def ready(version: int = 1, world: int = 1) -> ReceiverSession:
@@ -150,9 +148,7 @@ def test_breaking_off_in_place_is_dirty_until_a_version_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("world", "version", "dirty"), [(1, 2, False), (2, 1, True)])
-def test_losing_the_sender_between_commit_and_finish(
-    world: int, version: int, dirty: bool
-) -> None:
+def test_losing_the_sender_between_commit_and_finish(world: int, version: int, dirty: bool) -> None:
     session = ready(1, world)
     for message in (begin(2, 1), Prepare(version=2, num_buckets=0), Commit(version=2)):
         session.on(message)
@@ -236,9 +232,7 @@ class SenderMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.session.phase is SenderPhase.IDLE and self.session.members)
     def begin(self) -> None:
-        self.session.begin(
-            list(self.session.members.values()), version=self.session.version + 1
-        )
+        self.session.begin(list(self.session.members.values()), version=self.session.version + 1)
 
     @rule(data=st.data())
     @precondition(lambda self: self.session.phase is not SenderPhase.IDLE)

@@ -32,7 +32,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from tests.sync.harness import Fleet, Model, Serving, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)
@@ -350,8 +350,8 @@ def test_replaced_source_storage_is_noticed() -> None:
         here.add(replica)
         here.wait(1)
         here.sender.send_weights()
-        source.layer = nn.Parameter(source.layer.data.clone() * 2)
-        source.norm.data = source.norm.data * 2
+        source.layer = nn.Parameter(source.get_parameter("layer").data.clone() * 2)
+        source.get_parameter("norm").data = source.get_parameter("norm").data * 2
         here.sender.send_weights()
         assert bits_equal(source, replica)
 
@@ -363,7 +363,7 @@ def test_invalidate_refuses_deltas_until_rejoined() -> None:
         here.wait(1)
         here.sender.send_weights()
         with torch.no_grad():
-            replica.layer.zero_()
+            replica.get_parameter("layer").zero_()
         serving.receiver.invalidate()
         assert serving.receiver.version is None
         settle(here, source, replica)
@@ -376,7 +376,7 @@ def test_a_flipped_bit_in_an_untouched_element_is_found_by_the_scrub_and_healed(
         serving = here.add(replica, options=options)
         here.wait(1)
         here.sender.send_weights()
-        as_bits(replica.layer.data)[3, 3] ^= 1
+        as_bits(replica.get_parameter("layer").data)[3, 3] ^= 1
         settle(here, source, replica, turns=20)
         found = [error for error in serving.errors if isinstance(error, DirtyReceiver)]
         assert found
@@ -394,9 +394,9 @@ def test_wrong_weights_under_a_delta_are_caught_before_any_write(
         here.add(replica, options=options)
         here.wait(1)
         version = here.sender.send_weights().version
-        swap = replica.embed.data.view(-1)
+        swap = replica.get_parameter("embed").data.view(-1)
         swap[[0, 1]] = swap[[1, 0]]
-        as_bits(source.embed.data).view(-1)[0] ^= 1
+        as_bits(source.get_parameter("embed").data).view(-1)[0] ^= 1
         with pytest.raises(SyncAborted, match="DigestMismatch"):
             here.sender.send_weights(timeout_s=5)
         assert here.sender.version == version
@@ -468,7 +468,7 @@ def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
 class BreaksOff:
     """Loses the connection once, after some frames."""
 
-    def __init__(self, inner: inprocess.Receiver, *, after: int) -> None:
+    def __init__(self, inner: ReceiveTransport, *, after: int) -> None:
         self._inner, self._left = inner, after
         self.capabilities = inner.capabilities
         self.connect, self.reply, self.close = inner.connect, inner.reply, inner.close

@@ -24,6 +24,8 @@ def changed(new: Tensor, old: Tensor, limit: float) -> tuple[int, Tensor | None]
     count = int(np.count_nonzero(mask))
     if count > limit:
         return count, None
+    if not count:
+        return 0, torch.empty(0, dtype=torch.int32)
     return count, torch.from_numpy(np.flatnonzero(mask).astype(np.int32))
 
 

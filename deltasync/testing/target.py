@@ -1,0 +1,175 @@
+"""The contract that every weight target keeps, as tests. Subclass `TargetContract` and run pytest.
+
+class TestMine(TargetContract):
+    def make_target(self, state):
+        self.engine = MyEngine(state)
+        return MyTarget(self.engine)
+
+    def replace_storage(self, name):
+        self.engine.weights[name] = self.engine.weights[name].clone()
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.apply import Staging
+from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.patch import Run
+from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.sync.target import WeightTarget
+from deltasync.testing.strategies import flipped, random_bits, specs_of
+from deltasync.wire.messages import ParameterSpec
+
+STRANGER = ParameterSpec(("stranger.weight",), (3,), dtypes.BY_NAME["float32"])
+
+
+class TargetContract(ABC):
+    """What a receiver relies on. One engine rank that holds every parameter, each once."""
+
+    names = ("embed.weight", "layers.0.norm.weight", "layers.0.proj.weight", "scale")
+    """Checkpoint names of a model that the target can hold. Override for a model of its own."""
+
+    shapes: tuple[tuple[int, ...], ...] = ((11, 4), (4,), (4, 8), ())
+    wire_dtypes: tuple[str, ...] = ("bfloat16", "float32", "bfloat16", "float32")
+
+    @abstractmethod
+    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
+        """A target over a new engine whose weights are copies of `state`."""
+
+    @abstractmethod
+    def replace_storage(self, name: str) -> None:
+        """Give the parameter of the last target made other storage, with the same bits."""
+
+    @pytest.fixture
+    def state(self) -> dict[str, Tensor]:
+        """The weights to begin with, by checkpoint name."""
+        rng = np.random.default_rng(0)
+        state = {}
+        for name, shape, wire in zip(self.names, self.shapes, self.wire_dtypes, strict=True):
+            dtype = dtypes.BY_NAME[wire]
+            bits = random_bits(dtype, math.prod(shape), rng)
+            state[name] = bits.view(torch_dtype(dtype)).view(shape)
+        return state
+
+    @pytest.fixture
+    def layout(self, state: dict[str, Tensor]) -> tuple[ParameterSpec, ...]:
+        """The sender's: in an order of its own."""
+        return tuple(reversed(specs_of(state)))
+
+    def test_parameters_are_those_of_the_checkpoint(self, state: dict[str, Tensor]) -> None:
+        held = {spec.name: spec for spec in self.make_target(state).parameters()}
+        assert held == {spec.name: spec for spec in specs_of(state)}
+
+    def test_bind_finds_what_parameters_said(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...]
+    ) -> None:
+        flats = self.make_target(state).bind(layout)
+        assert set(flats) == set(range(len(layout)))
+        assert_holds(flats, layout, state)
+
+    def test_binding_again_follows_the_layout(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...]
+    ) -> None:
+        target = self.make_target(state)
+        target.bind(layout)
+        assert_holds(target.bind(layout[::-1]), layout[::-1], state)
+
+    @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+    def test_staged_commit_and_undo_are_exact(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...], dense: bool
+    ) -> None:
+        target = self.make_target(state)
+        flats, ledger = target.bind(layout), ledger_of(layout, state)
+        new = changed(state)
+        staging = Staging(flats, ledger, max_bytes=None)
+        for number, spec in enumerate(layout):
+            staging.stage(number, run_between(state[spec.name], new[spec.name], dense=dense))
+        assert_holds(flats, layout, state)
+        target.check_unmoved()
+        assert staging.commit() == ledger_of(layout, new).total
+        target.check_unmoved()
+        assert_holds(target.bind(layout), layout, new)  # in the engine, not only in what was bound
+        staging.undo()
+        assert_holds(target.bind(layout), layout, state)
+
+    def test_moved_storage_is_noticed(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...]
+    ) -> None:
+        for name in self.names:
+            target = self.make_target(state)
+            target.bind(layout)
+            target.check_unmoved()
+            self.replace_storage(name)
+            with pytest.raises(TargetMoved):
+                target.check_unmoved()
+            assert_holds(target.bind(layout), layout, state)
+            target.check_unmoved()
+
+    def test_names_that_only_one_end_knows(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...]
+    ) -> None:
+        target = self.make_target(state)
+        with pytest.raises(LayoutMismatch, match=layout[0].name):
+            target.bind(layout[1:])
+        # What the sender has beyond this rank may be another rank's: it is not bound.
+        flats = target.bind((STRANGER, *layout))
+        assert set(flats) == set(range(1, len(layout) + 1))
+
+    def test_another_shape_or_dtype_is_refused_by_name(
+        self, state: dict[str, Tensor], layout: tuple[ParameterSpec, ...]
+    ) -> None:
+        target = self.make_target(state)
+        first = layout[0]
+        for other in (
+            replace(first, shape=(*first.shape, 2)),
+            replace(first, dtype=dtypes.BY_NAME["int64"]),
+        ):
+            with pytest.raises(LayoutMismatch, match=first.name):
+                target.bind((other, *layout[1:]))
+
+
+def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights after a step that changed about half of the bits' owners, and at least one."""
+    rng = np.random.default_rng(1)
+    new = {}
+    for name, tensor in state.items():
+        mask = rng.random(tensor.numel()) < 0.5
+        mask[-1] = True
+        new[name] = flipped(tensor, mask, rng).view(tensor.dtype)
+    return new
+
+
+def run_between(old: Tensor, new: Tensor, *, dense: bool) -> Run:
+    """One run that makes `new` of `old`."""
+    old_bits, new_bits = (Flat.of(t).read(0, t.numel()) for t in (old, new))
+    if dense:
+        return Run(0, len(new_bits), None, new_bits)
+    indices = (old_bits != new_bits).nonzero().squeeze(1)
+    return Run(0, len(new_bits), indices.to(torch.int32), new_bits[indices])
+
+
+def ledger_of(layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]) -> DigestLedger:
+    """The digests of `state`."""
+    ledger = DigestLedger(layout, chunk_numel=8)
+    for number, spec in enumerate(layout):
+        ledger.measure(number, Flat.of(state[spec.name]).read)
+    return ledger
+
+
+def assert_holds(
+    flats: dict[int, Flat], layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]
+) -> None:
+    """The live weights have the bits of `state`."""
+    for number, spec in enumerate(layout):
+        wanted = Flat.of(state[spec.name]).read(0, spec.numel)
+        assert torch.equal(flats[number].read(0, spec.numel), wanted), spec.name

@@ -1,0 +1,337 @@
+"""`diff` and `apply_patch`: what a patch says, and what it may be applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync.delta.apply import apply_patch
+from deltasync.delta.bits import as_bits, dtype_of
+from deltasync.delta.diff import diff
+from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
+from deltasync.delta.policy import Policy
+from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch
+from deltasync.testing import strategies as own
+from deltasync.testing.strategies import relaid, same_bits
+
+FORMS = {
+    "sparse": Policy(dense_above=1.0),
+    "sparse, small chunks": Policy(dense_above=1.0, chunk_numel=3),
+    "mixed": Policy(dense_above=0.4, chunk_numel=3),
+    "dense chunks": Policy(dense_above=0.0, chunk_numel=3),
+    "dense": Policy(dense_above=0.0),
+}
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float32, torch.float8_e8m0fnu),
+    (torch.float8_e5m2, torch.bfloat16),
+]
+
+
+@given(pair=own.pairs(), policy=own.policies(), layout=own.LAYOUTS)
+def test_applying_the_diff_gives_the_new_bits(
+    pair: tuple[Tensor, Tensor], policy: Policy, layout: own.Layout
+) -> None:
+    new, base = pair
+    patch = diff(new, base, name="w", policy=policy)
+    assert (patch is None) == same_bits(new, base)
+    live = relaid(base, layout)
+    for _ in range(2):  # values are absolute: twice equals once
+        if patch is not None:
+            apply_patch(live, patch)
+        assert same_bits(live, new)
+
+
+@given(pair=own.pairs())
+def test_every_form_of_a_change_does_the_same(pair: tuple[Tensor, Tensor]) -> None:
+    new, base = pair
+    for form, policy in FORMS.items():
+        live = relaid(base, "contiguous")
+        patch = diff(new, base, policy=policy)
+        if patch is not None:
+            apply_patch(live, patch)
+        assert same_bits(live, new), form
+
+
+@given(pair=own.pairs(shapes=st.just((4, 5))))
+def test_sparse_patch_names_exactly_the_changed_elements(pair: tuple[Tensor, Tensor]) -> None:
+    new, base = pair
+    patch = diff(new, base, policy=FORMS["sparse, small chunks"])
+    different = (as_bits(new) != as_bits(base)).flatten().nonzero().flatten()
+    if patch is None:
+        assert not len(different)
+        return
+    assert isinstance(patch, SparsePatch)
+    assert patch.indices.dtype == torch.int32
+    assert patch.indices.tolist() == different.tolist()
+    assert patch.nnz == len(different)
+
+
+def test_policy_decides_the_form() -> None:
+    base = torch.zeros(12)
+    new = base.clone()
+    new[0] = 1
+    kinds = {form: type(diff(new, base, policy=policy)) for form, policy in FORMS.items()}
+    assert kinds["sparse"] is kinds["sparse, small chunks"] is SparsePatch
+    assert kinds["dense chunks"] is ChunkedPatch
+    assert kinds["dense"] is DensePatch
+    assert type(diff(base + 1, base, policy=FORMS["dense chunks"])) is DensePatch
+    new[3:6] = 1
+    mixed = diff(new, base, policy=FORMS["mixed"])
+    assert isinstance(mixed, ChunkedPatch)
+    assert [(c.start, c.numel, c.indices is None) for c in mixed.chunks] == [
+        (0, 3, False),
+        (3, 3, True),
+    ]
+    assert mixed.nnz == 4
+
+
+def test_patch_does_not_alias_the_source() -> None:
+    new, base = torch.ones(8), torch.zeros(8)
+    patch = diff(new, base, policy=FORMS["dense"])
+    new.fill_(7)
+    assert isinstance(patch, DensePatch)
+    assert patch.values.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
+    base = torch.tensor([0.0, torch.nan, 1.0], dtype=dtype)
+    assert diff(base.clone(), base) is None
+    patch = diff(torch.tensor([-0.0, torch.nan, 1.0], dtype=dtype), base, policy=FORMS["sparse"])
+    assert isinstance(patch, SparsePatch)
+    assert patch.indices.tolist() == [0]
+    live = base.clone()
+    apply_patch(live, patch)
+    assert live[0].signbit()
+
+
+@given(data=st.data(), cast=st.sampled_from(CASTS), policy=own.policies())
+def test_masters_are_compared_as_torch_casts_them(
+    data: st.DataObject, cast: tuple[torch.dtype, torch.dtype], policy: Policy
+) -> None:
+    master, wire = cast
+    new = data.draw(own.tensors(dtypes=st.just(dtype_of(torch.empty(0, dtype=master)))))
+    nan = as_bits(torch.full((), torch.nan, dtype=wire))
+    expected = torch.where(new.isnan(), nan, as_bits(new.contiguous().to(wire))).view(wire)
+    base = torch.zeros(new.shape, dtype=wire)
+    patch = diff(new, base, policy=policy)
+    if patch is not None:
+        apply_patch(base, patch)
+    assert same_bits(base, expected)
+    assert diff(new, base) is None
+
+
+def test_how_weights_are_sliced_does_not_change_how_nan_is_cast() -> None:
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF, 101, np.int64)
+    new = torch.from_numpy(bits).view(torch.float64)
+    base = torch.zeros(101, dtype=torch.bfloat16)
+    patch = diff(new, base)
+    assert patch is not None
+    apply_patch(base, patch)
+    for chunk_numel in (1, 7, 64):
+        assert diff(new, base, policy=Policy(chunk_numel=chunk_numel)) is None
+
+
+@given(base=own.tensors(shapes=st.tuples(st.integers(2, 6), st.integers(2, 6))))
+def test_live_parameter_of_any_strides_leaves_the_rest_of_its_storage_alone(base: Tensor) -> None:
+    rows, columns = base.shape
+    storage = torch.zeros(2 * rows, 2 * columns + 1, dtype=base.dtype)
+    live = storage[1::2, 1::2]
+    before = as_bits(storage).clone()
+    before[1::2, 1::2] = as_bits(base)
+    patch = diff(base, live)
+    if patch is not None:
+        apply_patch(live, patch)
+    assert torch.equal(as_bits(storage), before)
+
+
+def test_the_same_storage_in_another_order_is_a_change() -> None:
+    new = torch.arange(9.0).view(3, 3)
+    for left, right in ((new, new.T), (new.T, new)):
+        live = relaid(right, "contiguous") if right.is_contiguous() else right.T.clone().T
+        patch = diff(left, live)
+        assert patch is not None
+        assert patch.nnz == 6 or isinstance(patch, DensePatch)
+        apply_patch(live, patch)
+        assert same_bits(live, left)
+
+
+def test_parameter_that_needs_a_gradient_is_written() -> None:
+    live = torch.nn.Parameter(torch.zeros(4))
+    patch = diff(torch.ones(4), live)
+    assert patch is not None
+    apply_patch(live, patch)
+    assert live.tolist() == [1] * 4
+
+
+def sparse(
+    indices: list[int], *, values: int | None = None, shape: tuple[int, ...] = (10,)
+) -> Patch:
+    filled = torch.ones(len(indices) if values is None else values)
+    return SparsePatch(
+        name="w", shape=shape, indices=torch.tensor(indices, dtype=torch.int32), values=filled
+    )
+
+
+def chunked(*chunks: tuple[int, int, list[int] | None, int]) -> Patch:
+    return ChunkedPatch(
+        name="w",
+        shape=(10,),
+        chunks=tuple(
+            Chunk(
+                start=start,
+                numel=numel,
+                indices=None if indices is None else torch.tensor(indices, dtype=torch.int32),
+                values=torch.ones(count),
+            )
+            for start, numel, indices, count in chunks
+        ),
+    )
+
+
+BAD_INDICES = {
+    "beyond the end": sparse([0, 10]),
+    "far beyond the end": sparse([0, (1 << 31) - 1]),
+    "negative": sparse([-1, 0]),
+    "negative later": sparse([0, -1]),
+    "unsorted": sparse([3, 2]),
+    "repeated": sparse([2, 2]),
+    "too few values": sparse([1, 2], values=1),
+    "too many values": sparse([1, 2], values=3),
+    "dense, too few values": DensePatch(name="w", shape=(10,), values=torch.ones(9)),
+    "dense, too many values": DensePatch(name="w", shape=(10,), values=torch.ones(11)),
+    "dense, not flat": DensePatch(name="w", shape=(10,), values=torch.ones(10, 1)),
+    "overlapping chunks": chunked((0, 4, None, 4), (3, 4, None, 4)),
+    "repeated chunk": chunked((0, 4, [0], 1), (0, 4, [1], 1)),
+    "unsorted chunks": chunked((4, 4, None, 4), (0, 4, None, 4)),
+    "chunk beyond the end": chunked((0, 4, None, 4), (8, 3, None, 3)),
+    "negative chunk": chunked((-1, 4, None, 4)),
+    "chunk of negative length": chunked((0, 4, None, 4), (4, -2, [], 0), (2, 2, None, 2)),
+    "index beyond its chunk": chunked((0, 4, [1], 1), (4, 4, [4], 1)),
+    "chunk with too few values": chunked((0, 4, [0], 1), (4, 4, None, 3)),
+}
+
+
+@pytest.mark.parametrize("patch", BAD_INDICES.values(), ids=BAD_INDICES.keys())
+@pytest.mark.parametrize("layout", ["contiguous", "stepped"])
+def test_malformed_patch_writes_nothing(patch: Patch, layout: own.Layout) -> None:
+    live = relaid(torch.zeros(10), layout)
+    with pytest.raises(InvalidIndices, match="w: "):
+        apply_patch(live, patch)
+    assert same_bits(live, torch.zeros(10))
+
+
+@pytest.mark.parametrize(
+    "live",
+    [torch.zeros(5, 2), torch.zeros(9), torch.zeros(()), torch.zeros(10, dtype=torch.int32)],
+    ids=["shape", "length", "scalar", "dtype"],
+)
+@pytest.mark.parametrize(
+    "patch",
+    [
+        sparse([1]),
+        chunked((0, 4, None, 4)),
+        DensePatch(name="w", shape=(10,), values=torch.ones(10)),
+    ],
+    ids=lambda patch: type(patch).__name__,
+)
+def test_patch_of_another_parameter_is_refused(live: Tensor, patch: Patch) -> None:
+    before = live.clone()
+    with pytest.raises(LayoutMismatch, match="w: "):
+        apply_patch(live, patch)
+    assert same_bits(live, before)
+
+
+def test_values_of_an_unknown_dtype_are_refused() -> None:
+    patch = DensePatch(name="w", shape=(2,), values=torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(LayoutMismatch):
+        apply_patch(torch.zeros(2), patch)
+
+
+@given(pair=own.pairs(shapes=st.just((6, 7))), seed=own.SEEDS)
+def test_damaged_patch_writes_nothing(pair: tuple[Tensor, Tensor], seed: int) -> None:
+    new, base = pair
+    patch = diff(new, base, policy=FORMS["sparse"])
+    if patch is None:
+        return
+    assert isinstance(patch, SparsePatch)
+    indices = patch.indices.clone()
+    rng = np.random.default_rng(seed)
+    outside = int(rng.choice([-1, 42, 1 << 30, -(1 << 31)]))
+    indices[rng.integers(len(indices))] = outside
+    live = relaid(base, "contiguous")
+    with pytest.raises(InvalidIndices):
+        apply_patch(live, replace(patch, indices=indices))
+    assert same_bits(live, base)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without storage that only wraps others, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls: type[Wrapper], inner: Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapper:
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> object:
+        raise NotImplementedError
+
+
+UNPLAIN: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.zeros(1, 3).expand(4, 3),
+    "overlapping": lambda: torch.zeros(10).as_strided((4, 3), (1, 1)),
+    "meta": lambda: torch.zeros(4, 3, device="meta"),
+    "wrapper": lambda: Wrapper(torch.zeros(4, 3)),
+    "sparse": lambda: torch.zeros(4, 3).to_sparse(),
+    "conjugate": lambda: torch.zeros(4, 3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.zeros(4, 3, dtype=torch.complex64).conj().imag,
+    "complex128": lambda: torch.zeros(4, 3, dtype=torch.complex128),
+}
+
+
+@pytest.mark.parametrize("make", UNPLAIN.values(), ids=UNPLAIN.keys())
+def test_tensor_without_plain_storage_of_its_own_is_refused(
+    make: Callable[[], Tensor],
+) -> None:
+    strange = make()
+    patch = DensePatch(name="w", shape=(4, 3), values=torch.zeros(12))
+    with pytest.raises(ConfigError):
+        apply_patch(strange, patch)
+    with pytest.raises(ConfigError):
+        diff(strange, torch.zeros(4, 3))
+
+
+def test_diff_names_what_cannot_be_compared() -> None:
+    with pytest.raises(LayoutMismatch, match=r"w: shape \(2,\) against \(3,\)"):
+        diff(torch.zeros(2), torch.zeros(3), name="w")
+    with pytest.raises(ConfigError, match="w: int32 cannot be sent as float32"):
+        diff(torch.zeros(2, dtype=torch.int32), torch.zeros(2), name="w")
+
+
+@pytest.mark.parametrize("policy", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_empty_tensors_never_differ(shape: tuple[int, ...], policy: Policy) -> None:
+    assert diff(torch.zeros(shape), torch.zeros(shape), policy=policy) is None

@@ -1,0 +1,189 @@
+"""The snapshot's two phases: a delta is taken against it, the decision writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.apply import Staging
+from deltasync.delta.bits import Flat, WireReader, torch_dtype
+from deltasync.delta.diff import ModelDelta, diff_model, runs_to_send
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.policy import Policy
+from deltasync.delta.snapshot import Snapshot
+from deltasync.sync.plan import DeltaPlan
+from deltasync.testing import strategies as own
+from deltasync.testing.strategies import relaid, same_bits, specs_of
+
+CHUNK = 8
+POLICY = Policy(chunk_numel=CHUNK, dense_above=0.5)
+
+
+def readers_of(model: dict[str, Tensor]) -> list[WireReader]:
+    return [
+        WireReader.of(tensor, spec.dtype, name=name)
+        for (name, tensor), spec in zip(model.items(), specs_of(model), strict=True)
+    ]
+
+
+@dataclass
+class Link:
+    """A sender and a receiver of one model, with nothing in between."""
+
+    model: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        self.specs = specs_of(self.model)
+        self.readers = readers_of(self.model)
+        self.snapshot = Snapshot(self.specs, self.readers, chunk_numel=CHUNK)
+        self.live = {name: relaid(t, "stepped") for name, t in self.model.items()}
+        self.ledger = self.snapshot.ledger.copy()
+
+    def diff(self, max_held_bytes: int) -> ModelDelta:
+        return diff_model(self.readers, self.snapshot, policy=POLICY, max_held_bytes=max_held_bytes)
+
+    def sync(self, max_held_bytes: int, *, stop_after: int | None = None) -> ModelDelta:
+        """One sync; aborted once `stop_after` runs were packed, if that is said."""
+        delta = self.diff(max_held_bytes)
+        plan = DeltaPlan(delta, self.readers, self.snapshot, policy=POLICY, base_version=0)
+        flats = {n: Flat.of(tensor) for n, tensor in enumerate(self.live.values())}
+        staging = Staging(flats, self.ledger, max_bytes=None)
+        for packed, (parameter, run) in enumerate(plan.runs()):
+            if packed == stop_after:
+                return delta
+            bits = run.bits
+            if bits is None:
+                bits = plan.read(parameter, run.start, run.stop)
+            plan.packed(parameter, run, bits)
+            staging.stage(parameter, type(run)(run.start, run.span, run.indices, bits))
+        if stop_after is None:
+            assert staging.commit() == plan.ledger.total
+            self.ledger = staging.ledger
+            plan.decided()
+        return delta
+
+    def assert_agree(self) -> None:
+        for name, flat in zip(self.model, self.snapshot.flats, strict=True):
+            held = flat.tensor.view(self.model[name].shape)
+            assert same_bits(held, self.model[name]), name
+            assert same_bits(self.live[name], self.model[name]), name
+        fresh = Snapshot(self.specs, self.readers, chunk_numel=CHUNK)
+        assert np.array_equal(fresh.ledger.sums, self.snapshot.ledger.sums)
+        assert not self.snapshot.ahead
+
+
+def mutate(model: dict[str, Tensor], data: st.DataObject) -> None:
+    """Change the model in place, as an optimizer step does."""
+    for tensor in model.values():
+        own_bits = data.draw(own.mutations(tensor))
+        Flat.of(tensor).write(0, Flat.of(own_bits).read(0, tensor.numel()))
+
+
+@given(model=own.models(), data=st.data(), max_held=st.sampled_from([0, 30, 200, 1 << 30]))
+def test_any_history_of_syncs_and_aborts_ends_bit_equal(
+    model: dict[str, Tensor], data: st.DataObject, max_held: int
+) -> None:
+    link = Link(model)
+    link.assert_agree()
+    for stop_after in data.draw(st.lists(st.none() | st.integers(0, 6), max_size=3)):
+        mutate(model, data)
+        link.sync(max_held, stop_after=stop_after)
+    mutate(model, data)
+    link.sync(max_held)
+    link.assert_agree()
+    assert not link.diff(max_held).changes
+
+
+@given(model=own.models(), data=st.data())
+def test_the_delta_s_ledger_is_the_source_s(model: dict[str, Tensor], data: st.DataObject) -> None:
+    link = Link(model)
+    mutate(model, data)
+    before = link.snapshot.ledger.sums.copy()
+    delta = link.diff(1 << 30)
+    fresh = Snapshot(link.specs, link.readers, chunk_numel=CHUNK)
+    assert np.array_equal(delta.ledger.sums, fresh.ledger.sums)
+    assert np.array_equal(link.snapshot.ledger.sums, before)
+    assert delta.held_bytes == delta.sparse_bytes
+
+
+def changed_link() -> Link:
+    """Three parameters; of the first two, one element in ten was changed."""
+    model = {f"w{n}": torch.zeros(100, dtype=torch.int16) for n in range(3)}
+    link = Link(model)
+    model["w0"][::10] = 1
+    model["w1"][::10] = 2
+    return link
+
+
+def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
+    link = changed_link()
+    whole = link.diff(1 << 30)
+    assert [change.sparse_bytes for change in whole.changes] == [60, 60]
+    assert whole.held_bytes == 120
+    delta = link.diff(119)
+    assert [change.runs is None for change in delta.changes] == [False, True]
+    assert (delta.held_bytes, delta.sparse_bytes, delta.nnz) == (60, 120, 20)
+    assert delta.ledger.total == whole.ledger.total
+
+
+def test_aborted_sync_leads_to_a_dense_resend_of_just_what_was_overwritten() -> None:
+    link = changed_link()
+    before = link.snapshot.flats[0].tensor.clone()
+    link.sync(60, stop_after=5)  # w0 is one run and held; four chunks of w1 were packed
+    assert link.snapshot.ahead == {1}
+    assert same_bits(link.snapshot.flats[0].tensor, before)
+    link.model["w1"].zero_()  # back to what receivers hold: still has to be sent
+    delta = link.sync(60)
+    assert [(c.parameter, c.num_sparse, c.dense_bytes) for c in delta.changes] == [
+        (0, 10, 0),
+        (1, 0, 200),
+    ]
+    link.assert_agree()
+
+
+def test_a_dense_run_is_written_ahead_and_sent_again_after_an_abort() -> None:
+    link = Link({"w": torch.zeros(20, dtype=torch.int16)})
+    link.model["w"].fill_(1)
+    link.sync(1 << 30, stop_after=1)
+    assert link.snapshot.ahead == {0}
+    [(run, nnz)] = runs_to_send(0, link.readers[0], link.snapshot, POLICY)
+    assert (run.indices, nnz) == (None, 20)
+    link.sync(1 << 30)
+    link.assert_agree()
+
+
+def test_abort_before_anything_was_packed_overwrites_nothing() -> None:
+    link = changed_link()
+    link.sync(0, stop_after=0)
+    assert not link.snapshot.ahead
+    assert [c.num_sparse for c in link.sync(1 << 30).changes] == [10, 10]
+    link.assert_agree()
+
+
+def test_capture_takes_everything_and_forgets_what_was_ahead() -> None:
+    link = changed_link()
+    link.sync(0, stop_after=2)
+    link.snapshot.capture(link.readers)
+    assert not link.snapshot.ahead
+    assert not link.diff(0).changes
+    assert link.snapshot.num_bytes == 600
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_snapshot_is_kept_in_the_wire_dtype(wire: str) -> None:
+    master = torch.tensor([1.0, -0.0, 1 / 3, torch.inf])
+    reader = WireReader.of(master, dtypes.BY_NAME[wire], name="w")
+    (spec,) = specs_of({"w": master})
+    snapshot = Snapshot([spec], [reader], chunk_numel=3)
+    expected = master.to(torch_dtype(dtypes.BY_NAME[wire]))
+    assert same_bits(snapshot.flats[0].tensor, expected)
+    ledger = DigestLedger(specs_of({"w": expected}), chunk_numel=3)
+    ledger.measure(0, Flat.of(expected).read)
+    assert snapshot.ledger.total == ledger.total

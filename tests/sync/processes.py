@@ -1,0 +1,192 @@
+"""Trainers and receivers in processes of their own that kill themselves at a given phase."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.errors import DeltaSyncError, TransportError
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
+from deltasync.wire.messages import decode
+from tests.sync.harness import Model
+
+NUMELS = (5000, 3, 40_000, 0)
+
+
+def model(seed: int) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    return Model(
+        {
+            f"p{n}": torch.randn(numel, generator=generator).to(torch.bfloat16)
+            for n, numel in enumerate(NUMELS)
+        }
+    )
+
+
+def step(source: nn.Module, number: int) -> None:
+    """What training does: some elements of every parameter change, the same in every process."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in source.parameters():
+        bits = as_bits(parameter.data).view(-1)
+        bits[torch.rand(len(bits), generator=generator) < 0.02] ^= 1
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A plain hash of a model's bytes: nothing of ours is in it."""
+    hasher = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        hasher.update(name.encode() + as_bits(parameter).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def listen(kind: str, folder: str) -> SendTransport:
+    if kind == "shared_memory":
+        return shared_memory.Sender(f"{folder}/socket")
+    sender = collective.Sender("127.0.0.1", read_port(folder))
+    Path(folder, "port").write_text(str(sender.address[1]))
+    return sender
+
+
+def connect(kind: str, folder: str) -> ReceiveTransport:
+    if kind == "shared_memory":
+        return shared_memory.Receiver(f"{folder}/socket")
+    while not read_port(folder):
+        time.sleep(0.01)
+    return collective.Receiver("127.0.0.1", read_port(folder))
+
+
+def read_port(folder: str) -> int:
+    path = Path(folder, "port")
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+class DyingReceiver:
+    """Kills its process when a message of one kind arrives, or just after it was answered."""
+
+    def __init__(self, inner: ReceiveTransport, phase: str) -> None:
+        self._inner, self._phase = inner, phase
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
+        self._inner.connect(greeting, timeout_s=timeout_s)
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        frame = self._inner.receive(timeout_s=timeout_s)
+        if decode(frame.header)[0].kind == self._phase:
+            die()
+        return frame
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        self._inner.reply(data, timeout_s=timeout_s)
+        if decode(data)[0].kind == self._phase:
+            die()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class DyingSender:
+    """Kills its process when it is about to send a message of one kind in sync number `turn`."""
+
+    def __init__(self, inner: SendTransport, phase: str, turn: int) -> None:
+        self._inner, self._phase, self._turn = inner, phase, turn
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        return self._inner.poll(timeout_s=timeout_s)
+
+    def is_connected(self, peer: int) -> bool:
+        return self._inner.is_connected(peer)
+
+    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
+        return self._inner.open_epoch(peers, timeout_s=timeout_s)
+
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
+        return self._inner.buffer(num_bytes, timeout_s=timeout_s)
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        kind = decode(frame.header)[0].kind
+        if kind == "begin":
+            self._turn -= 1
+        if kind == self._phase and self._turn <= 0:
+            die()
+        self._inner.send(frame, timeout_s=timeout_s)
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        return self._inner.collect_replies(timeout_s=timeout_s)
+
+    def drop(self, peer: int) -> None:
+        self._inner.drop(peer)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def serve(kind: str, folder: str, engine: str, seed: int, phase: str, start: str) -> None:
+    """Receive until the test ends, writing down what is held after every sync.
+
+    Waits for the file `start`, if it has a name, so that processes can be started ahead.
+    """
+    while start and not Path(folder, start).exists():
+        time.sleep(0.005)
+    replica = model(seed)
+    receiver = WeightReceiver(
+        ModuleTarget(replica),
+        DyingReceiver(connect(kind, folder), phase),
+        engine=engine,
+        options=ReceiverOptions(stall_timeout_s=10),
+    )
+    with Path(folder, f"{engine}.jsonl").open("a", buffering=1) as record:
+        while True:
+            try:
+                version = receiver.receive_weights(timeout_s=0.5)
+            except TimeoutError:
+                continue
+            except DeltaSyncError as error:
+                record.write(json.dumps({"error": type(error).__name__}) + "\n")
+                time.sleep(0.02)
+                continue
+            record.write(json.dumps({"version": version, "hash": fingerprint(replica)}) + "\n")
+
+
+def train(kind: str, folder: str, phase: str, turn: int, first: int, count: int) -> None:
+    """Send `count` versions of a deterministic training run from step `first`, or die at it."""
+    source = model(0)
+    for number in range(first):
+        step(source, number)
+    transport = DyingSender(listen(kind, folder), phase, turn)
+    sender = WeightSender(ModuleSource(source), transport)
+    sender.wait_for_receivers(1, timeout_s=30)
+    for number in range(first, first + count):
+        step(source, number)
+        sender.send_weights(timeout_s=10)
+    sender.close()
+
+
+def held(folder: str | Path, engine: str) -> list[dict[str, object]]:
+    """What an engine wrote down so far."""
+    path = Path(folder, f"{engine}.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,154 @@
+"""Real processes, killed at every phase: the old version is served and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceiver, WeightSender
+from deltasync.errors import PeerLost, TransportTimeout
+from deltasync.testing.processes import Child
+from deltasync.transports.base import ReceiveTransport
+from tests.sync.processes import connect, fingerprint, held, listen, model, serve, step, train
+
+pytestmark = pytest.mark.timeout(150)
+
+TRANSPORTS = ["shared_memory", "gloo"]
+RECEIVER_PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed", "finish"]
+BEFORE_DECISION = {"begin", "bucket", "prepare", "prepared"}
+SENDER_PHASES = ["begin", "bucket", "prepare", "commit", "finish"]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def last_hash(folder: Path, engine: str) -> object:
+    lines = held(folder, engine)
+    return lines[-1].get("hash") if lines else None
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_receiver_killed_at_any_phase_holds_up_nobody_and_rejoins(
+    kind: str, tmp_path: Path
+) -> None:
+    source = model(0)
+    transport = listen(kind, str(tmp_path))
+    sender = WeightSender(ModuleSource(source), transport)
+    folder = str(tmp_path)
+    victims = [
+        Child(serve, kind, folder, "victim", 1, phase, f"go-{phase}") for phase in RECEIVER_PHASES
+    ]
+    last = Child(serve, kind, folder, "victim", 2, "", "go-last")
+    try:
+        with Child(serve, kind, folder, "survivor", 1, "", ""):
+            sender.wait_for_receivers(1, timeout_s=60)
+            sender.send_weights(timeout_s=10)
+            for number, (phase, victim) in enumerate(zip(RECEIVER_PHASES, victims, strict=True)):
+                (tmp_path / f"go-{phase}").touch()
+                sender.wait_for_receivers(2, timeout_s=60)
+                step(source, number)
+                version = sender.version
+                stats = sender.send_weights(timeout_s=10)
+                assert stats.version == version + 1, phase
+                until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+                victim.kill()
+            (tmp_path / "go-last").touch()
+            sender.wait_for_receivers(2, timeout_s=60)
+            step(source, 99)
+            stats = sender.send_weights(timeout_s=10)
+            assert (stats.receivers, stats.full_synced) == (2, 1)
+            until(lambda: last_hash(tmp_path, "victim") == fingerprint(source))
+            step(source, 100)
+            assert sender.send_weights(timeout_s=10).kind == "delta"
+            until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+            until(lambda: last_hash(tmp_path, "victim") == fingerprint(source))
+            assert not [line for line in held(tmp_path, "survivor") if "error" in line]
+    finally:
+        sender.close()
+        for child in (*victims, last):
+            child.kill()
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_member_killed_within_a_delta_leaves_the_version_to_the_others(
+    kind: str, tmp_path: Path
+) -> None:
+    """Victims join by digest, so that the phase they die in belongs to a delta."""
+    source = model(1)
+    sender = WeightSender(ModuleSource(source), listen(kind, str(tmp_path)))
+    folder = str(tmp_path)
+    victims = [Child(serve, kind, folder, f"v-{p}", 1, p, "") for p in RECEIVER_PHASES]
+    try:
+        with Child(serve, kind, folder, "survivor", 1, "", ""):
+            sender.wait_for_receivers(1 + len(victims), timeout_s=90)
+            assert sender.send_weights(timeout_s=10).full_synced == 0
+            step(source, 1)
+            stats = sender.send_weights(timeout_s=10)
+            # Who dies with the finish has committed; all others are lost in this sync.
+            died = {f"v-{phase}[0/1]" for phase in RECEIVER_PHASES}
+            assert died - {"v-finish[0/1]", "v-committed[0/1]"} <= set(stats.lost) <= died
+            until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+            step(source, 2)
+            assert sender.send_weights(timeout_s=10).receivers == 1
+            until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+    finally:
+        sender.close()
+        for child in victims:
+            child.kill()
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_sender_killed_at_any_phase_leaves_the_old_version_and_comes_back(
+    kind: str, tmp_path: Path
+) -> None:
+    replica = model(5)
+    receiver = WeightReceiver(
+        ModuleTarget(replica),
+        _connect_later(kind, str(tmp_path)),
+        options=ReceiverOptions(stall_timeout_s=20),
+    )
+    source = model(0)
+    first = 0
+    for phase in SENDER_PHASES:
+        with Child(train, kind, str(tmp_path), phase, 3, first, 3) as trainer:
+            _receive_until_gone(receiver, trainer)
+            assert not receiver.is_dirty
+            # Versions 1 and 2 came; the third only if it was decided and committed.
+            steps = 3 if phase == "finish" else 2
+            for number in range(first, first + steps):
+                step(source, number)
+            assert fingerprint(replica) == fingerprint(source), phase
+            first += steps
+    with Child(train, kind, str(tmp_path), "", 9, first, 1) as trainer:
+        _receive_until_gone(receiver, trainer)
+        step(source, first)
+        assert fingerprint(replica) == fingerprint(source)
+    receiver.close()
+
+
+def _connect_later(kind: str, folder: str) -> ReceiveTransport:
+    if kind == "shared_memory":
+        return connect(kind, folder)
+    placeholder = listen(kind, folder)  # picks the port that every trainer of the test then uses
+    placeholder.close()
+    return connect(kind, folder)
+
+
+def _receive_until_gone(receiver: WeightReceiver, trainer: Child) -> None:
+    """Sync until the trainer's process has ended; anything but losing it is an error."""
+    received = 0
+    deadline = time.monotonic() + 60
+    while trainer.is_alive or not received:
+        assert time.monotonic() < deadline, "the trainer does not end"
+        try:
+            receiver.receive_weights(timeout_s=0.2)
+            received += 1
+        except (PeerLost, TransportTimeout):
+            time.sleep(0.01)
