@@ -1,0 +1,76 @@
+"""Whole syncs between models on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget, SenderOptions, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.delta.kernels import host, kernels_for, reference
+from deltasync.transports import inprocess
+from tests.sync.harness import Model, Serving, bits_equal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def model(dtype: torch.dtype, seed: int) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "matrix": torch.randn(700, 900, generator=generator),
+        "strided": torch.randn(300, 20, generator=generator).t(),
+        "scalar": torch.randn((), generator=generator),
+        "empty": torch.randn(0, 4, generator=generator),
+    }
+    return Model({name: tensor.to("cuda", dtype) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("snapshot_device", [None, "cpu"])
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.7])
+def test_a_model_on_a_gpu_ends_bit_equal(
+    source_dtype: torch.dtype, snapshot_device: str | None, share: float
+) -> None:
+    source, replica = model(source_dtype, 0), model(torch.bfloat16, 1)
+    transport = inprocess.Sender(device="cuda")
+    options = SenderOptions(snapshot_device=snapshot_device, bucket_bytes=1 << 18)
+    sender = WeightSender(ModuleSource(source), transport, options=options)
+    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
+    serving = Serving(receiver).start()
+    try:
+        sender.wait_for_receivers(1)
+        assert sender.send_weights().full_synced == 1
+        for _ in range(3):
+            for parameter in source.parameters():
+                chosen = torch.rand(parameter.shape, device="cuda") < share
+                parameter.data[chosen] *= 1.5
+            stats = sender.send_weights()
+            assert stats.kind == "delta"
+        torch.cuda.synchronize()
+        assert bits_equal(source.to(torch.bfloat16), replica)
+    finally:
+        sender.close()
+        serving.stop()
+
+
+def test_kernels_agree_with_the_host() -> None:
+    assert kernels_for(torch.device("cuda")) is reference
+    new = torch.randint(-(2**15), 2**15, (100_000,), dtype=torch.int16)
+    old = torch.where(torch.rand(100_000) < 0.01, new ^ 1, new)
+    count, found = reference.changed(new.cuda(), old.cuda(), float("inf"))
+    expected_count, expected = host.changed(new, old, float("inf"))
+    assert count == expected_count
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found.cpu(), expected)
+    assert reference.digest_run(as_bits(new.cuda()), 7, 5) == host.digest_run(new, 7, 5)
+    positions = expected.long()
+    values = new[positions]
+    ours = reference.digest_chunks(positions.cuda(), values.cuda(), 7, 1000)
+    theirs = host.digest_chunks(positions, values, 7, 1000)
+    assert ours[0] == theirs[0]
+    assert (ours[1] == theirs[1]).all()
