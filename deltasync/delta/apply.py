@@ -188,7 +188,9 @@ class Staging:
         """
         for run in self._runs:
             run.write(run.bits)
-        digest = self.ledger.total + sum(self._deviation(run) for run in self._runs)
+        digest = self.ledger.total
+        for run in self._runs:
+            digest += self._digest(run, run.read()) - run.digest
         return digest & MASK
 
     def undo(self) -> None:
@@ -198,13 +200,6 @@ class Staging:
         for run in self._runs:
             if not torch.equal(run.read(), run.old):
                 raise DigestMismatch(f"{self.ledger.specs[run.parameter].name}: undo failed")
-
-    def _deviation(self, run: StagedRun) -> int:
-        """By how much the digest of the live bits differs from that of the bits written."""
-        live = run.read()
-        if torch.equal(live, run.bits):  # a third of what the digest costs
-            return 0
-        return self._digest(run, live) - run.digest
 
     def _digest(self, run: StagedRun, bits: Tensor) -> int:
         if run.positions is None:

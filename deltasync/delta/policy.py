@@ -15,14 +15,15 @@ class Policy(BaseModel):
     not where the bytes are equal. A parameter is sent sparse when no chunk is dense, dense
     when all are, chunked otherwise.
 
-    The default costs were measured by `python -m benchmarks cpu` on the machine
-    named in `benchmarks/results/cpu.jsonl`.
+    The default costs are CPU time of both ends together, so that their crossover is where syncs
+    with all chunks sparse and all chunks dense take the same time. `python -m benchmarks cpu
+    --only crossover` measures that on a machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sparse_ns: float = Field(28.0, gt=0, description="cost of one changed element, all phases")
-    dense_ns: float = Field(9.0, gt=0, description="cost of one element of a dense chunk")
+    sparse_ns: float = Field(38.0, gt=0, description="cost of one changed element, all phases")
+    dense_ns: float = Field(5.7, gt=0, description="cost of one element of a dense chunk")
     dense_above: float | None = Field(
         None, ge=0, le=1, description="density above which a chunk is dense; overrides the costs"
     )

@@ -26,6 +26,7 @@ class Snapshot:
         flats: One contiguous tensor a parameter, owned by the snapshot.
         ledger: The digests of the version it holds.
         ahead: Parameters whose bits are already those of an undecided version.
+        num_bytes: Bytes of the copy.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Snapshot:
         self.flats = [_empty_like(reader, device) for reader in readers]
         self.ledger = DigestLedger(self.specs, chunk_numel=chunk_numel)
         self.ahead: set[int] = set()
+        self.num_bytes = sum(flat.line.nbytes for flat in self.flats)
         self.capture(readers)
 
     def capture(self, readers: Sequence[WireReader]) -> None:
@@ -71,11 +73,6 @@ class Snapshot:
         """Overwrite a run before its version is decided."""
         self.ahead.add(parameter)
         self.write(parameter, run, bits)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the copy."""
-        return sum(flat.line.numel() * flat.line.element_size() for flat in self.flats)
 
 
 def _empty_like(reader: WireReader, device: torch.device | None) -> Flat:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -12,7 +11,7 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source import NamedTensor, WeightSource
 from deltasync.sync.target import match_parameters
-from deltasync.wire.messages import Hello, ParameterSpec
+from deltasync.wire.messages import Hello, ParameterSpec, layout_hash
 
 
 class SourceLayout:
@@ -20,6 +19,9 @@ class SourceLayout:
 
     Attributes:
         specs: The layout: names, shapes, wire dtypes.
+        hash: What names it in a begin.
+        numel: Elements of all parameters.
+        num_bytes: Bytes of all values on the wire.
         readers: The live source in that order; rebuilt where storage was replaced.
     """
 
@@ -37,23 +39,19 @@ class SourceLayout:
         tensors = source.tensors()
         told = {name: spec.dtype for spec in held for name in spec.names}
         self.specs = tuple(_spec(tensor, told, overrides) for tensor in tensors)
+        self.hash = layout_hash(self.specs)
+        self.numel = sum(spec.numel for spec in self.specs)
+        self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
+        self._names = [spec.names for spec in self.specs]
+        self._tensors: list[NamedTensor] = []
         self._identities: list[tuple[object, ...]] = [()] * len(tensors)
         self.readers: list[WireReader] = []
         self._read(tensors)
 
-    @property
-    def numel(self) -> int:
-        return sum(spec.numel for spec in self.specs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all values on the wire."""
-        return sum(spec.numel * spec.dtype.item_size for spec in self.specs)
-
     def refresh(self) -> None:
         """Look at the source again. Raises SourceChanged if it is not the same model any more."""
         tensors = self._source.tensors()
-        if [t.names for t in tensors] != [spec.names for spec in self.specs]:
+        if tensors is not self._tensors and [t.names for t in tensors] != self._names:
             raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
         self._read(tensors)
 
@@ -68,6 +66,9 @@ class SourceLayout:
         return numbers
 
     def _read(self, tensors: list[NamedTensor]) -> None:
+        if tensors is self._tensors:
+            return
+        self._tensors = tensors
         known: Sequence[WireReader | None] = self.readers or [None] * len(tensors)
         readers: list[WireReader] = []
         for number, (spec, entry) in enumerate(zip(self.specs, tensors, strict=True)):
@@ -86,14 +87,12 @@ class SourceLayout:
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        ledger = Counter(
-            "changed" if full or number in changed else self._untouched(number)
-            for number in range(len(self.specs))
-        )
-        return {kind: ledger[kind] for kind in ("changed", "unchanged", "frozen")}
-
-    def _untouched(self, number: int) -> str:
-        return "unchanged" if self.readers[number].flat.tensor.requires_grad else "frozen"
+        if full:
+            return {"changed": len(self.specs), "unchanged": 0, "frozen": 0}
+        frozen = {n for n, r in enumerate(self.readers) if not r.flat.tensor.requires_grad}
+        num_frozen = len(frozen.difference(changed))
+        unchanged = len(self.specs) - len(changed) - num_frozen
+        return {"changed": len(changed), "unchanged": unchanged, "frozen": num_frozen}
 
 
 def check_coverage(

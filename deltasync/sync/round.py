@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltasync.delta.bucket import buckets
 from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.plan import Plan
 from deltasync.sync.session import Member, SenderPhase, SenderSession
@@ -26,7 +27,6 @@ from deltasync.wire.messages import (
     Message,
     Prepare,
     Prepared,
-    layout_hash,
 )
 
 
@@ -57,13 +57,14 @@ class Round:
         link: SenderLink,
         session: SenderSession,
         plan: Plan,
+        layout: SourceLayout,
         *,
         bucket_bytes: int,
         compression: Compression,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
         self._bucket_bytes, self._compression = bucket_bytes, compression
-        self._specs = plan.ledger.specs
+        self._layout = layout
         self._result = RoundResult()
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
@@ -93,7 +94,7 @@ class Round:
                 stream_id=stream_id,
                 version=self._version,
                 base_version=plan.base_version,
-                layout_hash=layout_hash(tuple(self._specs)),
+                layout_hash=self._layout.hash,
                 num_changes=plan.num_changes,
                 sparse_bytes=plan.sparse_bytes,
                 dense_bytes=plan.dense_bytes,
@@ -108,7 +109,7 @@ class Round:
 
     def _send_buckets(self) -> None:
         plan = self._plan
-        for bucket in buckets(plan.runs(), tuple(self._specs), bucket_bytes=self._bucket_bytes):
+        for bucket in buckets(plan.runs(), self._layout.specs, bucket_bytes=self._bucket_bytes):
             if self._session.failures:
                 return
             try:

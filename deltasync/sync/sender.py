@@ -187,7 +187,7 @@ class WeightSender:
                 base_version=self.version,
             )
             members = list(self._session.members.values())
-            done.result = self._run(plan, members, version=self.version + 1)
+            done.result = self._run(plan, layout, members, version=self.version + 1)
         return done if done.result.decided else None
 
     def _capture(self, hellos: dict[int, Hello]) -> None:
@@ -222,7 +222,7 @@ class WeightSender:
         self._session.admit(agreed)
         try:
             while differ and not done.result.decided:
-                done.result = self._run(FullPlan(snapshot), differ, version=self.version)
+                done.result = self._run(FullPlan(snapshot), layout, differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
         finally:  # whoever is no member by now has to greet again
             for member in joiners:
@@ -232,12 +232,15 @@ class WeightSender:
         done.joined = len(agreed) + done.full_synced
         return done
 
-    def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
+    def _run(
+        self, plan: Plan, layout: SourceLayout, participants: list[Member], *, version: int
+    ) -> RoundResult:
         """One round; remembers who was lost in it."""
         work = Round(
             self._link,
             self._session,
             plan,
+            layout,
             bucket_bytes=self.options.bucket_bytes,
             compression=self.options.compression,
         )

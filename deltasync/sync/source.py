@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,10 +57,16 @@ class ModuleSource:
     ) -> None:
         self._module = module
         self._rename = rename
+        self._places: list[tuple[object, ...]] = []
+        self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
-        """The module's tensors as they are now."""
-        return tied_tensors(named_tensors(self._module, self._rename))
+        """The module's tensors as they are now: the list of the last call if nothing moved."""
+        now = places(self._module, self._rename)
+        if now != self._places:
+            self._tensors = tied_tensors(named_tensors(self._module, self._rename))
+            self._places = now
+        return self._tensors
 
 
 def named_tensors(
@@ -77,6 +83,13 @@ def named_tensors(
                 name = rename(name)
             if name is not None:
                 yield name, tensor
+
+
+def places(
+    module: nn.Module, rename: Callable[[str], str | None] | None = None
+) -> list[tuple[object, ...]]:
+    """The name and storage of every tensor: equal lists mean that nothing moved."""
+    return [(name, *identity(tensor)) for name, tensor in named_tensors(module, rename)]
 
 
 def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
@@ -99,8 +112,3 @@ def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
         NamedTensor(tuple(dict.fromkeys(names)), tensor)
         for names, tensor in zip(groups.values(), tensors, strict=True)
     ]
-
-
-def by_name(tensors: list[NamedTensor]) -> Mapping[str, NamedTensor]:
-    """The entry that each name leads to."""
-    return {name: tensor for tensor in tensors for name in tensor.names}

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import nn
 
-from deltasync.delta.bits import Flat, dtype_of, identity
+from deltasync.delta.bits import Flat, dtype_of
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.source import NamedTensor, by_name, named_tensors, tied_tensors
+from deltasync.sync.source import NamedTensor, named_tensors, places, tied_tensors
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -50,7 +50,7 @@ class ModuleTarget:
     ) -> None:
         self._module = module
         self._rename = rename
-        self._bound: dict[str, tuple[object, ...]] = {}
+        self._places: list[tuple[object, ...]] = []
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The module's tensors as they are now."""
@@ -60,7 +60,7 @@ class ModuleTarget:
         """Find each parameter of the layout in the module."""
         tensors = self._tensors()
         numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
-        self._bound = _identities(tensors)
+        self._places = places(self._module, self._rename)
         return {
             number: Flat.of(tensor.tensor, name=tensor.name)
             for number, tensor in zip(numbers, tensors, strict=True)
@@ -68,14 +68,10 @@ class ModuleTarget:
 
     def check_unmoved(self) -> None:
         """Compare every tensor's address, shape, strides and dtype with those bound."""
-        now = _identities(self._tensors())
-        if now != self._bound:
-            moved = sorted(
-                name for name in self._bound | now if now.get(name) != self._bound.get(name)
-            )
-            raise TargetMoved(
-                f"storage of {_some(moved)} was replaced; call invalidate() and rejoin"
-            )
+        now = places(self._module, self._rename)
+        if now != self._places:
+            moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
+            raise TargetMoved(f"storage of {_some(moved)} was replaced; rejoin")
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))
@@ -117,10 +113,6 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
 
 def _spec(tensor: NamedTensor) -> ParameterSpec:
     return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
-
-
-def _identities(tensors: list[NamedTensor]) -> dict[str, tuple[object, ...]]:
-    return {name: identity(entry.tensor) for name, entry in by_name(tensors).items()}
 
 
 def _some(names: Sequence[str]) -> str:

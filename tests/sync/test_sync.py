@@ -462,6 +462,7 @@ def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
         with pytest.raises(DirtyReceiver):
             serving.receiver.check_serving()
         settle(here, source, replica)
+        wait_for(lambda: not serving.receiver.is_dirty)
         serving.receiver.check_serving()
 
 
