@@ -10,6 +10,7 @@ from deltasync.sync.receiver import ReceiverOptions, WeightReceiver
 from deltasync.sync.sender import SenderOptions, WeightSender
 from deltasync.sync.session import ReceiverState
 from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
+from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.target import ModuleTarget, WeightTarget
 
@@ -27,6 +28,7 @@ __all__ = [
     "ReceiverState",
     "SenderOptions",
     "SparsePatch",
+    "StagingThread",
     "StepHook",
     "SyncStats",
     "WeightReceiver",

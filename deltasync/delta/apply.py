@@ -11,11 +11,9 @@ from torch import Tensor
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import kernels_for
-from deltasync.delta.patch import ChunkedPatch, Patch, Run, runs_of
+from deltasync.delta.patch import ChunkedPatch, Patch, Run, positions_of, runs_of, write_run
 from deltasync.errors import DigestMismatch, InvalidIndices, LayoutMismatch, LimitExceeded
 from deltasync.wire.digest import MASK
-
-_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 
 
 @torch.no_grad()
@@ -37,7 +35,7 @@ def apply_patch(parameter: Tensor, patch: Patch) -> None:
     _check_runs(runs, flat.numel, patch.name)
     for run in runs:
         if run.bits is not None:
-            _write(flat, run, run.bits)
+            write_run(flat, run, run.bits)
 
 
 def _check_fits(flat: Flat, patch: Patch) -> None:
@@ -65,28 +63,12 @@ def _check_runs(runs: list[Run], numel: int, name: str) -> None:
         check_indices(run, name=name)
 
 
-def _write(flat: Flat, run: Run, bits: Tensor) -> None:
-    if run.indices is None:
-        flat.write(run.start, bits)
-        return
-    for begin in range(0, run.count, _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        flat.scatter(positions_of(Run(run.start, run.span, run.indices[block])), bits[block])
-
-
 def check_indices(run: Run, *, name: str) -> None:
     """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
     if run.indices is None:
         return
     if not kernels_for(run.indices.device).is_increasing(run.indices, run.span):
         raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
-
-
-def positions_of(run: Run) -> Tensor:
-    """int64[count]: the flat positions of a sparse run, in memory of their own."""
-    assert run.indices is not None
-    positions = run.indices.to(torch.int64, copy=True)
-    return positions.add_(run.start) if run.start else positions
 
 
 @dataclass(slots=True)
@@ -254,10 +236,10 @@ class InPlace:
         return self.ledger.total
 
 
-def staged_bytes_of(*, num_changes: int, sparse_bytes: int, dense_bytes: int) -> int:
+def staged_bytes_of(*, sparse_bytes: int, dense_bytes: int) -> int:
     """Memory that staging takes for what a begin declares.
 
-    int64 positions (8 bytes a change), and new and old values; sparse bytes hold an int32
-    index (4 bytes) beside each value.
+    Positions are int64 where indices are int32, and new values are kept beside old ones: twice
+    what travels.
     """
-    return 8 * num_changes + 2 * (sparse_bytes - 4 * num_changes) + 2 * dense_bytes
+    return 2 * (sparse_bytes + dense_bytes)

@@ -122,6 +122,8 @@ class BucketReader:
 
         Indices are not looked at. Raises WireError.
         """
+        if payload.data_ptr() % ALIGNMENT:
+            payload = payload.clone()
         table = payload[: num_rows * ROW.itemsize].cpu().numpy()
         rows = read_table(
             table,

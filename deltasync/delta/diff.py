@@ -31,14 +31,12 @@ class Change:
         nnz: Elements that differ.
         runs: What to send, ordered and disjoint; None when the runs were let go to bound memory
             and have to be found again while packing.
-        num_sparse: Elements in its sparse runs.
         sparse_bytes, dense_bytes: Bytes of the indices and values of its runs.
     """
 
     parameter: int
     nnz: int
     runs: list[Run] | None
-    num_sparse: int
     sparse_bytes: int
     dense_bytes: int
 
@@ -48,7 +46,6 @@ class Change:
         if run.indices is None:
             self.dense_bytes += run.span * item_size
         else:
-            self.num_sparse += run.count
             self.sparse_bytes += run.count * (INDEX_ITEM_BYTES + item_size)
 
 
@@ -70,10 +67,6 @@ class ModelDelta:
     def nnz(self) -> int:
         """Elements that differ."""
         return sum(change.nnz for change in self.changes)
-
-    @property
-    def num_sparse(self) -> int:
-        return sum(change.num_sparse for change in self.changes)
 
     @property
     def sparse_bytes(self) -> int:
@@ -148,7 +141,7 @@ def _compare(
     Its runs are let go as soon as they outgrow `room` bytes, so that a large parameter takes no
     more memory than a small one.
     """
-    change = Change(parameter, nnz=0, runs=None, num_sparse=0, sparse_bytes=0, dense_bytes=0)
+    change = Change(parameter, nnz=0, runs=None, sparse_bytes=0, dense_bytes=0)
     runs: list[Run] = []
     for run, count in runs_to_send(parameter, reader, snapshot, policy):
         change.count(run, count, reader.dtype.item_size)

@@ -25,10 +25,26 @@ class DigestLedger:
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], *, chunk_numel: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        *,
+        chunk_numel: int,
+        held: Collection[int] | None = None,
+    ) -> None:
+        """All digests are 0.
+
+        Args:
+            specs: The layout.
+            chunk_numel: Elements in a chunk.
+            held: Numbers of the parameters to keep digests of; None for all.
+        """
         self.specs = specs
         self.chunk_numel = chunk_numel
-        chunks = [-(-spec.numel // chunk_numel) for spec in specs]
+        chunks = [
+            -(-spec.numel // chunk_numel) if held is None or number in held else 0
+            for number, spec in enumerate(specs)
+        ]
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
         self._keys = [seed(spec.name) for spec in specs]

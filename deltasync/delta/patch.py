@@ -9,7 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import as_bits
+from deltasync.delta.bits import Flat, as_bits
+
+_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 
 CHUNK_NUMEL = 1 << 18
 """Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
@@ -149,6 +151,25 @@ def runs_of(patch: Patch) -> list[Run]:
             return [Run(0, math.prod(shape), None, as_bits(values))]
         case ChunkedPatch(chunks=chunks):
             return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
+
+
+def positions_of(run: Run) -> Tensor:
+    """int64[count]: the flat positions of a sparse run, in memory of their own."""
+    assert run.indices is not None
+    positions = run.indices.to(torch.int64, copy=True)
+    return positions.add_(run.start) if run.start else positions
+
+
+def write_run(flat: Flat, run: Run, bits: Tensor) -> None:
+    """Overwrite what `run` speaks of with int[count] bits, wherever the two live."""
+    device = flat.line.device
+    if run.indices is None:
+        flat.write(run.start, bits)
+        return
+    for begin in range(0, run.count, _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        positions = positions_of(Run(run.start, run.span, run.indices[block]))
+        flat.scatter(positions.to(device), bits[block].to(device))
 
 
 def _values(run: Run, dtype: torch.dtype) -> Tensor:

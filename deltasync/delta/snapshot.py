@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.patch import Run
+from deltasync.delta.patch import Run, write_run
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -62,12 +62,7 @@ class Snapshot:
 
     def write(self, parameter: int, run: Run, bits: Tensor) -> None:
         """Overwrite a run with int[count] bits."""
-        flat = self.flats[parameter]
-        if run.indices is None:
-            flat.write(run.start, bits)
-        else:
-            positions = run.indices.long() + run.start
-            flat.scatter(positions.to(flat.line.device), bits.to(flat.line.device))
+        write_run(self.flats[parameter], run, bits)
 
     def write_ahead(self, parameter: int, run: Run, bits: Tensor) -> None:
         """Overwrite a run before its version is decided."""

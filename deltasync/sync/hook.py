@@ -11,6 +11,8 @@ from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.stats import SyncStats
 
+_APPLIED = "the optimizer step was applied, the sync after it failed"
+
 
 class StepHook:
     """The handle of `sync_after_step`.
@@ -58,6 +60,9 @@ class StepHook:
             stats = self._sender.send_weights(timeout_s=self._timeout_s)
         except DeltaSyncError as error:
             self._failed(error)
+        except Exception as error:
+            self.failures += 1
+            raise StepApplied(f"{_APPLIED}: {type(error).__name__}: {error}") from error
         else:
             self.syncs += 1
             self.last_stats = stats
@@ -70,9 +75,7 @@ class StepHook:
         if self._callback is not None:
             self._callback(error)
         if self._on_error == "raise":
-            raise StepApplied(
-                f"the optimizer step was applied, the sync after it failed: {error}"
-            ) from error
+            raise StepApplied(f"{_APPLIED}: {error}") from error
 
 
 def sync_after_step(
@@ -94,7 +97,8 @@ def sync_after_step(
         sender: What sends.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training (it is counted, and the next
-            sync covers both) or "raise" StepApplied: the step itself was applied.
+            sync covers both) or "raise" StepApplied: the step itself was applied. What is no
+            DeltaSyncError (out of memory, say) is always raised so.
         callback: Called with the SyncStats, or with the error, after each sync.
         timeout_s: For `WeightSender.send_weights`.
 

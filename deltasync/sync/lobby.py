@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import DeltaSyncError, LayoutMismatch, TransportError, WireError
@@ -50,16 +51,15 @@ class Lobby:
 
     def engines(self) -> list[dict[int, Hello]]:
         """The complete engines: each a receiver by peer for all its ranks, in order of arrival."""
-        ranks: dict[str, dict[int, int]] = {}
+        ranks: dict[tuple[str, int], dict[int, int]] = {}
         for peer, hello in self._waiting.items():
-            ranks.setdefault(hello.engine, {})[hello.rank] = peer  # a later greeting replaces
-        found: list[dict[int, Hello]] = []
-        for peers in ranks.values():
-            hellos = {peer: self._waiting[peer] for peer in peers.values()}
-            world = max(hello.world for hello in hellos.values())
-            if set(peers) == set(range(world)):
-                found.append(hellos)
-        return found
+            here = ranks.setdefault((hello.engine, hello.world), {})
+            here[hello.rank] = peer  # a later greeting replaces an earlier one
+        return [
+            {peer: self._waiting[peer] for peer in peers.values()}
+            for (_, world), peers in ranks.items()
+            if len(peers) == world
+        ]
 
     def take(self, hellos: dict[int, Hello], layout: SourceLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""
@@ -68,8 +68,7 @@ class Lobby:
             engine = next(iter(hellos.values())).engine
             check_coverage(layout.specs, list(held.values()), engine=engine)
         except (LayoutMismatch, WireError) as error:
-            for peer in hellos:
-                self.refuse(peer, error)
+            self.refuse_all(hellos, error)
             return []
         for peer in hellos:
             del self._waiting[peer]
@@ -78,13 +77,37 @@ class Lobby:
             for peer, hello in hellos.items()
         ]
 
+    def forget(self, peer: int) -> None:
+        """End the connection of a receiver that did not come in."""
+        self._waiting.pop(peer, None)
+        self._link.drop(peer)
+
+    def refuse_all(self, hellos: dict[int, Hello], error: DeltaSyncError) -> None:
+        """Refuse an engine."""
+        for peer in hellos:
+            self.refuse(peer, error)
+
     def refuse(self, peer: int, error: DeltaSyncError) -> None:
         """Say why, and end the connection."""
-        self._waiting.pop(peer, None)
         if not self._link.open([peer]):
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
-        self._link.drop(peer)
+        self.forget(peer)
+
+
+@dataclass(slots=True)
+class Greeted:
+    """What came of greeting joiners back.
+
+    Attributes:
+        agreed: Members that hold the version already.
+        differ: Members that need a full sync and wait for it.
+        lost: Why the others are gone, by member.
+    """
+
+    agreed: list[Member] = field(default_factory=list)
+    differ: list[Member] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 def greet_back(
@@ -94,51 +117,54 @@ def greet_back(
     *,
     stream_id: str,
     version: int,
-) -> tuple[list[Member], list[Member], dict[str, str]]:
+) -> Greeted:
     """Tell joiners the layout and learn whose weights agree with the snapshot.
 
-    Returns:
-        Members that hold the version already, members that need a full sync, and why
-        others were lost. One rank that disagrees or is lost counts for its whole engine.
+    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
     """
+    done = Greeted()
     layout = Layout(
         stream_id=stream_id,
         version=version,
         parameters=entries(snapshot.specs),
         digest=digest_text(snapshot.ledger.total),
     )
-    replies = _ask(link, joiners, layout)
-    lost = {m: _problem(replies.get(m.peer)) for m in joiners if _problem(replies.get(m.peer))}
-    gone = {member.engine for member in lost}
-    for member in joiners:
-        if member.engine in gone:
-            link.drop(member.peer)
-    here = [m for m in joiners if m.engine not in gone]
-    differ = {m.engine for m in here if not _agrees(replies[m.peer], m, snapshot)}
-    if here and not link.open([m.peer for m in here]):
-        with suppress(TransportError):  # who was lost is found out by the round that follows
-            link.send(Welcome(full_sync=tuple(sorted(differ))))
-    agreed = [m for m in here if m.engine not in differ]
-    return agreed, [m for m in here if m.engine in differ], {str(m): why for m, why in lost.items()}
-
-
-def _ask(
-    link: SenderLink, joiners: Sequence[Member], layout: Layout
-) -> dict[int, Message | DeltaSyncError]:
-    failed = link.open([member.peer for member in joiners])
-    if failed:
-        return dict(failed)
+    here = _open(link, joiners, done)
+    if not here:
+        return done
     with suppress(TransportError):  # then a reply is missing
         link.send(layout)
-    return link.replies()
+    replies = link.replies()
+    here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
+    differ = {m.engine for m in here if not _agrees(replies[m.peer], m, snapshot)}
+    here = _open(link, here, done)
+    if here:
+        with suppress(TransportError):  # who was lost is found out by the next round
+            link.send(Welcome(full_sync=tuple(sorted(differ))))
+    done.agreed = [m for m in here if m.engine not in differ]
+    done.differ = [m for m in here if m.engine in differ]
+    return done
 
 
-def _problem(reply: Message | DeltaSyncError | None) -> str:
+def _open(link: SenderLink, members: Sequence[Member], done: Greeted) -> list[Member]:
+    """Speak to those that can be reached, whole engines only."""
+    here = list(members)
+    while here and (failed := link.open([m.peer for m in here])):
+        why = {m: str(failed[m.peer]) for m in here if m.peer in failed}
+        here = _without(here, why, done)
+    return here
+
+
+def _without(here: list[Member], problems: dict[Member, str], done: Greeted) -> list[Member]:
+    done.lost |= {str(member): why for member, why in problems.items() if why}
+    gone = {member.engine for member, why in problems.items() if why}
+    return [member for member in here if member.engine not in gone]
+
+
+def _problem(reply: Message | DeltaSyncError) -> str:
     match reply:
         case Held():
             return ""
-        case None:
-            return "not reached"
         case DeltaSyncError():
             return f"{type(reply).__name__}: {reply}"
         case _:

@@ -21,13 +21,11 @@ class Plan(Protocol):
     Attributes:
         ledger: The digests that receivers arrive at.
         base_version: The version that it fits on, or None when it fits on any.
-        num_changes: Elements in sparse runs.
         sparse_bytes, dense_bytes: Bytes of all indices and values.
     """
 
     ledger: DigestLedger
     base_version: int | None
-    num_changes: int
     sparse_bytes: int
     dense_bytes: int
 
@@ -63,7 +61,6 @@ class DeltaPlan:
         self._delta, self._readers, self._snapshot, self._policy = delta, readers, snapshot, policy
         self.ledger = delta.ledger
         self.base_version: int | None = base_version
-        self.num_changes = delta.num_sparse
         self.sparse_bytes, self.dense_bytes = delta.sparse_bytes, delta.dense_bytes
         self._not_held = {c.parameter for c in delta.changes if c.runs is None}
 
@@ -101,7 +98,6 @@ class FullPlan:
     """The whole snapshot: for receivers whose weights are not known."""
 
     base_version: int | None = None
-    num_changes = 0
     sparse_bytes = 0
 
     def __init__(self, snapshot: Snapshot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,8 +22,10 @@ from deltasync.errors import (
     DigestMismatch,
     DirtyReceiver,
     IllegalMessage,
+    PeerLost,
     Refused,
     SyncAborted,
+    TransportClosed,
     TransportError,
     TransportTimeout,
     TruncatedFrame,
@@ -96,6 +99,8 @@ class WeightReceiver:
         self._reader = BucketReader(())
         self._staging: Staging | InPlace | None = None
         self._scrub = Scrub(self.options.scrub_every)
+        self._scrub_is_due = False
+        self._lock = threading.RLock()  # held while weights are looked at or written
 
     @property
     def version(self) -> int | None:
@@ -144,11 +149,12 @@ class WeightReceiver:
         then receives and writes it in place, and if that breaks off the receiver is dirty.
         """
         with self._failing_safely():
+            if self._is_in_place:
+                raise IllegalMessage("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
             if self._session.state is ReceiverState.OUTSIDE:
                 self._greet(deadline)
-            elif self._session.state is ReceiverState.READY:
-                self._scrub_some()
+            self._scrub_after_sync()
             while self._session.state is not ReceiverState.COMMITTING:
                 message = self._take_next(deadline)
                 if self._is_in_place:
@@ -161,32 +167,37 @@ class WeightReceiver:
         """Write what `stage` received. Returns the version held now.
 
         The engine must be paused; it may resume when this returns or raises, unless
-        `is_dirty`. Writes, reads back, and waits until the other ranks of the engine have too.
+        `is_dirty`. Writes and reads back; the ranks of an engine wait for each other.
 
         Raises:
             TargetMoved: Live storage was replaced since `stage`; nothing was written.
-            SyncAborted: Another rank of the engine failed; the old version was put back.
-            DirtyReceiver: The sync broke off and could not be undone.
+            SyncAborted: The sender gave up, or another rank of the engine failed.
+            DigestMismatch: What was read back is not what was written.
         """
         with self._failing_safely():
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
                 if isinstance(self._take_next(), messages.Abort):
-                    raise SyncAborted("the sender gave up; the weights may be half written")
-            begun, staging = self._session.begun, self._staging
-            is_decided = self._session.state is ReceiverState.COMMITTING
-            if not is_decided or begun is None or staging is None:
-                raise IllegalMessage(f"commit while {self._session.state.name}; call stage first")
-            self._write(begun.version, staging)
-            self._finish(staging)
+                    raise SyncAborted("the sender gave up; weights written in place are dirty")
+            with self._lock:
+                begun, staging = self._session.begun, self._staging
+                state = self._session.state
+                if state is not ReceiverState.COMMITTING or begun is None or staging is None:
+                    raise IllegalMessage(f"commit while {state.name}; call stage first")
+                self._write(begun.version, staging)
+            if self._session.state is ReceiverState.COMMITTED:
+                self._wait_for_engine(staging)
+            self._staging, self._scrub_is_due = None, True
             return begun.version
 
     def invalidate(self) -> None:
         """Say that the weights were released, reloaded or written by somebody else.
 
-        May be called from any thread. Deltas are refused until the receiver has joined anew,
-        which the next `stage` or `receive_weights` does.
+        May be called from any thread; when it returns the weights are not looked at any more.
+        Deltas are refused until the receiver has joined anew, which the next `stage` or
+        `receive_weights` does.
         """
-        self._session.invalidate()
+        with self._lock:
+            self._session.invalidate()
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""
@@ -214,41 +225,59 @@ class WeightReceiver:
         self._transport.connect(messages.encode(hello), timeout_s=_rest(deadline))
         self._session.greet()
 
-    def _scrub_some(self) -> None:
-        name = self._scrub.check(self._ledger, self._flats)
-        if name is not None:
-            self._session.corrupted()
-            raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
+    def _scrub_after_sync(self) -> None:
+        """Once between two syncs: the sender is busy comparing meanwhile."""
+        with self._lock:
+            if not self._scrub_is_due or self._session.state is not ReceiverState.READY:
+                return
+            self._scrub_is_due = False
+            name = self._scrub.check(self._ledger, self._flats)
+            if name is not None:
+                self._session.corrupted()
+                raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
         is_patient = self._session.state in _PATIENT
-        timeout_s = _rest(deadline) if is_patient else self.options.stall_timeout_s
+        timeout_s = _rest(deadline) if is_patient else self._patience_s()
         frame = self._transport.receive(timeout_s=timeout_s)
         message, payload_bytes = messages.decode(
             frame.header, max_payload_bytes=self.options.max_payload_bytes
         )
+        payload = _payload(frame, payload_bytes)
         if isinstance(message, messages.Refused):
             raise Refused(kind=message.error, message=message.reason)
-        self._session.on(message)
+        with self._lock:
+            self._session.on(message)
+            self._obey(message, payload)
+        return message
+
+    def _patience_s(self) -> float:
+        """How long the sender may be silent: it may itself be waiting for others."""
+        begun = self._session.begun
+        theirs = 0.0 if begun is None else min(begun.timeout_s, _MAX_SENDER_TIMEOUT_S)
+        return max(self.options.stall_timeout_s, 2 * theirs)
+
+    def _obey(self, message: messages.Message, payload: Tensor) -> None:
         match message:
             case messages.Layout():
                 self._bind(message)
             case messages.Begin():
                 self._begin(message)
             case messages.Bucket():
-                self._stage_bucket(message, _payload(frame, payload_bytes))
+                self._stage_bucket(message, payload)
             case messages.Prepare():
                 self._prepared(message)
             case messages.Abort():
                 self._staging = None
-        return message
 
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""
         specs = layout.specs()
         self._flats = self._target.bind(specs)
-        self._ledger = DigestLedger(specs, chunk_numel=self.options.chunk_numel)
+        self._ledger = DigestLedger(
+            specs, chunk_numel=self.options.chunk_numel, held=self._flats.keys()
+        )
         for parameter, flat in self._flats.items():
             self._ledger.measure(parameter, flat.read)
         self._reader = BucketReader(specs)
@@ -256,11 +285,7 @@ class WeightReceiver:
         self._reply(messages.Held(digest=messages.digest_text(self._ledger.total)))
 
     def _begin(self, begin: messages.Begin) -> None:
-        needed = staged_bytes_of(
-            num_changes=begin.num_changes,
-            sparse_bytes=begin.sparse_bytes,
-            dense_bytes=begin.dense_bytes,
-        )
+        needed = staged_bytes_of(sparse_bytes=begin.sparse_bytes, dense_bytes=begin.dense_bytes)
         self._reader.begin()
         if needed > self._max_staged_bytes():
             self._staging = InPlace(self._flats, self._ledger)
@@ -284,7 +309,7 @@ class WeightReceiver:
             payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
         runs = self._reader.read(payload, bucket.num_rows)
         if self._is_in_place:
-            self._session.wrote_in_place()
+            self._session.writing()
         for parameter, run in runs:
             self._staging.stage(parameter, run)
 
@@ -302,49 +327,39 @@ class WeightReceiver:
         """The pause: write, read back, answer."""
         self._target.check_unmoved()
         began = time.perf_counter()
-        digest = self._written(staging)
-        self._session.committed()
+        self._session.writing()
+        try:
+            digest = staging.commit()
+            if digest != staging.ledger.total:
+                raise DigestMismatch("the weights read back are not those that were written")
+            self._session.committed()
+        except BaseException:
+            self._undo(staging)
+            raise
+        self._ledger = staging.ledger
         committed = messages.Committed(
             version=version,
             digest=messages.digest_text(digest),
             commit_s=time.perf_counter() - began,
         )
-        with suppress(TransportError):  # the version is decided: `_finish` says what that means
+        with suppress(TransportError):  # the version is decided, and the next receive will tell
             self._reply(committed)
 
-    def _written(self, staging: Staging | InPlace) -> int:
-        """Write, and return the digest as read back; undo what was written if that fails."""
-        try:
-            digest = staging.commit()
-            if digest != staging.ledger.total:
-                raise DigestMismatch("the weights read back are not those that were written")
-        except BaseException:
-            self._undo(staging)
-            raise
-        return digest
-
     def _undo(self, staging: Staging | InPlace) -> None:
-        """Put the old version back, or else be dirty."""
-        try:
-            if isinstance(staging, Staging):
+        """Put the old version back; the weights stay dirty unless that is proved to be done."""
+        if isinstance(staging, Staging):
+            with suppress(DeltaSyncError, RuntimeError):  # torch's own failures are RuntimeErrors
                 staging.undo()
-                return
-        except (DeltaSyncError, RuntimeError):  # torch reports failed writes as RuntimeError
-            pass
-        self._session.failed(dirty=True)
+                self._session.restored()
 
-    def _finish(self, staging: Staging | InPlace) -> None:
-        """Wait for the rest of the engine."""
-        try:
-            self._take_next()
-        except TransportError:
-            self._session.lost()  # for an engine of one rank the decision stands
-            if self._session.dirty:
-                raise
+    def _wait_for_engine(self, staging: Staging | InPlace) -> None:
+        """Learn whether the engine's other ranks have committed too."""
+        before = self._session.version
+        self._take_next()
         if self._session.undone:
             self._undo(staging)
-            raise SyncAborted("another rank of the engine failed; the old version was put back")
-        self._ledger, self._staging = staging.ledger, None
+            outcome = "weights are dirty" if self._session.dirty else f"v{before} was put back"
+            raise SyncAborted(f"another rank of the engine failed: {outcome}")
 
     def _reply(self, message: messages.Message) -> None:
         self._transport.reply(messages.encode(message), timeout_s=_REPLY_TIMEOUT_S)
@@ -360,23 +375,24 @@ class WeightReceiver:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        begun, state = self._session.begun, self._session.state
+        begun = self._session.begun
         self._staging = None
         self._session.lost()
-        if state is ReceiverState.OUTSIDE or isinstance(error, TransportError):
-            return
         failed = messages.Failed(
             version=None if begun is None else begun.version,
             error=type(error).__name__,
             reason=str(error)[:4096],
         )
         with suppress(TransportError):
-            self._reply(failed)
+            if not isinstance(error, PeerLost | TransportClosed):
+                self._reply(failed)
+            self._transport.disconnect()
 
 
 # Where no sync is under way: waiting longer loses nothing.
 _PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
 _REPLY_TIMEOUT_S = 30.0
+_MAX_SENDER_TIMEOUT_S = 3600.0
 
 
 def _rest(deadline: float) -> float:
@@ -384,8 +400,7 @@ def _rest(deadline: float) -> float:
 
 
 def _payload(frame: Frame, payload_bytes: int) -> Tensor:
-    payload = frame.payload
-    if payload is None or len(payload) != payload_bytes:
-        length = 0 if payload is None else len(payload)
-        raise TruncatedFrame(f"payload of {length} bytes, {payload_bytes} were declared")
+    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
+    if len(payload) != payload_bytes:
+        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
     return payload

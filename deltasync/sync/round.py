@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from deltasync.delta.bucket import buckets
-from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.plan import Plan
@@ -66,6 +66,7 @@ class Round:
         self._bucket_bytes, self._compression = bucket_bytes, compression
         self._layout = layout
         self._result = RoundResult()
+        self._is_answering = False
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -95,13 +96,14 @@ class Round:
                 version=self._version,
                 base_version=plan.base_version,
                 layout_hash=self._layout.hash,
-                num_changes=plan.num_changes,
                 sparse_bytes=plan.sparse_bytes,
                 dense_bytes=plan.dense_bytes,
+                timeout_s=self._link.timeout_s,
             )
         )
         self._send_buckets()
         if not self._session.failures:
+            self._is_answering = True
             self._send(Prepare(version=self._version, num_buckets=self._result.num_buckets))
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
@@ -177,8 +179,9 @@ class Round:
         match self._session.phase:
             case SenderPhase.STAGING:
                 for peer in self._session.participants:
-                    if not self._link.is_connected(peer):
-                        self._session.failed(peer, "lost")
+                    # An answer that was not read must not be taken for the next one.
+                    if self._is_answering or not self._link.is_connected(peer):
+                        self._session.failed(peer, "the sender broke off")
                 self._abort(f"the sender failed: {type(error).__name__}")
             case SenderPhase.DECIDED:
                 for peer in self._session.participants:
@@ -194,11 +197,9 @@ class Round:
         return self._plan.ledger.total_of(self._session.participants[peer].holds)
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
-        return [
-            (peer, reply)
-            for peer, reply in self._link.replies().items()
-            if peer in self._session.participants
-        ]
+        replies = self._link.replies()
+        self._is_answering = False
+        return [item for item in replies.items() if item[0] in self._session.participants]
 
     def _send(self, message: Message, payload: Tensor | None = None) -> None:
         """Losing a peer is no error here: the session knows, and the round sees it there."""
@@ -219,7 +220,7 @@ def _reason(reply: Message | DeltaSyncError) -> str:
     match reply:
         case Failed(error=error, reason=reason):
             return f"{error}: {reason}"
-        case WireError() | TransportError() | DeltaSyncError():
+        case DeltaSyncError():
             return f"{type(reply).__name__}: {reply}"
         case _:
             return f"IllegalMessage: answered with {reply.kind}"

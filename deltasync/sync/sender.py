@@ -15,7 +15,7 @@ from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.diff import ModelDelta, diff_model
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
-from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout
+from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout, WireError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Lobby, greet_back
@@ -119,12 +119,14 @@ class WeightSender:
         """
         deadline = time.monotonic() + timeout_s
         with self._exclusive():
+            self._part_with_lost_members()
             while self.num_receivers + len(self._lobby) < count:
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     here = self.num_receivers + len(self._lobby)
                     raise TransportTimeout(f"{here} of {count} receivers came in {timeout_s} s")
                 self._lobby.listen(timeout_s=rest)
+                self._part_with_lost_members()
 
     def send_weights(self, *, timeout_s: float = 60.0) -> SyncStats:
         """Bring every receiver to the source's weights as they are now: one version.
@@ -153,7 +155,7 @@ class WeightSender:
                 if not engines:
                     raise self._nobody()
                 delta = None
-                self._capture(engines[0])
+                self._capture(engines)
             joined = self._join(engines)
             if not self._session.members:
                 raise self._nobody()
@@ -190,20 +192,28 @@ class WeightSender:
             done.result = self._run(plan, layout, members, version=self.version + 1)
         return done if done.result.decided else None
 
-    def _capture(self, hellos: dict[int, Hello]) -> None:
+    def _capture(self, engines: list[dict[int, Hello]]) -> None:
         """Start from the source as it is, in the dtypes that the first engine holds."""
         began = time.perf_counter()
-        self._snapshot = None  # its memory first
-        held = [spec for hello in hellos.values() for spec in hello.specs()]
-        self._layout = SourceLayout(self._source, held, self.options.wire_dtypes)
+        self._snapshot = self._layout = None  # its memory first
         device = self.options.snapshot_device
-        self._snapshot = Snapshot(
-            self._layout.specs,
-            self._layout.readers,
-            chunk_numel=self.options.policy.chunk_numel,
-            device=None if device is None else torch.device(device),
-        )
-        self._session.captured()
+        for hellos in engines:
+            try:
+                held = [spec for hello in hellos.values() for spec in hello.specs()]
+                layout = SourceLayout(self._source, held, self.options.wire_dtypes)
+            except (ConfigError, WireError) as error:
+                self._lobby.refuse_all(hellos, error)
+                self._lost[next(iter(hellos.values())).engine] = f"refused: {error}"
+                continue
+            self._snapshot = Snapshot(
+                layout.specs,
+                layout.readers,
+                chunk_numel=self.options.policy.chunk_numel,
+                device=None if device is None else torch.device(device),
+            )
+            self._layout = layout
+            self._session.captured()
+            break
         self._capture_s = time.perf_counter() - began
 
     def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
@@ -212,24 +222,24 @@ class WeightSender:
         layout, snapshot = self._layout, self._snapshot
         if layout is None or snapshot is None:
             return done
-        joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
-        if not joiners:
-            return done
-        agreed, differ, lost = greet_back(
-            self._link, joiners, snapshot, stream_id=self.stream_id, version=self.version
-        )
-        self._lost |= lost
-        self._session.admit(agreed)
         try:
+            joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
+            greeted = greet_back(
+                self._link, joiners, snapshot, stream_id=self.stream_id, version=self.version
+            )
+            self._lost |= greeted.lost
+            self._session.admit(greeted.agreed)
+            differ = greeted.differ
             while differ and not done.result.decided:
-                done.result = self._run(FullPlan(snapshot), layout, differ, version=self.version)
+                plan = FullPlan(snapshot)
+                done.result = self._run(plan, layout, differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
-        finally:  # whoever is no member by now has to greet again
-            for member in joiners:
-                if member.peer not in self._session.members:
-                    self._link.drop(member.peer)
+        finally:  # whoever has not come in by now has to greet again
+            for peer in [peer for hellos in engines for peer in hellos]:
+                if peer not in self._session.members:
+                    self._lobby.forget(peer)
         done.full_synced = len(differ)
-        done.joined = len(agreed) + done.full_synced
+        done.joined = len(greeted.agreed) + done.full_synced
         return done
 
     def _run(
@@ -320,8 +330,8 @@ class WeightSender:
     def _exclusive(self) -> Iterator[None]:
         if self._busy:
             raise ConfigError("a sync is under way; a WeightSender is used by one thread")
-        self._busy = True
         try:
+            self._busy = True
             yield
         finally:
             self._busy = False

@@ -4,7 +4,8 @@ Receiver:
 
     OUTSIDE --greet--> JOINING --Layout--> JOINING --Welcome--> READY, or WAITING for a full sync
     READY, WAITING --Begin--> STAGING --Bucket--> STAGING --Prepare--> PREPARED
-    PREPARED --Commit--> COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
+    PREPARED --Commit--> COMMITTING --committed--> READY, or with several ranks in the engine
+    COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
     STAGING, PREPARED --Abort--> where Begin found it
     any --failed, lost, invalidate--> OUTSIDE
 
@@ -68,6 +69,7 @@ class ReceiverSession:
     dirty: bool = False
     undone: bool = False
     begun: Begin | None = None
+    _was_dirty: bool = False
     _next_bucket: int = 0
     _resume: ReceiverState = ReceiverState.OUTSIDE
     _layout_hash: str = ""
@@ -94,6 +96,10 @@ class ReceiverSession:
                 ReceiverState.PREPARED, message.version
             ):
                 self._abort()
+            case Finish() if self._is_late(message):
+                pass  # an engine of one rank has not waited for it
+            case Abort() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
+                pass  # the sender broke off before it began
             case _:
                 raise IllegalMessage(f"{message.kind} while {self.state.name}")
 
@@ -107,19 +113,26 @@ class ReceiverSession:
         """The hash of the layout that was bound to the target."""
         self._layout_hash = layout_hash
 
-    def wrote_in_place(self) -> None:
-        """The first write of a sync that cannot be undone."""
-        self.dirty = True
+    def writing(self) -> None:
+        """From here to `committed` or `restored` the weights mix two versions."""
+        self._was_dirty, self.dirty = self.dirty, True
 
     def committed(self) -> None:
         """The version is written and read back."""
         if self.state is not ReceiverState.COMMITTING:
             raise IllegalMessage(f"committed while {self.state.name}")
         self.state = ReceiverState.COMMITTED
+        self.dirty = False
+        if self.world == 1 and self.begun is not None:  # there is nobody to wait for
+            self._hold(self.begun)
+            self.state, self.begun = ReceiverState.READY, None
 
-    def failed(self, *, dirty: bool = False) -> None:
-        """Something local went wrong; the old version stands, or else `dirty`."""
-        self.dirty = self.dirty or dirty
+    def restored(self) -> None:
+        """The old version is back, and was read back."""
+        self.dirty = self._was_dirty
+
+    def failed(self) -> None:
+        """Something local went wrong: no member any more."""
         self.state, self.begun = ReceiverState.OUTSIDE, None
 
     def corrupted(self) -> None:
@@ -129,14 +142,10 @@ class ReceiverSession:
     def lost(self) -> None:
         """The connection is gone.
 
-        A decided version stands for an engine of one rank. With more ranks nobody here knows
-        whether the others have it too, so the engine must not serve.
+        Between commit and finish nobody here knows whether the engine's other ranks have the
+        version too, so that the engine must not serve.
         """
-        if self.state is ReceiverState.COMMITTED and self.begun is not None:
-            if self.world == 1:
-                self._hold(self.begun)
-            else:
-                self.dirty = True
+        self.dirty = self.dirty or self.state is ReceiverState.COMMITTED
         self.failed()
 
     def invalidate(self) -> None:
@@ -146,6 +155,10 @@ class ReceiverSession:
 
     def _in(self, state: ReceiverState, version: int) -> bool:
         return self.state is state and self.begun is not None and self.begun.version == version
+
+    def _is_late(self, finish: Finish) -> bool:
+        is_ready = self.state is ReceiverState.READY and self.world == 1
+        return is_ready and finish.version == self.version and self.engine not in finish.undo
 
     def _welcome(self, offered: Layout, *, full: bool) -> None:
         if full:
@@ -190,7 +203,7 @@ class ReceiverSession:
             self._hold(self.begun)
             self.state = ReceiverState.READY
         else:
-            self.state, self.undone = ReceiverState.OUTSIDE, True
+            self.state, self.undone, self.dirty = ReceiverState.OUTSIDE, True, True
         self.begun = None
 
     def _hold(self, begin: Begin) -> None:
@@ -266,8 +279,8 @@ class SenderSession:
         if version < self.version:
             raise IllegalMessage(f"v{version} after v{self.version}")
         self.participants = {member.peer: member for member in participants}
-        self.phase, self._offered = SenderPhase.STAGING, version
-        self._done, self.failures = set(), {}
+        self._done, self.failures, self._offered = set(), {}, version
+        self.phase = SenderPhase.STAGING
 
     def prepared(self, peer: int) -> None:
         """A participant can commit, and would arrive at the sender's digest."""

@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from deltasync.errors import DeltaSyncError, TransportClosed, TransportTimeout
+from deltasync.errors import DeltaSyncError, IllegalMessage, TransportClosed, TransportTimeout
 from deltasync.sync.receiver import WeightReceiver
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
@@ -16,9 +16,11 @@ _RETRY_S = 0.2  # between a failed sync and joining anew
 class StagingThread:
     """Runs `stage` of a receiver in the background; the engine only commits.
 
-    Use it as a context manager. The engine's thread asks `is_staged` (free) or waits, pauses, calls
-    `commit`, and resumes. A failed sync is kept in `last_error` and the receiver joins anew;
-    the engine serves its old version meanwhile.
+    Use it as a context manager. The engine's thread asks `is_staged` (free) or waits, pauses,
+    calls `commit`, and resumes. A failed sync is kept in `last_error` and the receiver joins
+    anew; the engine serves its old version meanwhile. Leaving the context waits for the turn
+    under way, at most until the sender or its silence ends it. A version that is staged then can
+    still be committed by the receiver itself; otherwise the sender gives it up in its timeout.
 
     Args:
         receiver: Used by this object alone from now on; not closed by it.
@@ -30,9 +32,9 @@ class StagingThread:
     def __init__(self, receiver: WeightReceiver) -> None:
         self.last_error: DeltaSyncError | None = None
         self._receiver = receiver
-        self._staged = threading.Event()
-        self._go_on = threading.Event()
-        self._stop = threading.Event()
+        self._turn = threading.Condition()
+        self._is_staged = self._is_stopping = False
+        self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
 
     def __enter__(self) -> Self:
@@ -45,39 +47,68 @@ class StagingThread:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop.set()
-        self._go_on.set()
+        with self._turn:
+            self._is_stopping = True
+            self._turn.notify_all()
         self._thread.join()
 
     def is_staged(self) -> bool:
-        """Whether a decided version waits for `commit`. Never blocks."""
-        return self._staged.is_set()
+        """Whether a decided version waits for `commit`. Never blocks.
+
+        Raises what ended the thread, if that was no failed sync.
+        """
+        return self.wait_staged(timeout_s=0)
 
     def wait_staged(self, *, timeout_s: float) -> bool:
         """Wait for that; False when it did not come in time."""
-        return self._staged.wait(timeout_s)
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_staged or self._crash, timeout_s)
+            if self._crash is not None:
+                raise self._crash
+            return self._is_staged
 
     def commit(self) -> int:
-        """`WeightReceiver.commit` in the calling thread; call it in the engine's pause."""
+        """`WeightReceiver.commit` in the calling thread; call it in the engine's pause.
+
+        Raises IllegalMessage when nothing is staged.
+        """
+        if not self.is_staged():
+            raise IllegalMessage("nothing is staged; ask is_staged first")
         try:
             return self._receiver.commit()
         finally:
-            self._staged.clear()
-            self._go_on.set()
+            with self._turn:
+                self._is_staged = False
+                self._turn.notify_all()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                staged = self._receiver.stage(timeout_s=_TURN_S)
-            except TransportClosed:
-                return
-            except TransportTimeout:
-                continue
-            except DeltaSyncError as error:
-                self.last_error = error
-                self._stop.wait(_RETRY_S)
-                continue
-            if staged:
-                self._go_on.clear()
-                self._staged.set()
-                self._go_on.wait()
+        try:
+            while not self._is_stopping:
+                self._take_turn()
+        except TransportClosed as error:  # the receiver was closed: nothing to report here
+            self._end(error)
+        except Exception as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        with self._turn:
+            self._crash = error
+            self._turn.notify_all()
+
+    def _take_turn(self) -> None:
+        try:
+            staged = self._receiver.stage(timeout_s=_TURN_S)
+        except TransportClosed:
+            raise
+        except TransportTimeout:
+            return
+        except DeltaSyncError as error:
+            self.last_error = error
+            with self._turn:
+                self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
+            return
+        with self._turn:
+            self._is_staged = staged
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._is_stopping or not self._is_staged)

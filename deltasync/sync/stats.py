@@ -32,7 +32,7 @@ class SyncStats:
         commit_s: From the decision until every receiver has committed: the pause.
         receiver_commit_s: The longest that a receiver took to write and read back.
         total_s: The whole call.
-        sender_bytes: Memory that the sync took beside the snapshot: patches held and a bucket.
+        sender_bytes: Memory that the sync took beside the snapshot: patches held and two buckets.
         receiver_bytes: The most that a receiver took for staging.
         snapshot_bytes: The sender's copy.
     """

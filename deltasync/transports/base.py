@@ -89,9 +89,11 @@ class SendTransport(Protocol):
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         """Hand `frame` to every peer of the epoch, in order.
 
-        The payload may be the last `buffer()` or any other tensor; either may be overwritten
-        once `send` returned. Raises PeerLost or TransportTimeout after the peers concerned were
-        dropped; the frame has then reached the other peers or not, and they stay in the epoch.
+        The payload may be the last `buffer()`, which is then no longer the caller's, or any
+        other tensor, which may be overwritten once `send` returned.
+
+        Raises PeerLost or TransportTimeout after the peers concerned were dropped; the
+        frame has then reached the other peers or not, and they stay in the epoch.
         """
         ...
 
@@ -138,6 +140,13 @@ class ReceiveTransport(Protocol):
         """Answer the sender. Raises PeerLost."""
         ...
 
+    def disconnect(self) -> None:
+        """End the connection; what was replied before still arrives. Idempotent.
+
+        The next `connect` makes a new peer.
+        """
+        ...
+
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """End the connection for good. Idempotent."""
         ...

@@ -21,6 +21,7 @@ cannot: they belong on a network that is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -29,7 +30,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deltasync.errors import TransportError, TransportTimeout
+from deltasync.errors import TransportClosed, TransportError, TransportTimeout
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import (
     BrokenProtocol,
@@ -125,13 +126,13 @@ class Sender:
             return self._server.is_connected(peer)
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
-        """Forms the group: every peer must be receiving."""
+        """Never waits: the first payload forms the group, and every peer must be receiving then."""
         with self._gate.entered():
             self._server.pump(0)
+            if set(peers) != self._members:
+                self._membership.leave()
             self._epoch, self._members = tuple(peers), set(peers)
-            failures = self._server.losses(peers)
-            if not failures and peers:
-                failures = self._form_group(Deadline(timeout_s))
+            failures: dict[int, TransportError] = {**self._server.losses(peers)}
             self._remove(failures)
             return failures
 
@@ -373,6 +374,10 @@ class Receiver:
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
             self._client.write(Kind.REPLY, data, Deadline(timeout_s))
+
+    def disconnect(self) -> None:
+        with contextlib.suppress(TransportClosed), self._gate.entered():
+            self._dispose()
 
     def close(self) -> None:
         self._gate.close(self._dispose)

@@ -188,6 +188,11 @@ class Connection:
         return str(self._socket.getsockname()[0])
 
     @property
+    def has_part(self) -> bool:
+        """Whether the beginning of a message has arrived, and not its end."""
+        return bool(self._arrived)
+
+    @property
     def is_writing(self) -> bool:
         """Whether messages wait for the other end to read."""
         return bool(self._outbox)

@@ -29,6 +29,7 @@ _MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take ab
 _MAX_STRANGERS = 128
 _MAX_GONE = 1024
 _RETRY_S = 0.01
+_MOMENT_S = 0.2
 _EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
 
 
@@ -136,7 +137,11 @@ class Server:
 
     def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
         """The greetings that came since the last call; waits for one until the deadline."""
-        self.pump(0)
+        while self.pump(0):
+            pass
+        moment = Deadline(_MOMENT_S)  # for greetings of which a part is here
+        while any(s.has_part for s in self._strangers) and not moment.passed:
+            self.pump(moment.remaining_s)
         while not self._greetings and not deadline.passed:
             self.pump(deadline.remaining_s)
         greetings = list(self._greetings)
@@ -159,11 +164,15 @@ class Server:
         """The address by which `peer` reaches this machine."""
         return self._peers[peer].local_host
 
-    def pump(self, timeout_s: float) -> None:
-        """Do what the sockets are ready for, waiting at most `timeout_s` for one to be."""
+    def pump(self, timeout_s: float) -> bool:
+        """Do what the sockets are ready for, waiting at most `timeout_s` for one to be.
+
+        Returns whether one was.
+        """
         if self._strangers:
             timeout_s = min(timeout_s, *(d.remaining_s for d in self._strangers.values()))
-        for source in self._gate.wait(timeout_s):
+        ready = self._gate.wait(timeout_s)
+        for source in ready:
             if source is self._listener:
                 self._accept()
             elif isinstance(source, Connection):
@@ -171,6 +180,7 @@ class Server:
         for stranger, deadline in list(self._strangers.items()):
             if deadline.passed:
                 self._turn_away(stranger)
+        return bool(ready)
 
     def write(
         self, peers: Iterable[int], kind: Kind, data: bytes, descriptor: int | None = None
@@ -259,6 +269,8 @@ class Server:
         connection.flush()
         connection.read()
         if connection in self._strangers:
+            if connection.has_part:  # it is talking: its time counts from its last word
+                self._strangers[connection] = Deadline(self._greeting_timeout_s)
             self._welcome(connection)
         self._settle(connection)
 

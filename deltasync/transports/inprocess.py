@@ -196,6 +196,11 @@ class Receiver:
             link.replies.append(data)
             self._sender._changed.notify_all()
 
+    def disconnect(self) -> None:
+        with self._sender._changed:
+            self._hang_up()
+            self._link = None
+
     def close(self) -> None:
         with self._sender._changed:
             self._closed = True

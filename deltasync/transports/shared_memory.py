@@ -9,6 +9,7 @@ process, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError, TransportError, TransportUnavailable
+from deltasync.errors import ConfigError, TransportClosed, TransportError, TransportUnavailable
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import (
     BrokenProtocol,
@@ -275,6 +276,10 @@ class Receiver:
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
             self._client.write(Kind.REPLY, data, Deadline(timeout_s))
+
+    def disconnect(self) -> None:
+        with contextlib.suppress(TransportClosed), self._gate.entered():
+            self._forget()
 
     def close(self) -> None:
         self._gate.close(self._forget)

@@ -28,6 +28,7 @@ from deltasync.wire.compression import Compression
 
 MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
+MAX_WORLD = 1 << 16
 MAX_FAULTS = 64  # of one message, spelled out
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -107,10 +108,16 @@ class Hello(_Parameters):
     kind: Literal["hello"] = "hello"
     engine: Engine
     rank: Count
-    world: Annotated[int, Field(ge=1)]
+    world: Annotated[int, Field(ge=1, le=MAX_WORLD)]
     format_versions: Annotated[tuple[int, ...], FailFast()]
     stream_id: StreamId | None
     version: Version | None
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> Self:
+        if self.rank >= self.world:
+            raise ValueError(f"rank {self.rank} of {self.world}")
+        return self
 
 
 class Layout(_Parameters):
@@ -137,16 +144,20 @@ class Welcome(_Message):
 
 
 class Begin(_Message):
-    """A sync begins. What it will take is said, so that a receiver can plan its memory."""
+    """A sync begins.
+
+    What it will take is said, so that a receiver can plan its memory, and how long the sender
+    waits for receivers in each phase, so that one is not given up while another is waited for.
+    """
 
     kind: Literal["begin"] = "begin"
     stream_id: StreamId
     version: Version
     base_version: Version | None
     layout_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    num_changes: Count
     sparse_bytes: Count
     dense_bytes: Count
+    timeout_s: Seconds
 
 
 class Bucket(_Message):

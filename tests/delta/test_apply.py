@@ -69,7 +69,6 @@ def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
                 bits = readers[change.parameter].read(run.start, run.stop)
             runs.append((change.parameter, Run(run.start, run.span, run.indices, bits)))
     needed = staged_bytes_of(
-        num_changes=delta.num_sparse,
         sparse_bytes=delta.sparse_bytes,
         dense_bytes=delta.dense_bytes,
     )
@@ -318,5 +317,5 @@ def test_positions_beyond_int32(how: str) -> None:
     num=st.integers(0, 1 << 40), item=st.sampled_from([1, 2, 4, 8]), dense=st.integers(0, 1 << 40)
 )
 def test_what_a_begin_declares(num: int, item: int, dense: int) -> None:
-    needed = staged_bytes_of(num_changes=num, sparse_bytes=(4 + item) * num, dense_bytes=dense)
+    needed = staged_bytes_of(sparse_bytes=(4 + item) * num, dense_bytes=dense)
     assert needed == num * (8 + 2 * item) + 2 * dense

@@ -141,8 +141,8 @@ def test_aborted_sync_leads_to_a_dense_resend_of_just_what_was_overwritten() -> 
     assert same_bits(link.snapshot.flats[0].tensor, before)
     link.model["w1"].zero_()  # back to what receivers hold: still has to be sent
     delta = link.sync(60)
-    assert [(c.parameter, c.num_sparse, c.dense_bytes) for c in delta.changes] == [
-        (0, 10, 0),
+    assert [(c.parameter, c.sparse_bytes, c.dense_bytes) for c in delta.changes] == [
+        (0, 60, 0),
         (1, 0, 200),
     ]
     link.assert_agree()
@@ -163,7 +163,7 @@ def test_abort_before_anything_was_packed_overwrites_nothing() -> None:
     link = changed_link()
     link.sync(0, stop_after=0)
     assert not link.snapshot.ahead
-    assert [c.num_sparse for c in link.sync(1 << 30).changes] == [10, 10]
+    assert [c.sparse_bytes for c in link.sync(1 << 30).changes] == [60, 60]
     link.assert_agree()
 
 

@@ -95,6 +95,9 @@ class DyingReceiver:
             die()
         return frame
 
+    def disconnect(self) -> None:
+        self._inner.disconnect()
+
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
         if decode(data)[0].kind == self._phase:

@@ -42,6 +42,9 @@ class Faulty:
         self.plan.pop(0)
         return damaged(frame, fault, lambda: self._inner.receive(timeout_s=timeout_s))
 
+    def disconnect(self) -> None:
+        self._inner.disconnect()
+
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
 

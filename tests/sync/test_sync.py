@@ -472,7 +472,8 @@ class BreaksOff:
     def __init__(self, inner: ReceiveTransport, *, after: int) -> None:
         self._inner, self._left = inner, after
         self.capabilities = inner.capabilities
-        self.connect, self.reply, self.close = inner.connect, inner.reply, inner.close
+        self.connect, self.disconnect = inner.connect, inner.disconnect
+        self.reply, self.close = inner.reply, inner.close
 
     def receive(self, *, timeout_s: float) -> Frame:
         self._left -= 1

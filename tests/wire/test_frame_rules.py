@@ -190,7 +190,7 @@ def fits(kind: str, key: str, value: Any) -> bool:
     if value == [0]:
         return key == "format_versions"
     if isinstance(value, float):
-        return key == "commit_s"
+        return key in ("commit_s", "timeout_s")
     return (value == [] and key in LISTS) or (value == "?" and key in TEXTS)
 
 

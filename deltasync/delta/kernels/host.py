@@ -50,16 +50,24 @@ def digest_chunks(
 ) -> tuple[int, NDArray[np.uint64]]:
     """The digests of int[n] elements at increasing int64[n] flat positions, by chunk."""
     where = positions.numpy()
-    first = int(where[0]) // chunk_numel
-    sums = np.zeros(int(where[-1]) // chunk_numel - first + 1, np.uint64)
+    first, last = int(where[0]) // chunk_numel, int(where[-1]) // chunk_numel
+    starts = np.searchsorted(where, np.arange(first, last + 1) * chunk_numel)
+    sums = np.zeros(len(starts), np.uint64)
     for begin, mixes in digest.mixes_at(where, _unsigned(bits), key=key):
-        chunks = where[begin : begin + len(mixes)] // chunk_numel - first
-        if chunks[0] == chunks[-1]:
-            sums[chunks[:1]] += mixes.sum()
-        else:
-            starts = np.concatenate(([0], np.flatnonzero(chunks[1:] != chunks[:-1]) + 1))
-            sums[chunks[starts]] += np.add.reduceat(mixes, starts)
+        low, high = np.searchsorted(starts, (begin + 1, begin + len(mixes))).tolist()
+        sums[low - 1 : high] += _sums_between(mixes, starts[low:high] - begin)
     return first, sums
+
+
+def _sums_between(mixes: NDArray[np.uint64], cuts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """uint64[cuts + 1]: the sums of the pieces into which rising `cuts` divide uint64[n] `mixes`.
+
+    No cut is 0 or n; where two are equal the piece between them is empty.
+    """
+    begins = np.concatenate(([0], cuts))
+    sums: NDArray[np.uint64] = np.add.reduceat(mixes, begins)
+    sums[:-1][begins[1:] == begins[:-1]] = 0  # reduceat takes one element there
+    return sums
 
 
 def _increases(array: NDArray[np.int32]) -> bool:
