@@ -255,7 +255,7 @@ def test_messages_over_the_limit_are_not_sent(make_star: MakeStar) -> None:
     with pytest.raises(ConfigError):
         client.write(Kind.REPLY, bytes(LIMIT + 1), Deadline(1))
     with pytest.raises(ConfigError):
-        client.connect(bytes((1 << 20) + 1), Deadline(1))
+        client.connect(bytes((16 << 20) + 1), Deadline(10))
 
 
 # Signed connections

@@ -1,0 +1,23 @@
+"""The groups of cases. A group is a function from a scale to records, run in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.cases.kernels import apply, commit, diff
+from benchmarks.cases.memory import memory
+from benchmarks.cases.syncs import crossover, small, sync
+from benchmarks.record import Result
+from benchmarks.workload import Scale
+
+Group = Callable[[Scale], Iterator[Result]]
+
+GROUPS: dict[str, Group] = {
+    "diff": diff,
+    "apply": apply,
+    "commit": commit,
+    "sync": sync,
+    "crossover": crossover,
+    "small": small,
+    "memory": memory,
+}

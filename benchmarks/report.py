@@ -1,0 +1,172 @@
+"""Records as a table for people, and as Markdown for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from benchmarks.record import MEMORY, PER_PARAMETER, SPEED_UP, Environment, Result
+
+TITLES = {
+    "diff": "diff with values, speed-up over torch.ne + nonzero + gather",
+    "diff_with_digests": "the same with digests",
+    "apply": "apply_patch, against scatter_ with int64 indices",
+    "commit": "receiver's commit, against scatter_ with int64 indices",
+    "sync_over_diff": "whole sync, against its own diff with digests",
+    "sync_over_dense": "whole sync, against the same sync with every chunk dense",
+    "crossover": "the same, every chunk sparse",
+    "parameter_sync": "whole sync of many small parameters",
+    "parameter_sender": "the sender's CPU time in it",
+    "parameter_receiver": "the receiver's CPU time in it",
+    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
+    "memory_receiver": "receiver's memory beside weights, against its bound",
+}
+_BY_DENSITY = ("diff", "diff_with_digests", "apply", "sync_over_diff", "sync_over_dense")
+_COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", "met")
+
+
+def make_table(results: Iterable[Result]) -> Table:
+    """For a terminal."""
+    table = Table(*_COLUMNS, title="deltasync on the CPU, one thread a process")
+    last = ""
+    order = list(TITLES)
+    for result in sorted(results, key=lambda result: order.index(result.case)):
+        if last and result.case != last:
+            table.add_section()
+        last = result.case
+        style = None if result.met else "red"
+        table.add_row(*cells(result), style=style)
+    return table
+
+
+def make_markdown(results: list[Result]) -> str:
+    """For the README: ratios by density, then the rest, and where it was measured."""
+    largest = max(result.numel for result in results if result.case in _BY_DENSITY)
+    shown = [r for r in results if r.case in _BY_DENSITY and r.numel == largest]
+    rest = [r for r in results if r.case not in _BY_DENSITY and r.case != "crossover"]
+    environments = {describe(result.environment): None for result in results}
+    lines = [
+        f"One thread a process, {elements(largest)} bf16 elements. Medians of ratios; "
+        "bold misses its goal.",
+        "",
+        *_by_density(shown),
+        "",
+        _line(_COLUMNS[:-1]),
+        _line("---" for _ in _COLUMNS[:-1]),
+        *(_line(_marked(result)) for result in rest),
+        "",
+        *environments,
+    ]
+    return "\n".join(lines)
+
+
+def _by_density(results: list[Result]) -> list[str]:
+    """One row a case, one column a density."""
+    densities = sorted({result.density for result in results})
+    found = {(result.case, result.density): result for result in results}
+    lines = [
+        _line(("", "goal", *(f"{100 * d:.3g} %" for d in densities))),
+        _line(("---", "---", *("---:" for _ in densities))),
+    ]
+    for case in _BY_DENSITY:
+        row = [found[case, d] for d in densities if (case, d) in found]
+        values = (_bold(f"{r.ratio:.2f}x", unless=r.met) for r in row)
+        lines.append(_line((TITLES[case], _goals(row), *values)))
+    syncs = [found["sync_over_dense", d] for d in densities]
+    lines.append(_line(("whole sync", "", *(milliseconds(r.seconds) for r in syncs))))
+    lines.append(_line(("bytes sent", "", *(megabytes(r.bytes) for r in syncs))))
+    return lines
+
+
+def _goals(row: list[Result]) -> str:
+    """Each goal, and up to which density it counts where that is not all."""
+    last = {r.goal: r.density for r in row if r.goal is not None}
+    texts = [
+        f"{_sign(row[0])} {goal:g}"
+        + ("" if density == row[-1].density else f" to {100 * density:.3g} %")
+        for goal, density in last.items()
+    ]
+    return ", ".join(texts)
+
+
+def _marked(result: Result) -> list[str]:
+    *texts, value, goal, _ = cells(result)
+    return [*texts, _bold(value, unless=result.met), goal]
+
+
+def _bold(text: str, *, unless: bool) -> str:
+    return text if unless else f"**{text}**"
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """One row, in the order of the columns."""
+    met = "" if result.goal is None else "yes" if result.met else "no"
+    is_memory = result.ratio_is == MEMORY
+    return (
+        TITLES[result.case],
+        elements(result.numel),
+        f"{100 * result.density:.3g} %" if result.ratio_is != PER_PARAMETER else "1 element",
+        mebibytes(result.bytes) if is_memory else milliseconds(result.seconds),
+        mebibytes(result.bound_bytes) if is_memory else milliseconds(result.baseline_seconds),
+        ratio(result, result.ratio),
+        "" if result.goal is None else f"{_sign(result)} {ratio(result, result.goal)}",
+        met,
+    )
+
+
+def ratio(result: Result, value: float) -> str:
+    match result.ratio_is:
+        case "microseconds / parameter":
+            return f"{value:.3g} us each"
+        case "baseline_seconds / seconds":
+            return f"{value:.2f}x faster"
+        case "seconds / baseline_seconds":
+            return f"{value:.2f}x the time"
+        case "bytes / bound_bytes":
+            return f"{value:.2f} of it"
+
+
+def describe(environment: Environment) -> str:
+    """Where and of what code, in a sentence."""
+    e = environment
+    dirty = " with uncommitted changes" if e.dirty else ""
+    return (
+        f"{e.cpu}, {e.cores} cores, {e.capability}; Python {e.python}, torch {e.torch}, "
+        f"numpy {e.numpy}; commit {e.commit[:12]}{dirty}, {e.time[:10]}."
+    )
+
+
+def elements(numel: int) -> str:
+    return f"{numel / (1 << 20):.3g} Mi"
+
+
+def milliseconds(seconds: float) -> str:
+    return (
+        f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 2 if seconds < 0.01 else 1}f} ms"
+        if seconds
+        else ""
+    )
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.3g} MiB"
+
+
+def summary(environment: Environment) -> str:
+    """The machine and the code, as short as a caption wants it."""
+    e = environment
+    changed = "+" if e.dirty else ""
+    return f"{e.cpu}, {e.cores} cores, torch {e.torch}, commit {e.commit[:7]}{changed}"
+
+
+def _sign(result: Result) -> str:
+    return ">=" if result.ratio_is == SPEED_UP else "<="
+
+
+def _line(texts: Iterable[str]) -> str:
+    return "| " + " | ".join(texts) + " |"
