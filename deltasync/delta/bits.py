@@ -81,12 +81,12 @@ class Flat:
     def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
         """Raises ConfigError for a tensor whose elements have no storage of their own."""
         _refuse_unplain(tensor, name)
+        dtype, bits = dtype_of(tensor), as_bits(tensor)
+        if tensor.is_contiguous():
+            return cls(tensor, dtype, bits.view(-1), is_contiguous=True)
         _refuse_overlap(tensor, name)
-        dtype = dtype_of(tensor)
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        bits = as_bits(tensor)
-        line = bits.as_strided((extent if tensor.numel() else 0,), (1,))
-        return cls(tensor, dtype, line, tensor.is_contiguous())
+        return cls(tensor, dtype, bits.as_strided((extent,), (1,)), is_contiguous=False)
 
     @property
     def numel(self) -> int:

@@ -86,13 +86,18 @@ def mixes_at(
     for begin in range(0, len(bits), BLOCK):
         block = bits[begin : begin + BLOCK]
         x, scratch = buffers[:, : len(block)]
-        # Cast first: numpy would multiply int64 by uint64 as float64.
-        np.copyto(x, positions[begin : begin + BLOCK], casting="unsafe")
-        np.multiply(x, _STEP, out=x)
+        np.multiply(_unsigned(positions[begin : begin + BLOCK]), _STEP, out=x)
         np.add(x, np.uint64(key), out=x)
         np.add(x, block, out=x)
         mix64(x, scratch)
         yield begin, x
+
+
+def _unsigned(positions: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """Not as they are: numpy would multiply int64 by uint64 as float64."""
+    if positions.dtype == np.int64:
+        return positions.view(np.uint64)
+    return positions.astype(np.uint64)
 
 
 def _buffers(n: int) -> NDArray[np.uint64]:
