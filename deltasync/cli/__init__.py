@@ -1,0 +1,42 @@
+"""The command line: `deltasync COMMAND`, one file a command."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Run the command that `sys.argv` asks for, and exit with its code."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        import rich as rich
+        import typer
+    except ModuleNotFoundError as error:
+        if error.name not in {"rich", "typer"}:
+            raise
+        return _refuse("the command line needs typer and rich: pip install deltasync[cli]")
+    from deltasync.cli.demo import demo
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
+    app.command()(demo)
+    try:
+        return app(prog_name="deltasync", standalone_mode=False) or 0
+    except typer.BadParameter as error:
+        return _refuse(error.format_message())
+    except typer.TyperException as error:
+        return _refuse(f"{error} See deltasync --help.")
+
+
+def _root() -> None:
+    """Nothing comes before the command; this keeps a lone command's name."""
+
+
+def _refuse(line: str) -> int:
+    print(line, file=sys.stderr)
+    return USAGE_ERROR

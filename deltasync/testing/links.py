@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
+from deltasync.errors import DeltaSyncError, PeerLost, TransportClosed, TransportTimeout
 from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 
@@ -59,10 +59,8 @@ def background(function: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:
+        except (DeltaSyncError, AssertionError, OSError, RuntimeError, ValueError) as error:
             future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
 
     threading.Thread(target=run, daemon=True).start()
     return future

@@ -12,11 +12,9 @@ over the control plane, in which a frame is received by all or by none:
     SENT -------------------------------->  the frame is handed out
     ABANDON ----------------------------->  or: it is not, and the group is left
 
-A group is formed in the same way (GROUP, READY, START, READY). A group that lost a member is
-abandoned, never repaired; the next payload, or the next epoch, forms a new one.
-
-The control plane can be signed with a secret. The payload and the rendezvous of the back end
-cannot: they belong on a network that is trusted.
+A group is formed in the same way (GROUP, READY, START, READY) by the first payload. One that lost
+a member is abandoned, never repaired; the next payload forms a new one. The control plane can be
+signed with a secret; the payload and the back end's rendezvous belong on a trusted network.
 """
 
 from __future__ import annotations
@@ -132,8 +130,7 @@ class Sender:
             if set(peers) != self._members:
                 self._membership.leave()
             self._epoch, self._members = tuple(peers), set(peers)
-            failures: dict[int, TransportError] = {**self._server.losses(peers)}
-            self._remove(failures)
+            self._remove(failures := self._server.losses(peers))
             return failures
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:

@@ -1,0 +1,105 @@
+"""`deltasync demo`: reinforcement learning in two processes, with deltasync between them."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from deltasync.demo.trainer import DemoConfig
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of GRPO.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of everything random.")] = 0,
+    lr: Annotated[
+        float, typer.Option(help="Learning rate of GRPO; 1e-6 changes about 1 %.")
+    ] = 1e-4,
+    transport: Annotated[
+        Literal["shared_memory", "gloo"], typer.Option(help="How the weights travel.")
+    ] = "shared_memory",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a version, nothing else.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for records.jsonl, summary.json and demo.png.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Train a small policy by GRPO; a second process generates the rollouts.
+
+    Only the weights that changed travel between the two, after every optimizer step.
+    """
+    _check(lr, out)
+    from deltasync.demo.link import LinkError
+    from deltasync.demo.trainer import DemoConfig
+    from deltasync.errors import DeltaSyncError
+
+    make_config = DemoConfig.quick if quick else DemoConfig
+    config = make_config(steps=steps, seed=seed, learning_rate=lr, transport=transport)
+    try:
+        bit_identical = _run(config, as_json=as_json, out=out)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # whoever read stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except (DeltaSyncError, LinkError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+    if not bit_identical:
+        raise typer.Exit(FAILED)
+
+
+def _check(lr: float, out: Path | None) -> None:
+    """Refuse now what would fail after minutes."""
+    if not (math.isfinite(lr) and lr > 0):
+        raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
+    if out is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs pip install deltasync[plot]", param_hint="--out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
+def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
+    """Run and report. Returns whether both processes ended with the same bytes."""
+    from rich.console import Console
+
+    from deltasync.demo.records import Summary, VersionRecord, WarmUpStep
+    from deltasync.demo.report import make_report, print_summary
+    from deltasync.demo.trainer import run
+
+    console = Console(stderr=as_json, highlight=False)
+    records: list[VersionRecord] = []
+    with (
+        make_report(console, config.steps + 1, as_json=as_json) as report,
+        closing(run(config)) as events,
+    ):
+        for event in events:
+            match event:
+                case WarmUpStep():
+                    report.warm_up(event)
+                case VersionRecord():
+                    records.append(event)
+                    report.version(event)
+                case Summary():
+                    summary = event
+    print_summary(console, summary, records)
+    if out is not None:
+        from deltasync.demo.files import write_files
+
+        write_files(out, records, summary)
+    return summary.bit_identical

@@ -1,0 +1,190 @@
+"""`deltasync demo` from the outside: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "deltasync.cli", "demo"]
+QUICK = [*COMMAND, "--quick", "--json"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+FIELDS = {
+    "version",
+    "kind",
+    "nnz",
+    "numel",
+    "density",
+    "payload_bytes",
+    "dense_bytes",
+    "diff_s",
+    "transfer_s",
+    "commit_s",
+    "verified",
+    "reward",
+}
+
+
+def call(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = call([*QUICK, "--steps", "2", "--transport", transport, "--out", str(out)])
+    assert done.returncode == 0, done.stderr
+    assert "equal in both processes" in done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["kind"] for record in records] == ["full", "delta", "delta"]
+    for record in records:
+        assert record.keys() >= FIELDS
+        assert record["verified"] is True
+        assert 0 <= record["reward"] <= 1
+    for delta in records[1:]:
+        assert 0 < delta["nnz"] < 0.3 * delta["numel"]
+        assert delta["payload_bytes"] < delta["dense_bytes"]
+    assert (out / "records.jsonl").read_text() == done.stdout
+    assert json.loads((out / "summary.json").read_text())["before"]["sampled"]["num_prompts"] >= 256
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(120)
+def test_cpus_without_avx512_compute_in_fp32() -> None:
+    done = call([*QUICK, "--steps", "1"], ATEN_CPU_CAPABILITY="avx2")
+    assert done.returncode == 0, done.stderr
+    assert "equal in both processes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--steps", "many"], "--steps"),
+        (["demo", "--lr", "nan"], "--lr"),
+        (["demo", "--lr", "0"], "--lr"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["demo", "--out", __file__], "--out"),
+        (["demo", "--transport", "pigeon"], "--transport"),
+        (["demo", "--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+        ([], "command"),
+    ],
+)
+def test_bad_options_get_one_line(arguments: list[str], said: str) -> None:
+    done = call([sys.executable, "-m", "deltasync.cli", *arguments])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_without_typer_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from deltasync.cli import main; main()"
+    done = call([sys.executable, "-c", code])
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install deltasync[cli]")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_reader_that_leaves_ends_it_quietly() -> None:
+    with running_demo() as (trainer, rollout):
+        assert trainer.stdout is not None
+        trainer.stdout.close()
+        assert trainer.stderr is not None
+        assert "Traceback" not in trainer.stderr.read()
+        assert trainer.wait(timeout=30) == 1
+        assert not is_running(rollout)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_both_processes() -> None:
+    with running_demo() as (trainer, rollout):
+        trainer.send_signal(signal.SIGINT)
+        _, errors = trainer.communicate(timeout=30)
+        assert trainer.returncode == 130
+        assert "Traceback" not in errors
+        assert not is_running(rollout)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_the_rollout_process_outlives_no_trainer(transport: str) -> None:
+    with running_demo(transport) as (trainer, rollout):
+        trainer.kill()
+        _, errors = trainer.communicate(timeout=30)  # until both have closed stderr
+        assert "Traceback" not in errors
+        wait_until_gone(rollout)
+
+
+@pytest.mark.timeout(120)
+def test_the_trainer_says_when_the_rollout_process_died() -> None:
+    with running_demo() as (trainer, rollout):
+        os.kill(rollout, signal.SIGKILL)
+        _, errors = trainer.communicate(timeout=60)
+        assert trainer.returncode == 1
+        assert "Traceback" not in errors
+        assert "\n" in errors
+
+
+@contextmanager
+def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A demo past its first delta, and the id of its rollout process."""
+    command = [*QUICK, "--steps", "1000000", "--transport", transport]
+    folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
+    trainer = subprocess.Popen(
+        command,
+        env=ENVIRONMENT | {"TMPDIR": folder.name},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        for _ in range(2):
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline()
+        children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+        (rollout,) = map(int, children)
+        yield trainer, rollout
+    finally:
+        trainer.kill()
+        trainer.wait()
+        folder.cleanup()
+        for pipe in (trainer.stdout, trainer.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def is_running(process: int) -> bool:
+    """Whether it exists and is more than a zombie that nobody has waited for."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(process: int) -> None:
+    deadline = time.monotonic() + 30
+    while is_running(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,66 @@
+"""The policy samples what it says it samples, and GRPO weighs it as it should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltasync.demo.grpo import group_advantages, grpo_loss
+from deltasync.demo.policy import Policy, PolicySize
+from deltasync.demo.task import SortTask
+
+TASK = SortTask(num_digits=4)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(TASK, PolicySize(width=32, num_heads=2, num_layers=2))
+
+
+def prompts(count: int) -> torch.Tensor:
+    return TASK.sample_prompts(count, torch.Generator().manual_seed(1))
+
+
+def test_cached_sampling_agrees_with_the_whole_context(policy: Policy) -> None:
+    answers, log_probs = policy.sample(prompts(16), torch.Generator().manual_seed(2))
+    again = policy.answer_log_probs(prompts(16), answers)
+    torch.testing.assert_close(log_probs, again, rtol=0, atol=1e-5)
+
+
+def test_sampling_follows_from_the_seed(policy: Policy) -> None:
+    first, again = (policy.sample(prompts(16), torch.Generator().manual_seed(2)) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+
+
+def test_greedy_answers_are_the_likeliest(policy: Policy) -> None:
+    answers, log_probs = policy.sample(prompts(8), None)
+    first = policy(prompts(8))[:, -1].log_softmax(dim=-1)
+    assert torch.equal(answers[:, 0], first.argmax(dim=-1))
+    torch.testing.assert_close(log_probs[:, 0], first.amax(dim=-1), rtol=0, atol=1e-5)
+
+
+def test_sha256_is_of_the_bf16_bytes(policy: Policy) -> None:
+    before = policy.sha256()
+    with torch.no_grad():
+        policy.head.weight[0, 0] *= 1 + 2**-12  # below what bf16 can tell
+        assert policy.bfloat16().sha256() == before
+        policy.head.weight[0, 0] *= 1.5
+    assert policy.sha256() != before
+
+
+def test_advantages_compare_within_a_group() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    advantages = group_advantages(rewards, 2)
+    assert advantages[:2].sum() == 0
+    assert advantages[0] > 0
+    assert advantages[2:].tolist() == [0.0] * 4
+
+
+def test_the_gradient_is_the_policy_gradient() -> None:
+    behaviour = torch.tensor([[-1.0, -2.0], [-0.5, -0.25]])
+    log_probs = behaviour.clone().requires_grad_()
+    advantages = torch.tensor([2.0, -1.0])
+    torch.autograd.backward(grpo_loss(log_probs, behaviour, advantages))
+    expected = -advantages.unsqueeze(1).expand(2, 2) / 4
+    torch.testing.assert_close(log_probs.grad, expected)

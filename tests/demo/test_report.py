@@ -1,0 +1,110 @@
+"""What a user is shown, and that the numbers in it are honest."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from deltasync.demo.files import write_files
+from deltasync.demo.records import Evaluation, Score, Summary, VersionRecord, WarmUpStep
+from deltasync.demo.report import LiveReport, PlainReport, make_report, print_summary
+from deltasync.demo.task import SortTask
+from deltasync.demo.trainer import EVALUATION_SEED
+
+
+def record(version: int, nnz: int) -> VersionRecord:
+    return VersionRecord(
+        version=version,
+        kind="delta" if version > 1 else "full",
+        reward=0.25,
+        nnz=nnz,
+        numel=1000,
+        density=nnz / 1000,
+        payload_bytes=6 * nnz if version > 1 else 2000,
+        dense_bytes=2000,
+        diff_s=0.001,
+        transfer_s=0.002,
+        commit_s=0.003,
+        verified=True,
+        rollout_s=0.5,
+    )
+
+
+RECORDS = [record(1, 1000), record(2, 10), record(3, 30)]
+SCORE = Score.of(torch.tensor([0.0, 1.0] * 128))
+SUMMARY = Summary(
+    before=Evaluation(SCORE, SCORE),
+    after=Evaluation(SCORE, SCORE),
+    trainer_sha256="ab" * 32,
+    rollout_sha256="ab" * 32,
+    warm_up_s=1.0,
+    training_s=2.0,
+)
+
+
+@pytest.fixture
+def text() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_a_score_has_the_standard_error_of_its_mean() -> None:
+    assert SCORE.mean == 0.5
+    assert SCORE.num_prompts == 256
+    assert SCORE.standard_error == pytest.approx(0.5 / 16, rel=0.01)
+
+
+def test_evaluation_prompts_are_not_those_of_seed_0() -> None:
+    # torch keeps 32 bits of a CPU seed: one beyond them would be a small one in disguise.
+    mine, others = (
+        SortTask().sample_prompts(100, torch.Generator().manual_seed(seed))
+        for seed in (EVALUATION_SEED, 0)
+    )
+    assert not torch.equal(mine, others)
+
+
+def test_piped_rows_have_no_colour_and_line_up(text: io.StringIO) -> None:
+    report = make_report(Console(file=text, width=40), 3, as_json=False)
+    assert isinstance(report, PlainReport)
+    report.warm_up(WarmUpStep(1, 1, 2.0))
+    for one in RECORDS:
+        report.version(one)
+    _, heading, *rows = text.getvalue().splitlines()
+    assert heading.split()[:4] == ["version", "kind", "reward", "density"]
+    assert {len(row) for row in rows} == {len(heading)}
+    assert "3.0%" in rows[2]
+    assert "9.0%" in rows[2]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_the_live_table_keeps_to_the_terminal(text: io.StringIO) -> None:
+    console = Console(file=text, force_terminal=True, width=100, height=20)
+    with make_report(console, 50, as_json=False) as report:
+        assert isinstance(report, LiveReport)
+        report.warm_up(WarmUpStep(1, 1, 2.0))
+        for version in range(50):
+            report.version(record(version + 1, 10))
+    last_frame = text.getvalue().rpartition("version")[0].rpartition("density")[2]
+    assert last_frame.count("agrees") <= 12
+
+
+def test_the_summary_counts_deltas_alone(text: io.StringIO) -> None:
+    print_summary(Console(file=text, width=100), SUMMARY, RECORDS)
+    said = text.getvalue()
+    assert "median 2.0%, highest 3.0%" in said
+    assert "6.0%" in said  # 240 of 4000 bytes: the full sync is not in it
+    assert "0.500 +- 0.031" in said
+    assert "3 of 3 versions agree" in said
+    assert "equal in both processes" in said
+
+
+def test_files(tmp_path: Path) -> None:
+    write_files(tmp_path, RECORDS, SUMMARY)
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["version"] for line in lines] == [1, 2, 3]
+    assert json.loads((tmp_path / "summary.json").read_text())["trainer_sha256"] == "ab" * 32
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
