@@ -15,6 +15,8 @@ from deltasync.delta.patch import ChunkedPatch, Patch, Run, positions_of, runs_o
 from deltasync.errors import DigestMismatch, InvalidIndices, LayoutMismatch, LimitExceeded
 from deltasync.wire.digest import MASK
 
+_BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
+
 
 @torch.no_grad()
 def apply_patch(parameter: Tensor, patch: Patch) -> None:
@@ -168,11 +170,9 @@ class Staging:
 
         Raises whatever a write raises; the caller then calls `undo`.
         """
-        for run in self._runs:
-            run.write(run.bits)
         digest = self.ledger.total
         for run in self._runs:
-            digest += self._digest(run, run.read()) - run.digest
+            digest += self._write(run) - run.digest
         return digest & MASK
 
     def undo(self) -> None:
@@ -183,10 +183,19 @@ class Staging:
             if not torch.equal(run.read(), run.old):
                 raise DigestMismatch(f"{self.ledger.specs[run.parameter].name}: undo failed")
 
-    def _digest(self, run: StagedRun, bits: Tensor) -> int:
+    def _write(self, run: StagedRun) -> int:
+        """Write a run. Returns the digest of what is read back, while it is still in the cache."""
         if run.positions is None:
-            return self.ledger.digest_run(run.parameter, bits, run.start)
-        return self.ledger.digest_at(run.parameter, run.positions, bits)
+            run.write(run.bits)
+            return self.ledger.digest_run(run.parameter, run.read(), run.start)
+        digest = 0
+        step = _BLOCK if run.positions.is_cpu else len(run.positions)
+        for begin in range(0, len(run.positions), step):
+            positions = run.positions[begin : begin + step]
+            run.flat.scatter(positions, run.bits[begin : begin + step])
+            live = run.flat.gather(positions)
+            digest += self.ledger.digest_at(run.parameter, positions, live)
+        return digest
 
 
 class InPlace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from torch import nn
@@ -59,6 +60,7 @@ class ModuleTarget:
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
         """Find each parameter of the layout in the module."""
         tensors = self._tensors()
+        _refuse_overlap(tensors)
         numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
         self._places = places(self._module, self._rename)
         return {
@@ -113,6 +115,21 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
 
 def _spec(tensor: NamedTensor) -> ParameterSpec:
     return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
+
+
+def _refuse_overlap(tensors: Sequence[NamedTensor]) -> None:
+    """Two tensors over the same bytes: each write would undo one that was read back as good.
+
+    Strided views may interleave without sharing a byte, so only contiguous ones are compared.
+    """
+    runs = sorted(
+        (t.tensor.data_ptr(), t.tensor.data_ptr() + t.tensor.nbytes, t.name)
+        for t in tensors
+        if t.tensor.is_contiguous() and t.tensor.numel()
+    )
+    for (_, end, left), (begin, _, right) in pairwise(runs):
+        if begin < end:
+            raise LayoutMismatch(f"{_some([left, right])} share memory without being tied")
 
 
 def _some(names: Sequence[str]) -> str:

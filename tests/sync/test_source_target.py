@@ -366,3 +366,17 @@ class TestTransposedModuleTarget(TestModuleTarget):
             if parameter.dim() == 2:
                 parameter.data = parameter.data.T.contiguous().T
         return target
+
+
+def test_tensors_that_share_bytes_without_being_tied_are_refused() -> None:
+    memory = torch.zeros(12)
+    module = nn.Module()
+    module.register_parameter("whole", nn.Parameter(memory))
+    module.register_parameter("part", nn.Parameter(memory[4:8]))
+    target = ModuleTarget(module)
+    with pytest.raises(LayoutMismatch, match="share memory"):
+        target.bind(target.parameters())
+    halves = nn.Module()
+    halves.register_parameter("low", nn.Parameter(memory[:6]))
+    halves.register_parameter("high", nn.Parameter(memory[6:]))
+    assert len(ModuleTarget(halves).bind(ModuleTarget(halves).parameters())) == 2
