@@ -50,16 +50,19 @@ class Lobby:
             del self._waiting[peer]
 
     def engines(self) -> list[dict[int, Hello]]:
-        """The complete engines: each a receiver by peer for all its ranks, in order of arrival."""
+        """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
+
+        At most one of each name: whoever claims the same name with another world waits.
+        """
         ranks: dict[tuple[str, int], dict[int, int]] = {}
         for peer, hello in self._waiting.items():
             here = ranks.setdefault((hello.engine, hello.world), {})
             here[hello.rank] = peer  # a later greeting replaces an earlier one
-        return [
-            {peer: self._waiting[peer] for peer in peers.values()}
-            for (_, world), peers in ranks.items()
-            if len(peers) == world
-        ]
+        complete: dict[str, dict[int, int]] = {}
+        for (engine, world), here in ranks.items():
+            if len(here) == world:
+                complete.setdefault(engine, here)
+        return [{peer: self._waiting[peer] for peer in e.values()} for e in complete.values()]
 
     def take(self, hellos: dict[int, Hello], layout: SourceLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""

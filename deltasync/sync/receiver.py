@@ -22,6 +22,7 @@ from deltasync.errors import (
     DigestMismatch,
     DirtyReceiver,
     IllegalMessage,
+    LimitExceeded,
     PeerLost,
     Refused,
     SyncAborted,
@@ -35,6 +36,7 @@ from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.target import WeightTarget
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.compression import decompress
 from deltasync.wire.frame import FORMAT_VERSION, MAX_PAYLOAD_BYTES
 
@@ -97,6 +99,7 @@ class WeightReceiver:
         self._flats: dict[int, Flat] = {}
         self._ledger = DigestLedger((), chunk_numel=self.options.chunk_numel)
         self._reader = BucketReader(())
+        self._max_sync_bytes = 0
         self._staging: Staging | InPlace | None = None
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
@@ -159,6 +162,8 @@ class WeightReceiver:
                 message = self._take_next(deadline)
                 if self._is_in_place:
                     return True
+                if self._is_aborted(message):
+                    raise SyncAborted("the sender gave up; the weights are as dirty as before")
                 if isinstance(message, messages.Welcome) and not self._is_waiting:
                     return False
             return True
@@ -206,6 +211,11 @@ class WeightReceiver:
     @property
     def _is_waiting(self) -> bool:
         return self._session.state is ReceiverState.WAITING
+
+    def _is_aborted(self, message: messages.Message) -> bool:
+        """Whether an abort ended membership, as it does where weights are dirty."""
+        is_outside = self._session.state is ReceiverState.OUTSIDE
+        return is_outside and isinstance(message, messages.Abort)
 
     @property
     def _is_in_place(self) -> bool:
@@ -281,11 +291,17 @@ class WeightReceiver:
         for parameter, flat in self._flats.items():
             self._ledger.measure(parameter, flat.read)
         self._reader = BucketReader(specs)
+        # Every element once, with an index of its own.
+        self._max_sync_bytes = sum(
+            spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
+        )
         self._session.set_layout_hash(messages.layout_hash(specs))
         self._reply(messages.Held(digest=messages.digest_text(self._ledger.total)))
 
     def _begin(self, begin: messages.Begin) -> None:
         needed = staged_bytes_of(sparse_bytes=begin.sparse_bytes, dense_bytes=begin.dense_bytes)
+        if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
+            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
         self._reader.begin()
         if needed > self._max_staged_bytes():
             self._staging = InPlace(self._flats, self._ledger)

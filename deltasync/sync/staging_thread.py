@@ -8,6 +8,7 @@ from typing import Self
 
 from deltasync.errors import DeltaSyncError, IllegalMessage, TransportClosed, TransportTimeout
 from deltasync.sync.receiver import WeightReceiver
+from deltasync.sync.session import ReceiverState
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _RETRY_S = 0.2  # between a failed sync and joining anew
@@ -20,13 +21,16 @@ class StagingThread:
     calls `commit`, and resumes. A failed sync is kept in `last_error` and the receiver joins
     anew; the engine serves its old version meanwhile. Leaving the context waits for the turn
     under way, at most until the sender or its silence ends it. A version that is staged then can
-    still be committed by the receiver itself; otherwise the sender gives it up in its timeout.
+    still be committed, by the receiver itself or by another StagingThread. The sender waits for
+    that until its own timeout, drops this receiver and goes on with the others; one that commits
+    later holds a version that was decided, and rejoins at its next sync.
 
     Args:
         receiver: Used by this object alone from now on; not closed by it.
 
     Attributes:
-        last_error: Why the last failed sync failed, or None.
+        last_error: Why the last sync or joining that failed here did so, or None. What
+            `commit` raises is not kept.
     """
 
     def __init__(self, receiver: WeightReceiver) -> None:
@@ -101,9 +105,10 @@ class StagingThread:
             staged = self._receiver.stage(timeout_s=_TURN_S)
         except TransportClosed:
             raise
-        except TransportTimeout:
-            return
         except DeltaSyncError as error:
+            is_idle = self._receiver.state is not ReceiverState.OUTSIDE
+            if isinstance(error, TransportTimeout) and is_idle:
+                return  # no sync came; silence within one, or no sender, leaves it outside
             self.last_error = error
             with self._turn:
                 self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)

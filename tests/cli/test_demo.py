@@ -68,7 +68,7 @@ def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_cpus_without_avx512_compute_in_fp32() -> None:
+def test_cpus_without_bf16_compute_in_fp32() -> None:
     done = call([*QUICK, "--steps", "1"], ATEN_CPU_CAPABILITY="avx2")
     assert done.returncode == 0, done.stderr
     assert "equal in both processes" in done.stderr

@@ -1,0 +1,253 @@
+"""A sender by hand: what it says, legal unless told otherwise, and who hears it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import (
+    DeltaSyncError,
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    WeightReceiver,
+    WeightSender,
+    dtypes,
+)
+from deltasync.delta.bits import as_bits
+from deltasync.errors import (
+    TransportTimeout,
+)
+from deltasync.transports import inprocess
+from deltasync.transports.base import Frame
+from deltasync.wire.frame import join_header
+from deltasync.wire.messages import (
+    Begin,
+    Bucket,
+    Commit,
+    Hello,
+    Layout,
+    Message,
+    ParameterSpec,
+    Prepare,
+    Welcome,
+    decode,
+    encode,
+    entries,
+    layout_hash,
+)
+from deltasync.wire.table import ROW, RowKind, aligned
+from tests.sync.harness import Model, Serving, bits_equal
+
+SPECS = (
+    ParameterSpec(("a",), (8, 5), dtypes.BY_NAME["bfloat16"]),
+    ParameterSpec(("b",), (30,), dtypes.BY_NAME["float32"]),
+)
+HASH = layout_hash(SPECS)
+STREAM, BASE, NEXT = "run", 5, 6
+OPTIONS = ReceiverOptions(stall_timeout_s=0.02, max_payload_bytes=4096)
+
+
+def model(seed: int = 0) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    return Model(
+        {
+            "a": torch.randn(8, 5, generator=generator).bfloat16(),
+            "b": torch.randn(30, generator=generator),
+        }
+    )
+
+
+# What a sender may say. Everything is legal unless the fields given make it not.
+
+
+def layout(**fields: Any) -> Layout:
+    legal: dict[str, Any] = {
+        "stream_id": STREAM,
+        "version": BASE,
+        "digest": "0" * 16,
+        "parameters": entries(SPECS),
+    }
+    return Layout(**(legal | fields))
+
+
+def welcome(*, full: bool = False) -> Welcome:
+    return Welcome(full_sync=("engine",) if full else ())
+
+
+def begin(**fields: Any) -> Begin:
+    legal: dict[str, Any] = {
+        "stream_id": STREAM,
+        "version": NEXT,
+        "base_version": BASE,
+        "layout_hash": HASH,
+        "sparse_bytes": 300,
+        "dense_bytes": 120,
+        "timeout_s": 0.0,
+    }
+    return Begin(**(legal | fields))
+
+
+def said(message: Message, **fields: Any) -> Frame:
+    """A message, with fields that the model would not take."""
+    data = json.loads(message.model_dump_json()) | fields
+    return Frame(join_header(json.dumps(data).encode()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a patch table and its blocks; `lies` stand in the table only."""
+
+    parameter: int = 0
+    indices: tuple[int, ...] | None = (1, 4, 9)
+    start: int = 0
+    span: int = 40
+    lies: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> list[int]:
+        inner = range(self.span) if self.indices is None else self.indices
+        return [self.start + index for index in inner]
+
+    @property
+    def bits(self) -> Tensor:
+        """The new values: every byte is 0x41."""
+        size = SPECS[self.parameter].dtype.item_size
+        flat = torch.full((len(self.positions) * size,), 0x41, dtype=torch.uint8)
+        return flat.view({2: torch.int16, 4: torch.int32}[size])
+
+    def blocks(self) -> list[bytes]:
+        indices = b"" if self.indices is None else np.array(self.indices, "<i4").tobytes()
+        return [indices, self.bits.numpy().tobytes()]
+
+    def fields(self) -> tuple[int, ...]:
+        index_bytes, value_bytes = map(len, self.blocks())
+        kind = RowKind.DENSE if self.indices is None else RowKind.SPARSE
+        honest = {
+            "parameter": self.parameter,
+            "kind": kind,
+            "index_codec": int(kind == RowKind.SPARSE),
+            "value_codec": 1,
+            "reserved": 0,
+            "start": self.start,
+            "span": self.span,
+            "count": len(self.positions),
+            "index_bytes": index_bytes,
+            "value_bytes": value_bytes,
+        }
+        return tuple((honest | dict(self.lies)).values())
+
+
+SPARSE = Row()
+DENSE = Row(parameter=1, indices=None, span=30)
+
+
+def packed(*rows: Row) -> bytes:
+    data = np.array([row.fields() for row in rows], ROW).tobytes()
+    for block in [block for row in rows for block in row.blocks()]:
+        data = data.ljust(aligned(len(data)), b"\0") + block
+    return data
+
+
+def tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+def frame(message: Message, data: bytes) -> Frame:
+    return Frame(encode(message, payload_bytes=len(data)), tensor(data))
+
+
+def bucket(*rows: Row, data: bytes | None = None, **fields: Any) -> Frame:
+    data = packed(*rows) if data is None else data
+    legal: dict[str, Any] = {
+        "version": NEXT,
+        "sequence": 0,
+        "num_rows": max(1, len(rows)),
+        "raw_bytes": len(data),
+        "compression": "none",
+    }
+    return frame(Bucket(**(legal | fields)), data)
+
+
+def zipped(data: bytes, *, raw_bytes: int, num_rows: int = 1) -> Frame:
+    message = Bucket(
+        version=NEXT, sequence=0, num_rows=num_rows, raw_bytes=raw_bytes, compression="zstd"
+    )
+    return frame(message, data)
+
+
+def prepare(num_buckets: int = 1, version: int = NEXT) -> Prepare:
+    return Prepare(version=version, num_buckets=num_buckets)
+
+
+def commit(version: int = NEXT) -> Commit:
+    return Commit(version=version)
+
+
+Said = Message | Frame
+JOINED: list[Said] = [layout(), welcome()]
+STAGED: list[Said] = [*JOINED, begin(), bucket(SPARSE, DENSE)]
+
+
+class Hand:
+    """A sender by hand, and the receiver that hears it in the same thread."""
+
+    def __init__(self, options: ReceiverOptions = OPTIONS, *, world: int = 1) -> None:
+        self.transport = inprocess.Sender()
+        self.module = model()
+        self.before = [as_bits(parameter.data).clone() for parameter in self.module.parameters()]
+        self.receiver = WeightReceiver(
+            ModuleTarget(self.module), self.transport.receiver(), options=options, world=world
+        )
+        self.peer = -1
+
+    def say(self, messages: Iterable[Said]) -> DeltaSyncError:
+        """Let the receiver greet, say all of it, and return the first error."""
+        with pytest.raises(TransportTimeout):
+            self.receiver.stage(timeout_s=0)
+        [(self.peer, hello)] = self.transport.poll(timeout_s=0)
+        assert isinstance(decode(hello)[0], Hello)
+        assert not self.transport.open_epoch([self.peer], timeout_s=0)
+        for message in messages:
+            sent = message if isinstance(message, Frame) else Frame(encode(message))
+            self.transport.send(sent, timeout_s=0)
+        while True:
+            try:
+                self.receiver.receive_weights(timeout_s=0)
+            except DeltaSyncError as error:
+                return error
+
+    def replies(self) -> list[Message]:
+        """All that the receiver answered until it hung up or has nothing more to say."""
+        found: list[Message] = []
+        while isinstance(reply := self.transport.collect_replies(timeout_s=0)[self.peer], bytes):
+            found.append(decode(reply)[0])
+        return found
+
+    def is_untouched(self) -> bool:
+        now = [as_bits(parameter.data) for parameter in self.module.parameters()]
+        return all(torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
+
+    def serve_honestly(self) -> None:
+        """The same receiver joins a real sender over the same transport and follows it."""
+        source = model(7)
+        sender = WeightSender(ModuleSource(source), self.transport)
+        serving = Serving(self.receiver).start()
+        try:
+            for _ in range(2):
+                sender.wait_for_receivers(1, timeout_s=5)
+                sender.send_weights(timeout_s=5)
+                as_bits(source.get_parameter("a").data)[1, 1] ^= 1
+            sender.send_weights(timeout_s=5)
+            assert bits_equal(source, self.module)
+            assert not self.receiver.is_dirty
+        finally:
+            serving.stop()
+            sender.close()

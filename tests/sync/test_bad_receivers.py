@@ -1,0 +1,230 @@
+"""Broken and hostile receivers: named by the sender, and the good ones are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync import (
+    SyncStats,
+    WeightSender,
+)
+from deltasync.delta.bits import as_bits
+from deltasync.errors import (
+    SyncAborted,
+)
+from deltasync.transports.base import ReceiveTransport
+from deltasync.wire.frame import FORMAT_VERSION, join_header
+from deltasync.wire.messages import (
+    Failed,
+    Held,
+    Hello,
+    Message,
+    Refused,
+    decode,
+    encode,
+    entries,
+)
+from tests.sync.by_hand import (
+    SPECS,
+    model,
+    prepare,
+    said,
+    welcome,
+)
+from tests.sync.harness import bits_equal, fleet
+
+pytestmark = pytest.mark.timeout(60)
+
+Tamper = Callable[[Any], list[Message | bytes]]
+
+
+class Liar:
+    """A receiver's link that says something else, once, for one kind of message."""
+
+    def __init__(self, inner: ReceiveTransport, kind: str, tamper: Tamper) -> None:
+        self._inner, self._kind, self._tamper = inner, kind, tamper
+        self.capabilities = inner.capabilities
+        self.receive, self.disconnect, self.close = inner.receive, inner.disconnect, inner.close
+
+    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
+        for data in self._tampered(greeting):
+            self._inner.connect(data, timeout_s=timeout_s)
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        for each in self._tampered(data):
+            self._inner.reply(each, timeout_s=timeout_s)
+
+    def _tampered(self, data: bytes) -> list[bytes]:
+        message = decode(data)[0]
+        if message.kind != self._kind:
+            return [data]
+        self._kind = ""
+        return [m if isinstance(m, bytes) else encode(m) for m in self._tamper(message)]
+
+
+def with_(**fields: Any) -> Tamper:
+    """The same message with other fields, legal ones or not."""
+
+    def tamper(message: Message) -> list[Message | bytes]:
+        return [said(message, **fields).header]
+
+    return tamper
+
+
+WRONG = "0123456789abcdef"
+ONLY = entries(SPECS)
+
+LIES: dict[str, tuple[str, Tamper, str]] = {
+    "garbage hello": ("hello", lambda _: [b"garbage"], "TruncatedFrame"),
+    "random hello": ("hello", lambda _: [bytes(range(100))], "BadMagic"),
+    "hello of a format to come": ("hello", with_(format_versions=[99]), "speaks format"),
+    "no hello": ("hello", lambda _: [Held(digest=WRONG)], "no hello"),
+    "hello of half a character": (
+        "hello",
+        lambda _: [join_header(b'{"\\ud800": 1, "kind": "hello"}')],
+        "MalformedMessage",
+    ),
+    "hello of rank 3 of 1": ("hello", with_(rank=3), "rank 3 of 1"),
+    "hello of a world of 2^40": ("hello", with_(world=1 << 40), "world"),
+    "hello of an unknown dtype": (
+        "hello",
+        with_(parameters=[[["a"], [8, 5], 99], [["b"], [30], 1]]),
+        "dtype",
+    ),
+    "hello of a gigantic shape": (
+        "hello",
+        with_(parameters=[[["a"], [1 << 62, 1 << 62], 1]]),
+        "elements",
+    ),
+    "hello of a name twice": ("hello", with_(parameters=[ONLY[0], ONLY[0]]), "twice"),
+    "hello of other parameters": ("hello", with_(parameters=[[["x"], [3], 1]]), ""),
+    "hello of no parameters": ("hello", with_(parameters=[]), ""),
+    "held in another digest format": ("held", with_(digest="not hex"), "MalformedMessage"),
+    "held with a digest too long": ("held", with_(digest=WRONG * 2), "MalformedMessage"),
+    "another message than held": ("held", lambda _: [welcome()], "answered the layout"),
+    "held as random bytes": ("held", lambda _: [bytes(range(100))], "BadMagic"),
+    "no held": ("held", lambda _: [], "TransportTimeout"),
+    "held twice": ("held", lambda m: [m, m], "answered with held"),
+    "prepared for another version": ("prepared", with_(version=99), "prepared"),
+    "prepared for another digest": ("prepared", with_(digest=WRONG), "DigestMismatch"),
+    "another message than prepared": ("prepared", lambda _: [prepare()], "answered with prepare"),
+    "prepared as random bytes": ("prepared", lambda _: [bytes(range(100))], "BadMagic"),
+    "no prepared": ("prepared", lambda _: [], "TransportTimeout"),
+    "prepared twice": ("prepared", lambda m: [m, m], "answered with prepared"),
+    "failed instead of prepared": (
+        "prepared",
+        lambda _: [Failed(version=None, error="E", reason="no")],
+        "E: no",
+    ),
+    "committed another version": ("committed", with_(version=99), "committed"),
+    "committed another digest": ("committed", with_(digest=WRONG), "DigestMismatch"),
+    "committed twice": ("committed", lambda m: [m, m], "answered with committed"),
+    "no committed": ("committed", lambda _: [], "TransportTimeout"),
+    "committed as random bytes": ("committed", lambda _: [bytes(range(100))], "BadMagic"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_bad_receiver_is_named_and_the_good_one_is_served(name: str) -> None:
+    kind, tamper, reason = LIES[name]
+    source, good, bad = model(3), model(3), model(3)
+    with fleet(source) as here:
+        here.add(good, engine="good")
+        liar = here.add(bad, engine="bad", wrap=lambda inner: Liar(inner, kind, tamper))
+        here.wait(2 if kind != "hello" else 1)
+        heard = []
+        for _ in range(3):  # joining, and two deltas
+            version = here.sender.version
+            stats = send(here.sender)
+            assert here.sender.version == stats.version == version + 1
+            assert bits_equal(source, good)
+            heard += [why for who, why in stats.lost.items() if who.startswith("bad")]
+            assert not [who for who in stats.lost if who.startswith("good")]
+            nudge(source)
+        told = [str(error) for error in liar.errors]
+        assert any(reason in why for why in [*heard, *told]), (heard, told)
+        settle(here.sender, 2)
+        assert bits_equal(source, good)
+        assert bits_equal(source, bad)
+
+
+def nudge(source: nn.Module) -> None:
+    as_bits(source.get_parameter("a").data)[2, 3] ^= 1
+
+
+def send(sender: WeightSender) -> SyncStats:
+    return sender.send_weights(timeout_s=0.3)
+
+
+def settle(sender: WeightSender, count: int) -> None:
+    """Until all receivers are members and a sync finds nothing to complain of."""
+    for _ in range(5):
+        sender.wait_for_receivers(count, timeout_s=5)
+        stats = send(sender)
+        if not stats.lost and stats.receivers == count:
+            return
+    raise AssertionError("the fleet does not settle")
+
+
+# Of two answers the first is a good one: that version is decided.
+UNPREPARED = [n for n, (kind, _, _) in LIES.items() if kind == "prepared" and "twice" not in n]
+
+
+@pytest.mark.parametrize("name", UNPREPARED)
+def test_a_version_that_nobody_prepared_is_not_decided(name: str) -> None:
+    kind, tamper, reason = LIES[name]
+    source, bad = model(3), model(3)
+    with fleet(source) as here:
+        here.add(bad, engine="bad", wrap=lambda inner: Liar(inner, kind, tamper))
+        here.wait(1)
+        version = send(here.sender).version
+        snapshot = here.sender._snapshot
+        assert snapshot is not None
+        nudge(source)
+        before = [flat.read(0, flat.numel).clone() for flat in snapshot.flats]
+        digest = snapshot.ledger.total
+        with pytest.raises(SyncAborted, match=reason):
+            send(here.sender)
+        assert here.sender.version == version
+        now = [flat.read(0, flat.numel) for flat in snapshot.flats]
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        assert snapshot.ledger.total == digest
+        assert not here.serving["bad/0"].receiver.is_dirty
+        settle(here.sender, 1)
+        assert bits_equal(source, bad)
+
+
+def test_an_engine_that_claims_a_name_with_another_world_waits_and_is_refused() -> None:
+    source, good = model(3), model(3)
+    with fleet(source) as here:
+        here.add(good, engine="same")
+        here.wait(1)
+        claims = [here.transport.receiver() for _ in range(2)]
+        for rank, claim in enumerate(claims):
+            claim.connect(encode(hello("same", rank, 2)), timeout_s=1)
+        here.wait(3)
+        assert send(here.sender).receivers == 1
+        nudge(source)
+        assert send(here.sender).receivers == 1
+        assert bits_equal(source, good)
+        for claim in claims:
+            refusal = decode(claim.receive(timeout_s=1).header)[0]
+            assert isinstance(refusal, Refused)
+            assert "member already" in refusal.reason
+
+
+def hello(engine: str, rank: int, world: int) -> Hello:
+    return Hello(
+        engine=engine,
+        rank=rank,
+        world=world,
+        format_versions=(FORMAT_VERSION,),
+        stream_id=None,
+        version=None,
+        parameters=ONLY,
+    )
