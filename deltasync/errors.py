@@ -23,7 +23,7 @@
     - DigestMismatch               the weights are not what the sender says; rejoin
     - DirtyReceiver                a half-written or corrupted model; rejoin
     - Refused                      the sender turned it away; .kind, .message say why
-    - SyncAborted                  no version was decided, nothing is lost; send again
+    - SyncAborted                  no receiver took the version; nothing is lost, send again
     - NoReceivers                  nobody to send to; start a receiver
     - StepApplied                  the sync after a step failed; the step was applied
   + TransportError
@@ -139,7 +139,7 @@ class Refused(SyncError):
 
 
 class SyncAborted(SyncError):
-    """No version was decided; receivers keep the old one and the next sync covers both."""
+    """No receiver took the version: none was decided, or all were lost after it. Send again."""
 
 
 class NoReceivers(SyncError):

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltasync import (
-    DeltaSyncError,
-)
+from deltasync import DeltaSyncError
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     BadMagic,
@@ -122,6 +120,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "unknown compression": (
         [*JOINED, begin(), said(decode(bucket(SPARSE).header)[0], compression="lzma")],
         MalformedMessage,
+    ),
+    "payload that was not declared": (
+        [*JOINED, Frame(encode(begin()), tensor(b"12345678"))],
+        TruncatedFrame,
     ),
     "payload without a bucket": ([*JOINED, frame(begin(), b"12345678")], MalformedMessage),
     "a receiver's message": ([*JOINED, Held(digest="0" * 16)], IllegalMessage),

@@ -12,16 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import (
-    ReceiverOptions,
-)
+from deltasync import ReceiverOptions
 from deltasync.delta.bits import as_bits
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import (
-    Abort,
-    Committed,
-    Finish,
-)
+from deltasync.wire.messages import Abort, Committed, Finish
 from tests.sync.by_hand import (
     BASE,
     DENSE,
