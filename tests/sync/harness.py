@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.delta.bits import as_bits
-from deltasync.errors import TransportClosed, TransportTimeout
+from deltasync.errors import TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import inprocess
-from deltasync.transports.base import ReceiveTransport
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 
 
 class Model(nn.Module):
@@ -82,6 +82,67 @@ class Serving:
         except DeltaSyncError as error:
             self.errors.append(error.with_traceback(None))
             self._stop.wait(0.02)
+
+
+class ThroughReceiver:
+    """A receiver's link that passes everything on; faults override a method."""
+
+    def __init__(self, inner: ReceiveTransport) -> None:
+        self._inner = inner
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
+        self._inner.connect(greeting, timeout_s=timeout_s)
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        return self._inner.receive(timeout_s=timeout_s)
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        self._inner.reply(data, timeout_s=timeout_s)
+
+    def disconnect(self) -> None:
+        self._inner.disconnect()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class ThroughSender:
+    """A sender's link that passes everything on; faults override a method."""
+
+    def __init__(self, inner: SendTransport) -> None:
+        self._inner = inner
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        return self._inner.poll(timeout_s=timeout_s)
+
+    def is_connected(self, peer: int) -> bool:
+        return self._inner.is_connected(peer)
+
+    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
+        return self._inner.open_epoch(peers, timeout_s=timeout_s)
+
+    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
+        return self._inner.buffer(num_bytes, timeout_s=timeout_s)
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        self._inner.send(frame, timeout_s=timeout_s)
+
+    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        return self._inner.collect_replies(timeout_s=timeout_s)
+
+    def drop(self, peer: int) -> None:
+        self._inner.drop(peer)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 Wrap = Callable[[ReceiveTransport], ReceiveTransport]

@@ -7,19 +7,18 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceiver, WeightSender
 from deltasync.delta.bits import as_bits
-from deltasync.errors import DeltaSyncError, TransportError
+from deltasync.errors import DeltaSyncError
 from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
+from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.messages import decode
-from tests.sync.harness import Model
+from tests.sync.harness import Model, ThroughReceiver, ThroughSender
 
 NUMELS = (5000, 3, 40_000, 0)
 
@@ -76,18 +75,12 @@ def die() -> None:
     time.sleep(60)
 
 
-class DyingReceiver:
+class DyingReceiver(ThroughReceiver):
     """Kills its process when a message of one kind arrives, or just after it was answered."""
 
     def __init__(self, inner: ReceiveTransport, phase: str) -> None:
-        self._inner, self._phase = inner, phase
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        self._inner.connect(greeting, timeout_s=timeout_s)
+        super().__init__(inner)
+        self._phase = phase
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self._inner.receive(timeout_s=timeout_s)
@@ -95,39 +88,18 @@ class DyingReceiver:
             die()
         return frame
 
-    def disconnect(self) -> None:
-        self._inner.disconnect()
-
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
         if decode(data)[0].kind == self._phase:
             die()
 
-    def close(self) -> None:
-        self._inner.close()
 
-
-class DyingSender:
+class DyingSender(ThroughSender):
     """Kills its process when it is about to send a message of one kind in sync number `turn`."""
 
     def __init__(self, inner: SendTransport, phase: str, turn: int) -> None:
-        self._inner, self._phase, self._turn = inner, phase, turn
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        return self._inner.poll(timeout_s=timeout_s)
-
-    def is_connected(self, peer: int) -> bool:
-        return self._inner.is_connected(peer)
-
-    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
-        return self._inner.open_epoch(peers, timeout_s=timeout_s)
-
-    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
-        return self._inner.buffer(num_bytes, timeout_s=timeout_s)
+        super().__init__(inner)
+        self._phase, self._turn = phase, turn
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         kind = decode(frame.header)[0].kind
@@ -136,15 +108,6 @@ class DyingSender:
         if kind == self._phase and self._turn <= 0:
             die()
         self._inner.send(frame, timeout_s=timeout_s)
-
-    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        return self._inner.collect_replies(timeout_s=timeout_s)
-
-    def drop(self, peer: int) -> None:
-        self._inner.drop(peer)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def serve(kind: str, folder: str, engine: str, seed: int, phase: str, start: str) -> None:

@@ -11,25 +11,18 @@ from torch import Tensor
 from deltasync import DeltaSyncError, Policy, ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.errors import NoReceivers, SyncAborted, TransportError
-from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
-from tests.sync.harness import Fleet, Model, bits_equal, fleet
+from deltasync.transports.base import Frame, ReceiveTransport
+from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(180)
 
 
-class Faulty:
+class Faulty(ThroughReceiver):
     """A link that damages one frame when it is told to: everything else passes through."""
 
     def __init__(self, inner: ReceiveTransport) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.plan: list[tuple[str, int]] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def connect(self, greeting: bytes, *, timeout_s: float) -> None:
-        self._inner.connect(greeting, timeout_s=timeout_s)
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self._inner.receive(timeout_s=timeout_s)
@@ -41,15 +34,6 @@ class Faulty:
             return frame
         self.plan.pop(0)
         return damaged(frame, fault, lambda: self._inner.receive(timeout_s=timeout_s))
-
-    def disconnect(self) -> None:
-        self._inner.disconnect()
-
-    def reply(self, data: bytes, *, timeout_s: float) -> None:
-        self._inner.reply(data, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def damaged(frame: Frame, fault: str, next_frame: object) -> Frame:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.delta.apply import Staging
 from deltasync.delta.bits import as_bits
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted, TransportError
 from deltasync.transports import inprocess, shared_memory
-from deltasync.transports.base import Capabilities, Frame, SendTransport
+from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.messages import decode
-from tests.sync.harness import Model, Serving, bits_equal, fleet
+from tests.sync.harness import Model, Serving, ThroughSender, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,27 +31,12 @@ def change(source: nn.Module) -> None:
         as_bits(parameter.data)[3] ^= 1
 
 
-class Interrupting:
+class Interrupting(ThroughSender):
     """A sender's link that is interrupted once, when it looks for answers to one message."""
 
     def __init__(self, inner: SendTransport, kind: str) -> None:
-        self._inner, self._kind, self._last = inner, kind, ""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        return self._inner.poll(timeout_s=timeout_s)
-
-    def is_connected(self, peer: int) -> bool:
-        return self._inner.is_connected(peer)
-
-    def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
-        return self._inner.open_epoch(peers, timeout_s=timeout_s)
-
-    def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
-        return self._inner.buffer(num_bytes, timeout_s=timeout_s)
+        super().__init__(inner)
+        self._kind, self._last = kind, ""
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
         self._last = decode(frame.header)[0].kind
@@ -63,12 +47,6 @@ class Interrupting:
             self._kind = ""
             raise KeyboardInterrupt
         return self._inner.collect_replies(timeout_s=timeout_s)
-
-    def drop(self, peer: int) -> None:
-        self._inner.drop(peer)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @pytest.mark.parametrize("kind", ["layout", "prepare", "commit"])
