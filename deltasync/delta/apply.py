@@ -18,7 +18,6 @@ from deltasync.wire.digest import MASK
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 
 
-@torch.no_grad()
 def apply_patch(parameter: Tensor, patch: Patch) -> None:
     """Overwrite what the patch says of `parameter`, in place. Applying twice equals once.
 

@@ -166,6 +166,9 @@ def write_run(flat: Flat, run: Run, bits: Tensor) -> None:
     if run.indices is None:
         flat.write(run.start, bits)
         return
+    if run.count <= _BLOCK and bits.device == device:
+        flat.scatter(positions_of(run), bits)
+        return
     for begin in range(0, run.count, _BLOCK):
         block = slice(begin, begin + _BLOCK)
         positions = positions_of(Run(run.start, run.span, run.indices[block]))
