@@ -94,7 +94,8 @@ def sender_process(make: Callable[[], SendTransport], num_receivers: int) -> Non
     sender = make()
     peers = greeted(sender, num_receivers)
     assert sender.open_epoch(list(peers), timeout_s=PATIENCE_S) == {}
-    sender.send(Frame(b"first", payload_of(1000)), timeout_s=PATIENCE_S)
+    payload = payload_of(1000).to(sender.capabilities.devices[0])
+    sender.send(Frame(b"first", payload), timeout_s=PATIENCE_S)
     time.sleep(60)
 
 
@@ -122,6 +123,10 @@ class Link:
         stack.callback(self.sender.close)
         self.receivers: list[ReceiveTransport] = []
         self.peers: list[int] = []
+
+    def payload_of(self, num_bytes: int, seed: int = 0) -> Tensor:
+        """As the function, on a device that the transport takes."""
+        return payload_of(num_bytes, seed).to(self.sender.capabilities.devices[0])
 
     def connect(self, receiver: ReceiveTransport) -> int:
         """Connect `receiver` (again); its new peer number."""
@@ -183,7 +188,7 @@ class Link:
         for peer in peers:
             self._skip_old_replies(peer)
         assert self.sender.open_epoch(peers, timeout_s=PATIENCE_S) == {}
-        frame = Frame(b"check", payload_of(10_000, seed=7))
+        frame = Frame(b"check", self.payload_of(10_000, seed=7))
         self.sender.send(frame, timeout_s=PATIENCE_S)
         replies = self.sender.collect_replies(timeout_s=PATIENCE_S)
         assert replies == dict.fromkeys(peers, answer_to(frame))
@@ -202,7 +207,8 @@ def same_frame(got: Frame, sent: Frame) -> bool:
     """Whether two frames are equal, bit by bit."""
     if got.payload is None or sent.payload is None:
         return got.header == sent.header and got.payload is sent.payload
-    return got.header == sent.header and torch.equal(got.payload, sent.payload)
+    payload = got.payload.to(sent.payload.device)
+    return got.header == sent.header and torch.equal(payload, sent.payload)
 
 
 @contextmanager

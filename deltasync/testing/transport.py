@@ -69,7 +69,7 @@ class TransportContract(ABC):
     ) -> None:
         link.add(num_receivers)
         link.open()
-        frames = [Frame(b"%d" % n, payload_of(n, seed=n)) for n in SIZES]
+        frames = [Frame(b"%d" % n, link.payload_of(n, seed=n)) for n in SIZES]
         for frame in [*frames, Frame(b"header only"), *reversed(frames)]:
             assert all(same_frame(got, frame) for got in link.exchange(frame))
 
@@ -88,7 +88,7 @@ class TransportContract(ABC):
         link.add(2)
         link.open()
         for num_bytes in [*SIZES, 5, 0]:
-            expected = Frame(b"packed", payload_of(num_bytes, seed=3))
+            expected = Frame(b"packed", link.payload_of(num_bytes, seed=3))
             buffer = link.sender.buffer(num_bytes, timeout_s=PATIENCE_S)
             assert (buffer.dtype, buffer.shape) == (torch.uint8, (num_bytes,))
             assert expected.payload is not None
@@ -121,7 +121,7 @@ class TransportContract(ABC):
     def test_a_tensor_may_be_overwritten_once_sent(self, link: Link) -> None:
         link.add(2)
         link.open()
-        frame, payload = Frame(b"mine", payload_of(100_000)), payload_of(100_000)
+        frame, payload = Frame(b"mine", link.payload_of(100_000)), link.payload_of(100_000)
         received = link.receive_later(delay_s=0.2)
         link.sender.send(Frame(b"mine", payload), timeout_s=PATIENCE_S)
         payload.fill_(0xEE)
@@ -131,7 +131,7 @@ class TransportContract(ABC):
     def test_the_next_buffer_leaves_what_receivers_read_alone(self, link: Link) -> None:
         link.add(2)
         link.open()
-        expected = payload_of(100_000)
+        expected = link.payload_of(100_000)
         for _ in range(5):
             buffer = link.sender.buffer(100_000, timeout_s=PATIENCE_S)
             buffer.copy_(expected)
@@ -141,7 +141,7 @@ class TransportContract(ABC):
             for future in received:
                 payload = future.result(PATIENCE_S).payload
                 assert payload is not None
-                assert torch.equal(payload, expected)
+                assert torch.equal(payload.to(expected.device), expected)
 
     # Replies
 
@@ -186,13 +186,13 @@ class TransportContract(ABC):
         link.open()
         with pytest.raises(TransportTimeout):
             link.receivers[0].receive(timeout_s=0.02)
-        frame = Frame(b"later", payload_of(3))
+        frame = Frame(b"later", link.payload_of(3))
         assert same_frame(link.exchange(frame)[0], frame)
 
     @pytest.mark.timeout(60)
     def test_short_timeouts_do_not_lose_frames(self, link: Link) -> None:
         link.add(1)
-        frame = Frame(b"patience", payload_of(1 << 20))
+        frame = Frame(b"patience", link.payload_of(1 << 20))
 
         def receive() -> Frame:
             while True:
@@ -249,8 +249,8 @@ class TransportContract(ABC):
         received[0].result(PATIENCE_S)
         link.receivers[0].close()
         with within(PROMPT_S), pytest.raises(PeerLost):
-            send_for_ever(link, Frame(b"to whom", payload_of(100)))
-        link.sender.send(Frame(b"end", payload_of(100)), timeout_s=PATIENCE_S)
+            send_for_ever(link, Frame(b"to whom", link.payload_of(100)))
+        link.sender.send(Frame(b"end", link.payload_of(100)), timeout_s=PATIENCE_S)
 
     @pytest.mark.timeout(60)
     def test_a_dropped_peer_gets_what_was_sent_and_is_told(self, link: Link) -> None:
@@ -275,7 +275,7 @@ class TransportContract(ABC):
         assert link.peers[0] > max(old, link.peers[1])
         assert not link.sender.is_connected(old)
         link.open()
-        frame = Frame(b"again", payload_of(1000))
+        frame = Frame(b"again", link.payload_of(1000))
         assert all(same_frame(got, frame) for got in link.exchange(frame))
 
     @pytest.mark.timeout(60)
@@ -346,7 +346,7 @@ class TransportContract(ABC):
         good = processes.add_echo()
         child, peer = processes.add_process()
         processes.check([good, peer])
-        frame = Frame(b"large", payload_of(4 << 20))
+        frame = Frame(b"large", processes.payload_of(4 << 20))
         timer = threading.Timer(0.2, child.kill)
         timer.start()
         with within(0.2 + 2 * PROMPT_S):
@@ -362,7 +362,7 @@ class TransportContract(ABC):
         child, peer = processes.add_process()
         processes.check([peer, good, also_good])
         child.pause()
-        payload = None if num_bytes is None else payload_of(num_bytes)
+        payload = None if num_bytes is None else processes.payload_of(num_bytes)
         with within(2 * PROMPT_S):
             peers, frame = [good, also_good, peer], Frame(b"hello?", payload)
             assert lost_peers(processes, peers, frame, timeout_s=1.0) == {peer}

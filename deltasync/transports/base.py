@@ -7,6 +7,11 @@ reused: a receiver that connects again is a new peer. The first message on a
 connection is the receiver's greeting, given to `poll`. Frames go to the peers
 of the current *epoch* only. A peer that fails is dropped, never repaired.
 
+On a GPU a payload is ordered by the current stream of the calling thread: what was enqueued there
+before `send` is done before the payload is read, what is enqueued after `receive` or `buffer`
+comes after whatever last filled or read that memory. A payload may still be on its way when `send`
+returns; what then becomes of it is told by the next call that waits for peers.
+
 Neither end is thread-safe: one thread at a time uses it, except that `close`
 may be called from any thread and wakes a blocked call with TransportClosed.
 """

@@ -40,6 +40,7 @@ _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4  # in flight; two segments are, at most
 _MESSAGE_OVERHEAD_BYTES = 256
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.00005, 0.001
 
 
 class Kind(IntEnum):
@@ -54,8 +55,7 @@ class Kind(IntEnum):
     GROUP = 7
     READY = 8
     START = 9
-    SENT = 10
-    ABANDON = 11
+    ABANDON = 11  # 10 was in use once
 
 
 class Deadline:
@@ -76,6 +76,26 @@ class Deadline:
     def part(self, fraction: float) -> Deadline:
         """An earlier deadline: when `fraction` of the time left has gone."""
         return Deadline(self.remaining_s * fraction)
+
+    def sooner(self, limit_s: float) -> Deadline:
+        """This deadline, or one in `limit_s` if that comes first."""
+        return Deadline(min(self.remaining_s, limit_s))
+
+
+class Pace:
+    """How long to wait between two looks at what only polling tells: ever longer."""
+
+    def __init__(self, busy_s: float = 0.0) -> None:
+        """For the first `busy_s` there is no wait at all: a sleep takes longer than it says."""
+        self._busy = Deadline(busy_s)
+        self._pause_s = _MIN_PAUSE_S
+
+    def pause_s(self, deadline: Deadline) -> float:
+        """Seconds until the next look, never beyond `deadline`."""
+        if not self._busy.passed:
+            return 0.0
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _MAX_PAUSE_S)
+        return min(pause_s, deadline.remaining_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ _EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
 class Gate:
     """Lets one thread at a time use an end, and `close` from any thread wake it."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_s: float = 0.0) -> None:
+        """Every wait begins with `busy_s` of looking again and again: waking up takes time."""
+        self._busy_s = busy_s
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._closed = False
@@ -61,7 +63,12 @@ class Gate:
         if 0 < timeout_s < _EPOLL_RESOLUTION_S:
             time.sleep(timeout_s)
             timeout_s = 0
-        events = self._selector.select(timeout_s)
+        deadline, busy = Deadline(timeout_s), Deadline(min(self._busy_s, timeout_s))
+        events: list[tuple[selectors.SelectorKey, int]] = []
+        while not events and not busy.passed:
+            events = self._selector.select(0)
+        if not events:
+            events = self._selector.select(deadline.remaining_s)
         self.check()
         return [key.fileobj for key, _ in events]
 
@@ -350,13 +357,13 @@ class Client:
                 raise TransportTimeout("the sender did not answer in time")
         self.write(Kind.GREETING, greeting, deadline)
 
-    def poll(self, timeout_s: float) -> Message | None:
-        """The next message, or None if nothing came. Raises PeerLost."""
+    def poll(self, timeout_s: float, kind: Kind | None = None) -> Message | None:
+        """The next message (of `kind`), or None if nothing came. Raises PeerLost."""
         connection = self._current()
-        message = connection.take()
+        message = connection.take(kind)
         if message is None and connection.lost is None:
             self._run(connection, timeout_s)
-            message = connection.take()
+            message = connection.take(kind)
         if message is None and connection.lost is not None:
             self._gate.forget(connection)
             connection.hang_up()

@@ -1,18 +1,20 @@
 """Process groups of our own: formed, used and left without blocking the caller.
 
-The only file that knows how gloo and NCCL differ. Whatever a back end blocks in runs on a thread
-that ends with the timeout it was given; the interpreter waits for it before it exits, because a
-thread that returns from a back end into an interpreter that is gone would crash the process.
+The only file that knows how gloo and NCCL differ, and what streams have to do with it. Whatever a
+back end blocks in runs on a thread that ends with the timeout it was given; the interpreter waits
+for it before it exits, because a thread that returns from a back end into an interpreter that is
+gone would crash the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from deltasync.transports.base import Capabilities
 from deltasync.transports.endpoints import listen_tcp
 
 Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)  # their places are what travels
 
 
 class Group(Protocol):
@@ -37,6 +40,12 @@ class Group(Protocol):
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
+# A payload between GPUs takes about as long. On CPUs looking would take time from those who copy.
+_BUSY_S = {"cuda": 0.0003, "cpu": 0.0}
+_WAY_OUT = {
+    "gloo": "",
+    "nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc",
+}
 
 
 def bounded(timeout_s: float) -> float:
@@ -55,12 +64,19 @@ def device_of(backend: Backend, device: torch.device | str | None) -> torch.devi
     else:
         raise ConfigError(f"unknown backend {backend!r}; known are gloo and nccl")
     if not available:
-        raise TransportUnavailable(f"this machine or this build of torch cannot run {backend}")
+        raise TransportUnavailable(
+            f"this machine or this build of torch cannot run {backend}; the other backend may do"
+        )
     if device is None:
         device = type_ if type_ == "cpu" else f"cuda:{torch.cuda.current_device()}"
     if torch.device(device).type != type_:
         raise ConfigError(f"{backend} moves payloads on {type_}, not on {device}")
     return torch.device(device)
+
+
+def busy_s_of(device: torch.device) -> float:
+    """For how many seconds whoever waits for a payload on `device`, or for word of it, spins."""
+    return _BUSY_S[device.type]
 
 
 def capabilities_of(device: torch.device, max_payload_bytes: int) -> Capabilities:
@@ -88,13 +104,86 @@ def serve_store(host: str) -> tuple[int, TCPStore]:
     return port, store
 
 
+class Mark:
+    """A place in the calling thread's current stream; on a CPU it is passed from the start."""
+
+    error: str | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        """Whether everything that was enqueued before it is done. Never blocks."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class Lane:
+    """Where broadcasts are launched: on a GPU a stream of their own, on which nothing else runs.
+
+    NCCL orders a broadcast after what the stream that is current at the launch has been given. On
+    the caller's, the next payload would wait for the kernels that read the one before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the stream current."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class Slot:
+    """One of the two buffers that an end uses by turns and keeps.
+
+    Attributes:
+        flight: The broadcast out of it or into it, until that is known to have ended well.
+        mark: When its memory is ours: the payload is packed, or the last one was read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.flight: Broadcast | None = None
+        self.mark = Mark(device)
+
+    def fits(self, num_bytes: int) -> bool:
+        return self._memory.numel() >= num_bytes
+
+    def view(self, num_bytes: int) -> Tensor:
+        """Its first bytes, uint8[num_bytes]. It grows if they do not fit, and is marked then."""
+        if not self.fits(num_bytes):
+            device = self._memory.device
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self.set_mark()  # an allocator may hand out what its stream has still to finish with
+        return self._memory[:num_bytes]
+
+    def holds(self, payload: Tensor) -> bool:
+        """Whether `payload`, not empty, lies in its memory."""
+        return payload.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
+    def set_mark(self) -> None:
+        """Mark what the current stream has been given so far."""
+        self.mark = Mark(self._memory.device)
+
+    def abandon(self) -> None:
+        """Give up the memory if a broadcast still reads or writes it."""
+        if self.flight is not None and not self.flight.is_done():
+            self._memory = self._memory.new_empty(0)
+        self.flight = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which group to form, and as whom.
 
     Attributes:
         backend: gloo or nccl.
-        device: Where payloads live.
+        lane: Where broadcasts are launched.
         store_host: Where the sender serves the rendezvous store.
         store_port: Its port.
         name: Of the group; prefixes its keys.
@@ -105,7 +194,7 @@ class Plan:
     """
 
     backend: Backend
-    device: torch.device
+    lane: Lane
     store_host: str
     store_port: int
     name: str
@@ -131,15 +220,15 @@ class Plan:
             group = _nccl_group(self, store)
         else:
             group = _gloo_group(self, store, timeout)
-        first = Broadcast(
-            group, torch.zeros(1, dtype=torch.uint8, device=self.device), self.timeout_s
-        )
-        give_up = time.monotonic() + self.timeout_s
-        while not first.is_done() and time.monotonic() < give_up:
-            time.sleep(_POLL_S)
-        if not first.is_done() or first.error is not None:
-            _release([group])
-            raise RuntimeError(first.error or "the first broadcast did not end in time")
+        with self.lane.entered():
+            byte = torch.zeros(1, dtype=torch.uint8, device=self.lane.device)
+            first = Broadcast(group, byte, self.lane, self.timeout_s)
+        if not _ends_within(self.timeout_s, [first]) or first.error is not None:
+            error = first.error or "the first broadcast did not end in time"
+            groups = [group]
+            del group
+            _release(groups, None, [first])
+            raise RuntimeError(error)
         return group
 
 
@@ -160,11 +249,15 @@ class Join:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Until done: at most for the plan's timeout."""
+        self._thread.join()
+
     def _run(self, plan: Plan) -> None:
         try:
             self.group = plan.form()
         except RuntimeError as error:
-            self.error = str(error)
+            self.error = f"{error}{_WAY_OUT[plan.backend]}"
         finally:
             if self.group is None:
                 self.error = self.error or "the group could not be formed"
@@ -177,9 +270,10 @@ class Broadcast:
         error: Why it failed, once it is done.
     """
 
-    def __init__(self, group: Group, tensor: Tensor, timeout_s: float) -> None:
+    def __init__(self, group: Group, tensor: Tensor, lane: Lane, timeout_s: float) -> None:
         """Start to broadcast uint8[n]; `tensor` stays in use until done, or for good if left."""
         self.error: str | None = None
+        self._tensor: Tensor | None = tensor
         self._work: dist.Work | None = None
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -190,45 +284,84 @@ class Broadcast:
             # the process down with it.
             options.timeout = timedelta(seconds=timeout_s)
         try:
-            self._work = group.broadcast([tensor], options)
+            with lane.entered():
+                self._work = group.broadcast([tensor], options)
         except RuntimeError as error:
             self.error = str(error)
 
     def is_done(self) -> bool:
+        """Whether it has ended. If so the caller's current stream comes after it."""
         if self._work is not None and self._work.is_completed():
             try:
                 # Complete, so this does not block; on GPUs it orders the current stream.
                 self._work.wait()
             except RuntimeError as error:
                 self.error = str(error)
-            self._work = None
+            self._work = self._tensor = None
         return self._work is None
 
 
 class Membership:
-    """The group an end is in, and the job that runs inside the back end."""
+    """The group an end is in, and what runs inside the back end.
 
-    def __init__(self) -> None:
+    Attributes:
+        group: The group, or None. Hold no other reference: dropping the last one can block.
+        join: The group that is being formed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lane = Lane(device)
         self.group: Group | None = None
-        self.job: Join | Broadcast | None = None
+        self.join: Join | None = None
+        self._flights: list[Broadcast] = []
 
-    def leave(self) -> bool:
-        """Be in no group. Never blocks. Returns whether a job was cut off."""
-        cut_off = self.job is not None and not self.job.is_done()
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> Broadcast:
+        """Launch a broadcast of `tensor`, uint8[n], over the group."""
+        assert self.group is not None
+        flight = Broadcast(self.group, tensor, self.lane, timeout_s)
+        self._flights = [other for other in self._flights if not other.is_done()] + [flight]
+        return flight
+
+    def finish(self, limit_s: float) -> None:
+        """Let broadcasts under way end, for at most `limit_s`."""
+        _ends_within(limit_s, self._flights)
+
+    def leave(self) -> None:
+        """Be in no group. Never blocks: what takes its time ends on another thread."""
+        cut_off = [flight for flight in self._flights if not flight.is_done()]
         groups = [] if self.group is None else [self.group]
-        self.group = self.job = None
-        if cut_off:
-            threading.Thread(target=_release, args=(groups,)).start()
+        join = self.join
+        self.group = self.join = None
+        self._flights = []
+        if cut_off or join is not None or (groups and self.lane.device.type != "cpu"):
+            threading.Thread(target=_release, args=(groups, join, cut_off)).start()
         else:
-            _release(groups)
-        return cut_off
+            _release(groups, None, cut_off)
 
 
-def _release(groups: list[Group]) -> None:
-    """Abort and free the group that `groups` holds the last reference to."""
+def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
+    give_up = time.monotonic() + limit_s
+    while not all(flight.is_done() for flight in flights):
+        if time.monotonic() >= give_up:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -> None:
+    """Abort and free the groups that `groups` and `join` hold the last reference to.
+
+    The memory of the broadcasts that were cut off is kept until nothing can reach it any more.
+    """
+    if join is not None:
+        join.wait()
+        if join.group is not None:
+            groups.append(join.group)
+            join.group = None
     while groups:
         groups[-1].abort()
         groups.pop()
+    cut_off.clear()
 
 
 def _gloo_group(plan: Plan, store: Store, timeout: timedelta) -> Group:
@@ -243,6 +376,6 @@ def _gloo_group(plan: Plan, store: Store, timeout: timedelta) -> Group:
 def _nccl_group(plan: Plan, store: Store) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_MAX_TIMEOUT_S)
-    with torch.cuda.device(plan.device):
+    with torch.cuda.device(plan.lane.device):
         group = dist.ProcessGroupNCCL(store, plan.rank, plan.size, options)
     return cast("Group", group)

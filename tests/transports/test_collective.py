@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from deltasync.errors import (
     ConfigError,
@@ -33,14 +35,15 @@ from deltasync.testing.links import (
     background,
     echo,
     greeted,
+    lost_peers,
     payload_of,
     same_frame,
     within,
 )
-from deltasync.testing.processes import Child
+from deltasync.testing.processes import Child, run_ranks
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import collective
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control import Connection, Kind
 
@@ -122,7 +125,7 @@ import sys, time
 import torch
 from deltasync.errors import TransportTimeout
 from deltasync.testing.links import greeted
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import Sender
 
 sender = Sender("127.0.0.1", int(sys.argv[1]))
@@ -181,12 +184,11 @@ def test_receivers_refuse_payloads_beyond_their_limit() -> None:
         (Kind.FRAME, struct.pack("<Qqd", 1, 1 << 62, 1.0) + b"header"),
         (Kind.FRAME, struct.pack("<Qqd", 1, -2, 1.0) + b"header"),
         (Kind.GROUP, b"short"),
-        (Kind.GROUP, struct.pack("<QIIHd", 1, 2, 2, 1, 1.0) + b"name"),
-        (Kind.GROUP, struct.pack("<QIIHd", 1, 0, 2, 1, 1.0) + b"name"),
+        (Kind.GROUP, struct.pack("<QIIHBd", 1, 2, 2, 1, 0, 1.0) + b"name"),
+        (Kind.GROUP, struct.pack("<QIIHBd", 1, 0, 2, 1, 0, 1.0) + b"name"),
+        (Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 9, 1.0) + b"name"),
         (Kind.START, bytes(8)),
         (Kind.START, struct.pack("<Q", 7)),
-        (Kind.SENT, bytes(8)),
-        (Kind.SENT, b""),
         (Kind.ABANDON, b"short"),
     ],
 )
@@ -217,7 +219,7 @@ def test_a_receiver_that_lies_is_lost() -> None:
         )
         liar.write(Kind.GREETING, b"")
         (peer,) = greeted(link.sender, 1)
-        liar.write(Kind.READY, b"nonsense")
+        liar.write(Kind.READY, b"short")
         with suppress(PeerLost):  # it may be found out here or by the payload
             link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S)
             link.sender.send(Frame(b"lied to", payload_of(10)), timeout_s=PATIENCE_S)
@@ -243,37 +245,341 @@ def test_nccl_without_gpus_is_unavailable() -> None:
         Sender(backend="nccl")
 
 
+@pytest.mark.timeout(60)
+def test_both_ends_take_turns_with_two_buffers_and_keep_them(link: Link) -> None:
+    link.add(1)
+    link.open()
+    sent, received = [], []
+    for number in range(6):
+        buffer = link.sender.buffer(5000, timeout_s=PATIENCE_S)
+        buffer.fill_(number)
+        (frame,) = link.exchange(Frame(b"x", buffer))
+        assert frame.payload is not None
+        sent.append(buffer.data_ptr())
+        received.append(frame.payload.data_ptr())
+    for places in (sent, received):
+        assert places == places[:2] * 3
+        assert places[0] != places[1]
+
+
+@pytest.mark.timeout(60)
+def test_a_payload_is_not_waited_for_by_the_send_that_started_it(link: Link) -> None:
+    """Its receivers may still be busy with it: here one that looks at most every 0.3 s."""
+    link.add(1)
+    link.open()
+    frames = [Frame(b"%d" % n, payload_of(100_000, seed=n)) for n in range(4)]
+    received = background(lambda: [slow_look(link.receivers[0]) for _ in frames])
+    for frame in frames:
+        link.sender.send(frame, timeout_s=PATIENCE_S)
+        assert frame.payload is not None
+    assert all(map(same_frame, received.result(PATIENCE_S), frames))
+
+
+def slow_look(receiver: ReceiveTransport) -> Frame:
+    frame = receiver.receive(timeout_s=PATIENCE_S)
+    time.sleep(0.3)
+    assert frame.payload is not None
+    return Frame(frame.header, frame.payload.clone())
+
+
+def die_in(make: Callable[[], Receiver], phase: str) -> None:
+    """Echo, but kill -9 ourselves when the receiver calls `phase` while it is in a group."""
+    receiver = make()
+    go_on = getattr(receiver, phase)
+
+    def die(*args: object) -> object:
+        if receiver._membership.group is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return go_on(*args)
+
+    setattr(receiver, phase, die)
+    echo(receiver, b"doomed")
+
+
+PHASES = {"before ready": "_on_frame", "after ready": "_on_start", "on its way": "_land"}
+every_phase = pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES)
+
+
+@pytest.mark.timeout(90)
+@every_phase
+@pytest.mark.parametrize("num_bytes", [100, 8 << 20])
+def test_a_receiver_that_dies_in_a_round_is_lost_and_others_go_on(
+    phase: str, num_bytes: int
+) -> None:
+    with ExitStack() as stack:
+        link = Link(ends(), stack)
+        good = link.add_echo()
+        stack.enter_context(Child(die_in, link.ends.receiver, phase))
+        (peer,) = greeted(link.sender, 1)
+        assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
+        frame = Frame(b"deadly", payload_of(num_bytes))
+        with within(2 * PROMPT_S):
+            assert lost_peers(link, [good, peer], frame, timeout_s=PATIENCE_S) == {peer}
+        link.check([good])
+
+
+@pytest.mark.timeout(60)
+def test_a_receiver_that_cannot_join_is_dropped_and_says_why() -> None:
+    with ExitStack() as stack:
+        link = Link(ends(), stack)
+        good = link.add_echo()
+        host, port = link.ends.receiver.args  # type: ignore[attr-defined]
+        unable = Connection(
+            socket.create_connection((host, port)),
+            is_server=False,
+            kinds=set(Kind),
+            max_message_bytes=1 << 20,
+        )
+        unable.write(Kind.GREETING, b"")
+        (peer,) = greeted(link.sender, 1)
+        assert link.sender.open_epoch([good, peer], timeout_s=PATIENCE_S) == {}
+        told = background(lambda: complain(unable, b"two left hands"))
+        with pytest.raises(PeerLost, match="two left hands"):
+            link.sender.send(Frame(b"x", payload_of(10)), timeout_s=PATIENCE_S)
+        assert not link.sender.is_connected(peer)
+        told.result(PATIENCE_S)
+        unable.close()
+        link.check([good])
+
+
+def complain(connection: Connection, text: bytes) -> None:
+    """Answer every message with `text` until the connection ends."""
+    while connection.lost is None:
+        connection.read()
+        if message := connection.take():
+            complaint = text if message.kind is Kind.GROUP else b""
+            connection.write(Kind.READY, message.data[:8] + complaint)
+        time.sleep(0.001)
+
+
+def test_a_sender_of_another_back_end_is_told_so() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(Receiver(*listener.getsockname())) as receiver,
+    ):
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        sock, _ = listener.accept()
+        other = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
+        other.write(Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 1, 1.0) + b"name")
+        with pytest.raises(TransportTimeout):
+            receiver.receive(timeout_s=0.2)
+        other.read()
+        answer = other.take(Kind.READY)
+        assert answer is not None
+        assert answer.data[8:] == b"broadcasts over gloo, the sender over nccl"
+        other.close()
+
+
 # NCCL: one GPU cannot be in a group twice, so every receiver is a process with a GPU of its own
 
+MIB = 1 << 20
+CYCLES = 20_000_000  # of a GPU's clock: some 10 ms
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-def echo_on_gpu(port: int, device: str) -> None:
-    torch.cuda.set_device(device)
-    echo(Receiver("127.0.0.1", port, backend="nccl", device=device), b"gpu")
+
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.multigpu
-@pytest.mark.timeout(120)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_sends_loses_and_regains_a_receiver() -> None:
-    with closing(Sender(backend="nccl", device="cuda:0")) as sender:
-        port = sender.address[1]
-        with Child(echo_on_gpu, port, "cuda:1") as child:
-            exchange_on_gpu(sender)
-            child.kill()
-            with pytest.raises(PeerLost):
-                sender.send(Frame(b"x", payload_of(1 << 20).to("cuda:0")), timeout_s=10)
-        with Child(echo_on_gpu, port, "cuda:1"):
-            exchange_on_gpu(sender)
-    assert not dist.is_initialized()
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current stream busy; the host goes on."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def gpu_receiver(port: int) -> Receiver:
+    torch.cuda.set_device("cuda:1")
+    return Receiver("127.0.0.1", port, backend="nccl", device="cuda:1")
+
+
+def echo_on_gpu(port: int) -> None:
+    echo(gpu_receiver(port), b"gpu")
+
+
+def die_on_gpu(port: int, phase: str) -> None:
+    die_in(partial(gpu_receiver, port), phase)
 
 
 def exchange_on_gpu(sender: Sender) -> None:
     peers = list(greeted(sender, 1))
     assert sender.open_epoch(peers, timeout_s=60) == {}
-    for num_bytes in (0, 1, 4097, 64 << 20):
+    for num_bytes in (0, 1, 4097, 64 * MIB):
         frame = Frame(b"x", sender.buffer(num_bytes, timeout_s=PATIENCE_S))
         assert frame.payload is not None
         frame.payload.copy_(payload_of(num_bytes))
+        expected = answer_to(frame)  # the buffer is not ours once it is sent
         sender.send(frame, timeout_s=PATIENCE_S)
-        replies = sender.collect_replies(timeout_s=PATIENCE_S)
-        assert replies == {peers[0]: answer_to(frame)}
+        assert sender.collect_replies(timeout_s=PATIENCE_S) == {peers[0]: expected}
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(180)
+@two_gpus
+@every_phase
+def test_nccl_loses_and_regains_a_receiver(phase: str) -> None:
+    with closing(Sender(backend="nccl", device="cuda:0")) as sender:
+        port = sender.address[1]
+        with Child(echo_on_gpu, port) as child:
+            exchange_on_gpu(sender)
+            child.kill()
+            with within(PROMPT_S), pytest.raises(PeerLost):
+                sender.send(Frame(b"x", payload_of(MIB).to("cuda:0")), timeout_s=10)
+        with Child(die_on_gpu, port, phase):
+            (peer,) = greeted(sender, 1)
+            assert sender.open_epoch([peer], timeout_s=60) == {}
+            with within(60):  # a group is formed first
+                assert peer in lost_on_gpu(sender)
+        with Child(echo_on_gpu, port):
+            exchange_on_gpu(sender)
+    assert not dist.is_initialized()
+
+
+def lost_on_gpu(sender: Sender) -> dict[int, object]:
+    """Send one large payload; the peers that were lost with it."""
+    buffer = sender.buffer(256 * MIB, timeout_s=PATIENCE_S)
+    with suppress(PeerLost):
+        sender.send(Frame(b"deadly", buffer), timeout_s=50)
+    replies = sender.collect_replies(timeout_s=PATIENCE_S)
+    return {peer: reply for peer, reply in replies.items() if isinstance(reply, PeerLost)}
+
+
+def add_up_on_gpu(port: int, count: int) -> None:
+    """Reply once, with the sums of `count` payloads; they are read on a stream of our own."""
+    receiver = gpu_receiver(port)
+    receiver.connect(b"sums", timeout_s=PATIENCE_S)
+    sums: list[Tensor] = []
+    with torch.cuda.stream(new_stream()):
+        for _ in range(count):
+            payload = receiver.receive(timeout_s=60).payload
+            assert payload is not None
+            occupy_gpu(CYCLES)  # reading begins late
+            sums.append(payload.sum(dtype=torch.int64))
+        text = b",".join(b"%d" % int(total) for total in sums)
+    receiver.reply(text, timeout_s=PATIENCE_S)
+    answer_frames(receiver)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(120)
+@two_gpus
+def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> None:
+    count, num_bytes = 8, 32 * MIB
+    with (
+        closing(Sender(backend="nccl", device="cuda:0")) as sender,
+        Child(add_up_on_gpu, sender.address[1], count),
+    ):
+        (peer,) = greeted(sender, 1)
+        assert sender.open_epoch([peer], timeout_s=60) == {}
+        with torch.cuda.device(0), torch.cuda.stream(new_stream()):
+            for number in range(1, count + 1):
+                if number % 3:
+                    buffer = sender.buffer(num_bytes, timeout_s=PATIENCE_S)
+                else:  # a tensor of the caller's, overwritten as soon as it is sent
+                    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+                occupy_gpu(CYCLES)  # packing ends late
+                buffer.fill_(number)
+                sender.send(Frame(b"x", buffer), timeout_s=60)
+                if number % 3 == 0:
+                    buffer.fill_(99)
+        replies = sender.collect_replies(timeout_s=60)
+        expected = b",".join(b"%d" % (n * num_bytes) for n in range(1, count + 1))
+        assert replies == {peer: expected}
+
+
+LATE_S = 2.0
+
+
+def late(rank: int, port: int, where: str) -> None:
+    """Rank 1 is late for the fifth payload; rank 0 trains on its default stream meanwhile."""
+    if rank == 1:
+        receive_late(gpu_receiver(port), where)
+        return
+    torch.cuda.set_device("cuda:0")
+    with closing(Sender("127.0.0.1", port, backend="nccl", device="cuda:0")) as sender:
+        peers = list(greeted(sender, 1))
+        assert sender.open_epoch(peers, timeout_s=60) == {}
+        send_on_gpu(sender, 3)
+        train_on_gpu()
+        assert sender.collect_replies(timeout_s=60) == {peers[0]: b"now"}
+        started = time.monotonic()
+        sent = background(lambda: send_on_gpu(sender, 2))
+        time.sleep(0.2)
+        train_on_gpu()
+        assert time.monotonic() - started < LATE_S / 2
+        sent.result(60)
+        assert time.monotonic() - started > LATE_S / 2
+        assert sender.collect_replies(timeout_s=60) == {peers[0]: b"done"}
+
+
+def train_on_gpu() -> None:
+    """Some work on the default stream, waited for."""
+    matrix = torch.ones(1024, 1024, device="cuda:0")
+    for _ in range(10):
+        matrix = (matrix @ matrix).clamp(max=1)
+    torch.cuda.default_stream().synchronize()
+
+
+def send_on_gpu(sender: Sender, count: int) -> None:
+    torch.cuda.set_device("cuda:0")
+    for _ in range(count):
+        sender.send(Frame(b"x", sender.buffer(MIB, timeout_s=60)), timeout_s=60)
+
+
+def receive_late(receiver: Receiver, where: str) -> None:
+    """Late on the host: busy elsewhere. On the GPU: still reading where the payload is to go."""
+    receiver.connect(b"late", timeout_s=PATIENCE_S)
+    for _ in range(3):
+        receiver.receive(timeout_s=60)
+    if where == "gpu":
+        sleep_on_gpu(LATE_S)  # stands for reading the third payload; the fifth goes there
+    receiver.reply(b"now", timeout_s=PATIENCE_S)
+    receiver.receive(timeout_s=60)
+    if where == "host":
+        time.sleep(LATE_S)
+    receiver.receive(timeout_s=60)
+    receiver.reply(b"done", timeout_s=PATIENCE_S)
+    answer_frames(receiver)
+
+
+def sleep_on_gpu(seconds: float) -> None:
+    """Occupy the current stream for about `seconds`; the host goes on."""
+    occupy_gpu(CYCLES)  # loads the kernel
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    occupy_gpu(CYCLES)
+    torch.cuda.synchronize()
+    occupy_gpu(int(CYCLES * seconds / (time.monotonic() - started)))
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(180)
+@two_gpus
+@pytest.mark.parametrize(
+    ("where", "connections"),
+    # A GPU with one queue runs nothing of ours while it reads, so that it is not asked to here.
+    [("host", None), ("host", "1"), ("gpu", None)],
+    ids=["host", "host, one queue", "gpu"],
+)
+def test_nccl_receiver_that_is_late_does_not_hold_up_the_trainer(
+    where: str, connections: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # for the processes
+    run_ranks(late, 2, free_port(), where, timeout_s=150)
+
+
+def echo_on_the_same_gpu(port: int) -> None:
+    torch.cuda.set_device("cuda:0")
+    echo(Receiver("127.0.0.1", port, backend="nccl", device="cuda:0"), b"gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_nccl_on_one_gpu_is_refused_and_the_way_out_named() -> None:
+    with (
+        closing(Sender(backend="nccl", device="cuda:0")) as sender,
+        Child(echo_on_the_same_gpu, sender.address[1]),
+    ):
+        assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
+        payload = torch.zeros(10, dtype=torch.uint8, device="cuda:0")
+        with pytest.raises((TransportUnavailable, PeerLost), match="cuda_ipc"):
+            sender.send(Frame(b"x", payload), timeout_s=60)

@@ -183,6 +183,16 @@ def test_who_holds_a_payload_for_ever_is_dropped(link: Link) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_what_was_sent_before_a_drop_arrives_although_a_payload_is_held(link: Link) -> None:
+    link.add(1)
+    link.open()
+    link.exchange(Frame(b"x", payload_of(100)))
+    link.sender.send(Frame(b"last words"), timeout_s=1)
+    link.sender.drop(link.peers[0])
+    assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
+
+
+@pytest.mark.timeout(60)
 def test_a_receiver_that_leaves_lets_go(link: Link) -> None:
     link.add(2)
     link.open()

@@ -1,0 +1,17 @@
+"""What the two ends of the collective transport say to each other; see collective.py."""
+
+from __future__ import annotations
+
+import struct
+
+DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
+FRAME = struct.Struct("<Qqd")  # ticket or 0, payload bytes or -1, timeout; the header follows
+NO_PAYLOAD = -1
+# Ticket, rank, size, store port, place in BACKENDS, timeout; the name follows.
+GROUP = struct.Struct("<QIIHBd")
+TICKET = struct.Struct("<Q")  # all of START and ABANDON; in READY, what is wrong follows, if any
+MAX_COMPLAINT_BYTES = 2000
+# How long ABANDON, or the loss that made a broadcast fail, may take to show.
+GRACE_S = 1.0
+# What is under way when a group is abandoned, or the connection ends, may still arrive.
+MOMENT_S = 0.1

@@ -1,0 +1,827 @@
+"""The CUDA IPC transport keeps the contract, on GPUs and with host memory in their place."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync.errors import (
+    ConfigError,
+    PeerLost,
+    TransportError,
+    TransportTimeout,
+    TransportUnavailable,
+)
+from deltasync.testing.links import (
+    PATIENCE_S,
+    PROMPT_S,
+    Ends,
+    Link,
+    answer_to,
+    background,
+    echo,
+    greeted,
+    payload_of,
+    same_frame,
+    within,
+)
+from deltasync.testing.processes import Child
+from deltasync.testing.transport import TransportContract
+from deltasync.transports import cuda_ipc, cuda_runtime
+from deltasync.transports.base import Frame
+from deltasync.transports.control import Connection, Kind
+from deltasync.transports.cuda_runtime import Gpu, Mark, find_runtime
+
+GRANULE_BYTES = 32 << 20
+FRAME = struct.Struct("<BxxxIQQ")
+SEGMENT = struct.Struct("<BxxxxxxxQ16s64s64s")
+
+
+# Host memory in the place of a GPU: a handle is the path of a memfd
+
+
+class HostMark(Mark):
+    """One byte of shared memory: 1 when the stream has come to the mark."""
+
+    is_stuck: ClassVar[bool] = False  # whether streams of this process stand still
+
+    def __init__(self, flag: Tensor) -> None:
+        self.flag = flag
+
+    def record(self) -> None:
+        self.flag.fill_(0 if HostMark.is_stuck else 1)
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return bool(self.flag.item())
+
+
+class HostGpu(Gpu):
+    """Counts what is allocated and mapped, which has to end at nothing."""
+
+    num_allocated: ClassVar[int] = 0
+    num_mapped: ClassVar[int] = 0
+    can_open: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.uuid = b"host memory here"
+        self._descriptors: dict[int, int] = {}
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        descriptor = os.memfd_create("gpu", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        memory = mapped(descriptor, num_bytes)
+        self._descriptors[memory.data_ptr()] = descriptor
+        HostGpu.num_allocated += 1
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        os.close(self._descriptors.pop(memory.data_ptr()))
+        HostGpu.num_allocated -= 1
+
+    def export(self, memory: Tensor) -> bytes:
+        descriptor = self._descriptors[memory.data_ptr()]
+        return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(64, b"\0")
+
+    def mark(self) -> Mark:
+        return HostMark(torch.ones(1, dtype=torch.uint8))
+
+    def exported_mark(self) -> tuple[Mark, bytes]:
+        descriptor = os.memfd_create("mark", os.MFD_CLOEXEC)  # never closed: marks are few
+        os.ftruncate(descriptor, 1)
+        mark = HostMark(mapped(descriptor, 1).fill_(1))
+        return mark, f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(64, b"\0")
+
+    def open(
+        self, owner: bytes, memory: bytes, event: bytes, num_bytes: int
+    ) -> tuple[Tensor, Mark]:
+        if owner != self.uuid or not HostGpu.can_open:
+            raise TransportUnavailable("that GPU is not here; walk around it")
+        try:
+            opened = opened_at(memory, num_bytes), HostMark(opened_at(event, 1))
+        except OSError as error:
+            raise TransportUnavailable(str(error)) from error
+        HostGpu.num_mapped += 1
+        return opened
+
+    def close(self, memory: Tensor) -> None:
+        HostGpu.num_mapped -= 1
+
+    def is_near(self, memory: Tensor) -> bool:
+        return True
+
+    def synchronize(self, memory: Tensor) -> None:
+        pass
+
+
+class FarGpu(HostGpu):
+    """Sees all memory as that of another GPU."""
+
+    def is_near(self, memory: Tensor) -> bool:
+        return False
+
+
+def mapped(descriptor: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def opened_at(handle: bytes, num_bytes: int) -> Tensor:
+    path = handle.rstrip(b"\0").decode(errors="replace")
+    if not path.startswith("/proc/"):
+        raise OSError(errno.EINVAL, "not a handle")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mapped(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+class HostSender(cuda_ipc.Sender):
+    @staticmethod
+    def _open_gpu(device: torch.device | str | None) -> Gpu:
+        return HostGpu()
+
+
+class HostReceiver(cuda_ipc.Receiver):
+    @staticmethod
+    def _open_gpu(device: torch.device | str | None) -> Gpu:
+        return HostGpu()
+
+
+class FarReceiver(cuda_ipc.Receiver):
+    @staticmethod
+    def _open_gpu(device: torch.device | str | None) -> Gpu:
+        return FarGpu()
+
+
+class TestHostMemory(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        path = tmp_path / "socket"
+        sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
+        return Ends(sender, partial(HostReceiver, path), crosses_processes=True)
+
+
+class TestHostMemoryFromAfar(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        path = tmp_path / "socket"
+        sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
+        return Ends(sender, partial(FarReceiver, path), crosses_processes=True)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "socket"
+
+
+@pytest.fixture
+def link(path: Path) -> Iterator[Link]:
+    """Checks, too, that all memory is freed and unmapped in the end."""
+    before = num_pipes()
+    with ExitStack() as stack:
+        yield Link(Ends(partial(HostSender, path), partial(HostReceiver, path), True), stack)
+    assert cuda_ipc._free_unmapped()
+    assert HostGpu.num_allocated == HostGpu.num_mapped == 0
+    assert num_pipes() <= before
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers of this process open handles as if they were in another."""
+    forgetful = type("Forgetful", (dict,), {"__setitem__": lambda *_: None})
+    monkeypatch.setattr(cuda_ipc, "_exported", forgetful())
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Lets streams stand still, or run again."""
+    monkeypatch.setattr(cuda_ipc, "_GRACE_S", 0.1)
+
+    def set_stuck(is_stuck: bool) -> None:
+        monkeypatch.setattr(HostMark, "is_stuck", is_stuck)
+
+    return set_stuck
+
+
+def num_pipes() -> int:
+    """Ends of pipes that this process holds."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("pipe:")
+    return count
+
+
+# Memory
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("apart")
+def test_the_buffer_is_what_receivers_read(link: Link) -> None:
+    link.add(2)
+    link.open()
+    buffer = link.sender.buffer(1000, timeout_s=1)
+    first, second = link.exchange(Frame(b"x", buffer.fill_(1)))
+    assert first.payload is not None
+    assert second.payload is not None
+    buffer.fill_(2)  # against the rules, to see that the memory is one
+    assert int(first.payload[0]) == int(second.payload[999]) == 2
+    assert HostGpu.num_mapped == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("apart")
+def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
+    link.add(2)
+    link.open()
+    link.exchange(Frame(b"x", payload_of(10)))
+    link.exchange(Frame(b"let go"))
+    idle = link.receivers.pop()
+    link.sender.drop(link.peers.pop())
+    assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+    assert HostGpu.num_allocated == 1
+    for num_bytes in (GRANULE_BYTES + 1, 10, 10, 10):
+        frame = Frame(b"x", payload_of(num_bytes))
+        assert all(same_frame(got, frame) for got in link.exchange(frame))
+    # The dropped receiver does not know yet, and maps what was replaced.
+    assert HostGpu.num_allocated == 3
+    with pytest.raises(PeerLost):
+        idle.receive(timeout_s=PROMPT_S)
+    link.exchange(Frame(b"x", payload_of(10)))
+    assert HostGpu.num_allocated == 2
+
+
+@pytest.mark.timeout(60)
+def test_memory_grows_in_steps_and_is_announced_once(link: Link) -> None:
+    link.add(1)
+    link.open()
+    addresses = set()
+    for number in range(6):
+        buffer = link.sender.buffer(1000 * number + 1, timeout_s=1)
+        addresses.add(buffer.data_ptr())
+        link.exchange(Frame(b"x", buffer))
+    assert len(addresses) == 2
+    assert HostGpu.num_allocated == 2
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
+    for _ in range(2):
+        child, peer = link.add_process()
+        link.check([peer])
+        child.kill()
+        with within(PROMPT_S):
+            while link.sender.is_connected(peer):
+                time.sleep(0.01)
+    link.sender.close()
+    assert HostGpu.num_allocated == 0
+
+
+@pytest.mark.timeout(60)
+def test_memory_that_cannot_be_exported_is_freed(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise TransportUnavailable("no handles in this container")
+
+    monkeypatch.setattr(HostGpu, "export", refuse)
+    with pytest.raises(TransportUnavailable):
+        link.sender.buffer(10, timeout_s=1)
+    assert HostGpu.num_allocated == 0
+
+
+@pytest.mark.timeout(60)
+def test_what_was_sent_before_a_drop_arrives_although_a_payload_is_held(link: Link) -> None:
+    link.add(1)
+    link.open()
+    link.exchange(Frame(b"x", payload_of(100)))
+    link.sender.send(Frame(b"last words"), timeout_s=1)
+    link.sender.drop(link.peers[0])
+    assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
+
+
+# Events
+
+
+@pytest.mark.timeout(60)
+def test_a_payload_is_handed_out_when_it_is_filled(
+    link: Link, stuck: Callable[[bool], None]
+) -> None:
+    link.add(1)
+    link.open()
+    stuck(True)
+    frame = Frame(b"x", payload_of(100))
+    link.sender.send(frame, timeout_s=1)
+    for number in range(3):
+        link.sender.send(Frame(b"%d" % number), timeout_s=1)
+    for _ in range(2):
+        with within(PROMPT_S), pytest.raises(TransportTimeout):
+            link.receivers[0].receive(timeout_s=0.1)
+    stuck(False)
+    run_streams(link)
+    assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+    headers = [link.receivers[0].receive(timeout_s=1).header for _ in range(3)]
+    assert headers == [b"0", b"1", b"2"]
+
+
+@pytest.mark.timeout(60)
+def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
+    link: Link, stuck: Callable[[bool], None]
+) -> None:
+    link.add(1)
+    link.open()
+    stuck(True)
+    link.sender.send(Frame(b"x", payload_of(100)), timeout_s=1)
+    received = link.receive_later()
+    time.sleep(0.05)
+    link.sender.close()
+    with within(PROMPT_S):
+        assert isinstance(received[0].exception(PROMPT_S), PeerLost)
+
+
+@pytest.mark.timeout(60)
+def test_what_was_sent_arrives_after_the_sender_has_closed(link: Link) -> None:
+    link.add(1)
+    link.open()
+    frames = [Frame(b"%d" % number, payload_of(100, seed=number)) for number in range(2)]
+    for frame in frames:
+        link.sender.send(frame, timeout_s=1)
+    link.sender.close()
+    for frame in frames:
+        assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+    with pytest.raises(PeerLost):
+        link.receivers[0].receive(timeout_s=1)
+
+
+@pytest.mark.timeout(60)
+def test_a_slot_is_given_back_when_its_reads_are_done(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(1)
+    link.open()
+    reads = HostMark(torch.zeros(1, dtype=torch.uint8))
+    monkeypatch.setattr(HostGpu, "mark", lambda _: reads)
+    monkeypatch.setattr(HostMark, "record", lambda mark: mark.flag.fill_(mark is not reads))
+    link.exchange(Frame(b"1", payload_of(100)))
+    # The next one arrives although the first is still being read.
+    link.exchange(Frame(b"2", payload_of(100)))
+    lent = background(lambda: link.sender.buffer(100, timeout_s=PATIENCE_S))
+    with pytest.raises(TransportTimeout):
+        link.receivers[0].receive(timeout_s=0.2)
+    assert not lent.done()
+    received = link.receive_later()
+    time.sleep(0.05)
+    reads.flag.fill_(1)
+    with within(PROMPT_S):
+        lent.result(PROMPT_S)
+    link.sender.send(Frame(b"3"), timeout_s=1)
+    assert received[0].result(PROMPT_S).header == b"3"
+
+
+def run_streams(link: Link) -> None:
+    """What the sender's streams were given is done."""
+    for slot in link.sender._slots:  # type: ignore[attr-defined]
+        if slot._current is not None:
+            slot._current.mark.record()
+
+
+# Where it cannot work
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("apart")
+def test_memory_that_cannot_be_opened_is_said_and_ends_the_connection(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(1)
+    link.open()
+    monkeypatch.setattr(HostGpu, "can_open", False)
+    received = link.receive_later()
+    link.sender.send(Frame(b"x", payload_of(10)), timeout_s=1)
+    assert isinstance(received[0].exception(PROMPT_S), TransportUnavailable)
+    with within(PROMPT_S):
+        while link.sender.is_connected(link.peers[0]):
+            time.sleep(0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+@pytest.mark.parametrize("end", [cuda_ipc.Sender, cuda_ipc.Receiver])
+def test_no_gpu_is_unavailable(path: Path, end: Callable[[Path], object]) -> None:
+    with pytest.raises(TransportUnavailable, match="shared memory"):
+        end(path)
+    assert not path.exists()
+
+
+MAPS = """\
+7f0000000000-7f0000001000 r--p 00000000 08:01 1 /opt/lib/libcudart_static_not.so
+7f0000000000-7f0000001000 r--p 00000000 08:01 1 /opt/one lib/libcudart.so.12
+7f0000001000-7f0000002000 r-xp 00000000 08:01 1 /opt/one lib/libcudart.so.12
+7f0000002000-7f0000003000 r--p 00000000 08:01 2 /opt/two/libcudart.so.13
+7f0000003000-7f0000004000 rw-p 00000000 00:00 0
+7f0000004000-7f0000005000 rw-p 00000000 00:00 0 [heap]
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("maps", "version", "path"),
+    [
+        (MAPS[1:], "13.0", "/opt/two/libcudart.so.13"),
+        (MAPS[1:], "12.8", "/opt/one lib/libcudart.so.12"),
+        (MAPS[1:3], "13.0", "/opt/one lib/libcudart.so.12"),
+        (MAPS[1:], None, "/opt/one lib/libcudart.so.12"),
+        (MAPS[4:], "13.0", None),
+        ([], None, None),
+    ],
+)
+def test_the_runtime_of_torch_is_found(
+    maps: list[str], version: str | None, path: str | None
+) -> None:
+    assert find_runtime(maps, version) == path
+
+
+def test_handles_are_passed_by_value() -> None:
+    assert ctypes.sizeof(cuda_runtime._MemoryHandle) == 64
+    handle = bytes(range(64))
+    assert bytes(cuda_runtime._MemoryHandle.from_buffer_copy(handle)) == handle
+
+
+# Peers that lie
+
+UUID = b"host memory here"
+NOWHERE = b"/proc/0/fd/0".ljust(64, b"\0")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("data", [b"", bytes(8), b"\x01" * 8, bytes(9), b"\xff" * 8])
+def test_letting_go_of_nothing_ends_the_connection(link: Link, path: Path, data: bytes) -> None:
+    good = link.add_echo()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        liar = Connection(sock, is_server=False, kinds=set(Kind), max_message_bytes=1 << 20)
+        liar.write(Kind.GREETING, b"")
+        (peer,) = greeted(link.sender, 1)
+        assert link.sender.open_epoch([peer, good], timeout_s=1) == {}
+        for _ in range(2):
+            link.sender.send(Frame(b"x", payload_of(10)), timeout_s=1)
+        liar.write(Kind.RELEASE, data)
+        with within(PROMPT_S):
+            link.sender.buffer(10, timeout_s=PATIENCE_S)
+        assert not link.sender.is_connected(peer)
+        liar.read()
+        liar.close()
+    link.check([good])
+
+
+class Liar:
+    """A sender that says anything, with real memory behind it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.exported = cuda_ipc._Exported(HostGpu(), 4096)
+
+    def announce(
+        self, index: int = 0, num_bytes: int = 4096, *handles: bytes, cut: int | None = None
+    ) -> None:
+        handles = handles or self.exported.handles
+        segment = SEGMENT.pack(index, num_bytes, *handles)[:cut]
+        with self.exported.lease() as descriptor:
+            self.connection.write(Kind.SEGMENT, segment, descriptor)
+
+    def frame(self, slot: int, start: int, num_bytes: int, header: bytes = b"header") -> None:
+        self.connection.write(Kind.FRAME, FRAME.pack(slot, 1, start, num_bytes) + header)
+
+
+@pytest.fixture
+def liar(path: Path) -> Iterator[tuple[Liar, HostReceiver]]:
+    before = num_pipes()
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen()
+        receiver = stack.enter_context(closing(HostReceiver(path, max_payload_bytes=1 << 20)))
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        sock, _ = listener.accept()
+        connection = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
+        liar = Liar(connection)
+        yield liar, receiver
+        connection.close()
+        assert not liar.exported.is_mapped()  # the receiver gave every lease back
+        liar.exported.free()
+    assert HostGpu.num_allocated == HostGpu.num_mapped == 0
+    assert num_pipes() <= before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("lie", "error"),
+    [
+        (lambda liar: liar.announce(2), PeerLost),
+        (lambda liar: liar.announce(0xFF), PeerLost),
+        (lambda liar: liar.announce(0, 0), PeerLost),
+        (lambda liar: liar.announce(0, 1 << 63), PeerLost),
+        (lambda liar: liar.announce(0, (1 << 20) + GRANULE_BYTES + 1), PeerLost),
+        (lambda liar: liar.announce(0, 4097), PeerLost),  # more than there is
+        (lambda liar: liar.announce(0, 4096, cut=-1), PeerLost),
+        (lambda liar: liar.announce(0, 4096, cut=0), PeerLost),
+        (lambda liar: liar.announce(0, 4096, bytes(16), NOWHERE, NOWHERE), TransportUnavailable),
+        (lambda liar: liar.announce(0, 4096, UUID, NOWHERE, NOWHERE), TransportUnavailable),
+        (lambda liar: liar.announce(0, 4096, UUID, bytes(64), bytes(64)), TransportUnavailable),
+        (lambda liar: liar.frame(0, 0, 10), PeerLost),  # no memory yet
+        (lambda liar: (liar.announce(), liar.frame(1, 0, 10)), PeerLost),
+        (lambda liar: (liar.announce(), liar.frame(0, 0, 4097)), PeerLost),
+        (lambda liar: (liar.announce(), liar.frame(0, 4090, 10)), PeerLost),
+        (lambda liar: (liar.announce(), liar.frame(0, 1 << 63, 1 << 63)), PeerLost),
+        (lambda liar: (liar.announce(), liar.frame(0, 0, 10, b"")), PeerLost),
+        (lambda liar: liar.connection.write(Kind.FRAME, b"short"), PeerLost),
+        (lambda liar: liar.connection.write(Kind.REPLY, b""), PeerLost),
+    ],
+)
+def test_a_sender_that_lies_is_lost(
+    liar: tuple[Liar, HostReceiver], lie: Callable[[Liar], object], error: type[TransportError]
+) -> None:
+    lie(liar[0])
+    with within(PROMPT_S), pytest.raises(error):
+        liar[1].receive(timeout_s=PATIENCE_S)
+    with pytest.raises(PeerLost):
+        liar[1].receive(timeout_s=PATIENCE_S)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["replaced", "many", "large"])
+def test_what_waits_for_a_payload_is_bounded(liar: tuple[Liar, HostReceiver], kind: str) -> None:
+    sender, receiver = liar
+    sender.exported.mark.flag.fill_(0)  # type: ignore[attr-defined]
+    sender.announce()
+    sender.frame(0, 0, 10)
+    if kind == "replaced":
+        sender.announce()
+    for _ in range(300 if kind == "many" else 0):
+        sender.frame(0, 0, 10)
+    if kind == "large":
+        background(lambda: write_slowly(sender.connection, 70))
+    with within(PATIENCE_S), pytest.raises(PeerLost):
+        receiver.receive(timeout_s=PATIENCE_S)
+
+
+def write_slowly(connection: Connection, num_frames: int) -> None:
+    frame = FRAME.pack(0xFF, 0, 0, 0) + bytes(1 << 20)
+    for _ in range(num_frames):
+        connection.write(Kind.FRAME, frame)
+    while connection.is_writing:
+        connection.flush()
+        time.sleep(0.001)
+
+
+# GPUs
+
+
+@pytest.mark.gpu
+class TestOneGpu(TransportContract):
+    """Receivers of this process read the memory as it is, those of others map it."""
+
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        path = tmp_path / "socket"
+        sender = partial(cuda_ipc.Sender, path, max_payload_bytes=max_payload_bytes)
+        return Ends(sender, partial(cuda_ipc.Receiver, path), crosses_processes=True)
+
+
+@pytest.mark.multigpu
+class TestTwoGpus(TransportContract):
+    """Receivers live on another GPU than the sender."""
+
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        path = tmp_path / "socket"
+        sender = partial(
+            cuda_ipc.Sender, path, device="cuda:0", max_payload_bytes=max_payload_bytes
+        )
+        receiver = partial(cuda_ipc.Receiver, path, device="cuda:1")
+        return Ends(sender, receiver, crosses_processes=True)
+
+
+def echo_on_gpu(path: Path, device: str) -> None:
+    torch.cuda.set_device(device)
+    echo(cuda_ipc.Receiver(path), b"gpu")
+
+
+def exchange_on_gpu(sender: cuda_ipc.Sender, peers: list[int], sizes: list[int]) -> None:
+    """Send and check payloads of `sizes`, filled on a stream of their own."""
+    assert sender.open_epoch(peers, timeout_s=PATIENCE_S) == {}
+    with torch.cuda.stream(torch.cuda.Stream("cuda:0")):  # type: ignore[no-untyped-call]
+        for seed, num_bytes in enumerate(sizes):
+            frame = Frame(b"x", sender.buffer(num_bytes, timeout_s=PATIENCE_S))
+            assert frame.payload is not None
+            frame.payload.copy_(payload_of(num_bytes, seed))
+            sender.send(frame, timeout_s=PATIENCE_S)
+            replies = sender.collect_replies(timeout_s=PATIENCE_S)
+            answer = answer_to(Frame(b"x", payload_of(num_bytes, seed)))
+            assert replies == dict.fromkeys(peers, answer)
+
+
+SIZES = [0, 1, 4097, GRANULE_BYTES, 64 << 20, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_two_processes_share_a_gpu(path: Path) -> None:
+    with closing(cuda_ipc.Sender(path)) as sender:
+        with Child(echo_on_gpu, path, "cuda:0"), Child(echo_on_gpu, path, "cuda:0"):
+            exchange_on_gpu(sender, list(greeted(sender, 2)), SIZES)
+        with Child(echo_on_gpu, path, "cuda:0"):
+            exchange_on_gpu(sender, list(greeted(sender, 1)), SIZES)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(120)
+def test_processes_on_two_gpus(path: Path) -> None:
+    with (
+        closing(cuda_ipc.Sender(path, device="cuda:0")) as sender,
+        Child(echo_on_gpu, path, "cuda:1"),
+        Child(echo_on_gpu, path, "cuda:0"),
+    ):
+        exchange_on_gpu(sender, list(greeted(sender, 2)), SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_expandable_segments_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of the children alone: spawned with this environment, in which torch starts anew.
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    with Child(send_on_gpu, path, SIZES) as sender, Child(echo_on_gpu, path, "cuda:0"):
+        sender.wait(timeout_s=100)
+
+
+def send_on_gpu(path: Path, sizes: list[int]) -> None:
+    with closing(cuda_ipc.Sender(path)) as sender:
+        exchange_on_gpu(sender, list(greeted(sender, 1)), sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
+    with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
+        peers = list(greeted(sender, 1))
+        exchange_on_gpu(sender, peers, [GRANULE_BYTES] * 4)
+        free_before, _ = torch.cuda.mem_get_info("cuda:0")
+        exchange_on_gpu(sender, peers, [1 << 20] * 200)
+        free_after, _ = torch.cuda.mem_get_info("cuda:0")
+    # Whole slots would be 32 MiB each; torch itself may take a block or two.
+    assert free_before - free_after < GRANULE_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_replaced_memory_is_freed(path: Path) -> None:
+    with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
+        peers = list(greeted(sender, 1))
+        for num_granules in (1, 2, 4):
+            exchange_on_gpu(sender, peers, [num_granules * GRANULE_BYTES] * 4)
+        assert cuda_ipc._free_unmapped()
+        assert max(slot.memory.numel() for slot in sender._slots) == 4 * GRANULE_BYTES
+    assert cuda_ipc._free_unmapped()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_a_receiver_killed_in_the_middle_is_lost_and_another_takes_its_place(path: Path) -> None:
+    with closing(cuda_ipc.Sender(path)) as sender:
+        for _ in range(2):
+            with Child(echo_on_gpu, path, "cuda:0") as child:
+                peers = list(greeted(sender, 1))
+                exchange_on_gpu(sender, peers, [1 << 20])
+                sender.send(Frame(b"x", sender.buffer(1 << 20, timeout_s=1)), timeout_s=1)
+                child.kill()
+                with within(PROMPT_S), pytest.raises(PeerLost):
+                    send_until_lost(sender)
+        torch.cuda.synchronize()
+        assert int(torch.ones(10, device="cuda").sum()) == 10  # no error stuck to the device
+
+
+def send_until_lost(sender: cuda_ipc.Sender) -> None:
+    while True:
+        sender.send(Frame(b"x", sender.buffer(1 << 20, timeout_s=1)), timeout_s=1)
+
+
+def keep_busy(seconds: float) -> None:
+    """Let the current stream spin; clocks run at about 2 GHz."""
+    torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
+
+
+def send_behind_a_busy_stream(path: Path, busy_s: float) -> None:
+    """Send one payload at once, and one that is filled only after `busy_s`; then stay."""
+    sender = cuda_ipc.Sender(path)
+    peers = list(greeted(sender, 1))
+    exchange_on_gpu(sender, peers, [1 << 20])
+    keep_busy(busy_s)
+    sender.send(Frame(b"late", sender.buffer(1 << 20, timeout_s=1).fill_(7)), timeout_s=1)
+    time.sleep(100)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_payload_behind_a_busy_stream(path: Path, is_killed: bool) -> None:
+    """Comes whole when it comes; a sender killed before leaves no stream that waits."""
+    with (
+        Child(send_behind_a_busy_stream, path, 3.0) as child,
+        closing(cuda_ipc.Receiver(path)) as receiver,
+    ):
+        receiver.connect(b"hello", timeout_s=PATIENCE_S)
+        frame = receiver.receive(timeout_s=PATIENCE_S)
+        assert frame.payload is not None
+        assert torch.equal(frame.payload.cpu(), payload_of(1 << 20))
+        receiver.reply(answer_to(frame), timeout_s=PATIENCE_S)
+        with pytest.raises(TransportTimeout):
+            receiver.receive(timeout_s=0.5)
+        if is_killed:
+            child.kill()
+            with within(PROMPT_S), pytest.raises(PeerLost):
+                receiver.receive(timeout_s=PATIENCE_S)
+        else:
+            frame = receiver.receive(timeout_s=PATIENCE_S)
+            assert frame.payload is not None
+            assert bool((frame.payload == 7).all())
+        with within(PROMPT_S):
+            torch.cuda.synchronize()
+        assert int(torch.ones(10, device="cuda").sum()) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_a_slot_is_not_written_while_a_stream_still_reads_it(path: Path) -> None:
+    with (
+        closing(cuda_ipc.Sender(path)) as sender,
+        closing(cuda_ipc.Receiver(path)) as receiver,
+    ):
+        copies = background(lambda: copy_slowly(receiver, 8))
+        assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=1) == {}
+        for number in range(8):
+            buffer = sender.buffer(1 << 20, timeout_s=PATIENCE_S).fill_(number)
+            sender.send(Frame(b"x", buffer), timeout_s=PATIENCE_S)
+        assert copies.result(PATIENCE_S) == list(range(8))
+
+
+def copy_slowly(receiver: cuda_ipc.Receiver, count: int) -> list[int]:
+    """What stands in each payload when a busy stream comes to it."""
+    receiver.connect(b"", timeout_s=PATIENCE_S)
+    copies = []
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(count):
+            payload = receiver.receive(timeout_s=PATIENCE_S).payload
+            assert payload is not None
+            keep_busy(0.05)
+            copies.append(payload.clone())
+        return [int(copy.float().mean()) for copy in copies]
+
+
+def receive_without_seeing_it(path: Path) -> None:
+    with closing(cuda_ipc.Receiver(path)) as receiver:
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        with pytest.raises(TransportUnavailable, match="not visible"):
+            receiver.receive(timeout_s=PATIENCE_S)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(120)
+def test_a_gpu_that_is_not_visible_is_unavailable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(cuda_ipc.Sender(path, device="cuda:0")) as sender:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # for the child alone
+        with Child(receive_without_seeing_it, path) as child:
+            assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=1) == {}
+            sender.send(Frame(b"x", payload_of(10).to("cuda:0")), timeout_s=PATIENCE_S)
+            child.wait(timeout_s=60)
+
+
+@pytest.mark.gpu
+def test_other_devices_are_refused(path: Path) -> None:
+    for device in ("cpu", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ConfigError):
+            cuda_ipc.Sender(path, device=device)
+
+
+@pytest.mark.gpu
+def test_handles_that_are_none_are_unavailable_and_leave_no_error() -> None:
+    gpu = Gpu(None)
+    with pytest.raises(TransportUnavailable, match="collective"):
+        gpu.open(gpu.uuid, bytes(64), bytes(64), 4096)
+    with pytest.raises(TransportUnavailable, match="not visible"):
+        gpu.open(bytes(16), bytes(64), bytes(64), 4096)
+    assert int(torch.ones(10, device="cuda").sum()) == 10
