@@ -1,26 +1,45 @@
-"""`python -m benchmarks`: cpu (the default), table, plot."""
+"""`python -m benchmarks`: cpu (the default), gpu, calibrate, table, plot, report."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu.geometry import GEOMETRIES
+from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
+from benchmarks.gpu.worker import run_groups
 from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
-from benchmarks.report import describe, make_markdown, make_table
 from benchmarks.runner import GroupFailed, run_group
 
 RECORDS = RESULTS / "cpu.jsonl"
+GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
 IMAGES = ROOT / "docs" / "images"
+PAGE = ROOT / "docs" / "performance.md"
+_MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a case, nothing else.")]
+Out = Annotated[Path | None, typer.Option(help="Append the records to this file.")]
+Device = Annotated[
+    str | None, typer.Option(help="cuda or cpu. By default cuda where there is one.")
+]
+Link = Annotated[
+    str | None,
+    typer.Option(help="local: one device (CUDA IPC); collective: two (NCCL), the default there."),
+]
 
 
 @app.callback()
@@ -32,11 +51,9 @@ def default(context: typer.Context) -> None:
 
 @app.command()
 def cpu(
-    quick: Annotated[bool, typer.Option("--quick", help="4 Mi elements, under a minute.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a case, nothing else.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Append the records to this file.")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
     record: Annotated[
         bool, typer.Option("--record", help=f"Replace {RECORDS.relative_to(ROOT)}.")
     ] = False,
@@ -44,35 +61,129 @@ def cpu(
         list[str] | None, typer.Option(help=f"Some of: {', '.join(GROUPS)}. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure on the CPU, one thread a process; under eight minutes."""
-    groups = only or list(GROUPS)
-    if unknown := set(groups) - set(GROUPS):
-        raise typer.BadParameter(f"{sorted(unknown)} are not among {list(GROUPS)}")
+    """Measure on the CPU, one thread a process; under eight minutes, under one with --quick."""
+    groups = _chosen(only, GROUPS)
     results = _measure(groups, "quick" if quick else "full")
     if record:
         RECORDS.unlink(missing_ok=True)
     for path in (RECORDS if record else None, out):
         results = results if path is None else append_records(path, results)
     try:
-        _show(results, as_json=as_json)
+        _show(results, cpu_report.make_table, as_json=as_json)
     except GroupFailed as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
 
 
 @app.command()
-def table(records: Records = RECORDS) -> None:
-    """Print the records as a Markdown table."""
-    print(make_markdown(read_records(records)))
+def gpu(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the records in benchmarks/results.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Some of: {', '.join(GPU_GROUPS)}. Repeatable.")
+    ] = None,
+    geometry: Annotated[str, typer.Option(help=f"One of: {', '.join(GEOMETRIES)}.")] = _MODEL,
+    device: Device = None,
+    link: Link = None,
+) -> None:
+    """Measure on one or two GPUs; under seven minutes, under two and a half with --quick."""
+    groups = _chosen(only, GPU_GROUPS)
+    setup = _setup("quick" if quick else "full", geometry, device, link)
+    failures: list[str] = []
+    results = run_groups(setup, groups, failures)
+    kept = _gpu_records(setup, replace=groups == list(GPU_GROUPS)) if record else None
+    for path in (kept, out):
+        results = results if path is None else append_records(path, results)
+    _show(results, gpu_report.make_table, as_json=as_json)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
 
 
 @app.command()
-def plot(records: Records = RECORDS, folder: Path = IMAGES) -> None:
-    """Draw the records into docs/images."""
-    from benchmarks.plots import draw_all
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The file to write: see Costs.load.")] = Path(
+        "costs.json"
+    ),
+    geometry: Annotated[str | None, typer.Option(help="The model that is synced.")] = None,
+    device: Device = None,
+    link: Link = None,
+) -> None:
+    """Measure what sparse and dense elements cost on this machine, for Policy(costs=...)."""
+    from benchmarks.calibrate import calibrate as measure
 
-    for path in draw_all(read_records(records), folder):
+    setup = _setup("full", geometry or "small", device, link)
+    if geometry is None and setup.device_type == "cuda":
+        setup = _setup("full", _MODEL, device, link)
+    costs = measure(setup)
+    out.write_text(costs.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    print(f"{out}: dense pays above {100 * costs.crossover:.3g} % changed ({costs.machine})")
+
+
+@app.command()
+def table(records: Records = RECORDS) -> None:
+    """Print the records as Markdown."""
+    print(_markdown(records))
+
+
+@app.command()
+def plot(folder: Path = IMAGES) -> None:
+    """Draw all records into docs/images."""
+    from benchmarks import plots as cpu_plots
+    from benchmarks.gpu import plots as gpu_plots
+
+    paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
+    for records in filter(Path.exists, GPU_RECORDS.values()):
+        paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
+    for path in paths:
         print(path)
+
+
+@app.command()
+def report(page: Path = PAGE) -> None:
+    """Put all records into docs/performance.md, between its marks."""
+    text = page.read_text(encoding="utf-8")
+    for records in (RECORDS, *GPU_RECORDS.values()):
+        if records.exists():
+            drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
+            images = [f"images/{path.name}" for path in drawn]
+            text = gpu_report.insert(text, records.stem, _markdown(records), images)
+    page.write_text(text, encoding="utf-8")
+
+
+def _markdown(records: Path) -> str:
+    results = read_records(records)
+    is_gpu = any(result.model for result in results)
+    return gpu_report.make_markdown(results) if is_gpu else cpu_report.make_markdown(results)
+
+
+def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
+    """The groups asked for, in their own order. Raises BadParameter."""
+    if unknown := set(only or ()) - set(known):
+        raise typer.BadParameter(f"{sorted(unknown)} are not among {list(known)}")
+    return [group for group in known if not only or group in only]
+
+
+def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> Setup:
+    try:
+        return Setup.choose(scale, geometry, device, link)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _gpu_records(setup: Setup, *, replace: bool) -> Path:
+    """Where a run keeps its records: a whole run replaces those before."""
+    if setup.transport not in GPU_RECORDS:
+        raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
+    path = GPU_RECORDS[setup.transport]
+    if replace and setup.geometry == _MODEL:
+        path.unlink(missing_ok=True)
+    return path
 
 
 def _measure(groups: list[str], scale: str) -> Iterator[Result]:
@@ -90,7 +201,9 @@ def _measure(groups: list[str], scale: str) -> Iterator[Result]:
             progress.advance(task)
 
 
-def _show(results: Iterator[Result], *, as_json: bool) -> None:
+def _show(
+    results: Iterator[Result], make_table: Callable[[list[Result]], Table], *, as_json: bool
+) -> None:
     if as_json:
         for result in results:
             print(result.to_json(), flush=True)
@@ -100,7 +213,8 @@ def _show(results: Iterator[Result], *, as_json: bool) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     console.print(make_table(done))
-    console.print(describe(done[0].environment))
+    if done:
+        console.print(cpu_report.describe(done[0].environment))
     missed = sum(not result.met for result in done)
     console.print(f"{missed} of {sum(r.goal is not None for r in done)} goals missed.")
 

@@ -14,13 +14,13 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks.record import Result
 from benchmarks.report import elements, summary
 
-_SPARSE, _DENSE = "#0b6e4f", "#8a8a8a"
+SPARSE, DENSE = "#0b6e4f", "#8a8a8a"
 _PARTS = (  # (key of Result.parts, label, colour)
     ("diff_s", "find the changes", "#3d7ea6"),
     ("transfer_s", "send, check, stage", "#e0a458"),
     ("pause_s", "engine paused", "#b33951"),
 )
-_STYLE: dict[Any, Any] = {  # matplotlib types every key as a literal
+STYLE: dict[Any, Any] = {  # matplotlib types every key as a literal
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -38,12 +38,17 @@ def draw_all(results: Iterable[Result], folder: Path) -> list[Path]:
     kept = list(results)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, figure in (("cpu-sync.svg", _sync(kept)), ("cpu-kernels.svg", _kernels(kept))):
             if figure is not None:
                 paths.append(folder / name)
-                figure.savefig(paths[-1], facecolor="white", metadata={"Date": None})
+                save(figure, paths[-1])
     return paths
+
+
+def save(figure: Figure, path: Path) -> None:
+    """The same records make the same file."""
+    figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
 def _sync(results: list[Result]) -> Figure | None:
@@ -57,25 +62,25 @@ def _sync(results: list[Result]) -> Figure | None:
     _draw_seconds(seconds, sparse, dense)
     _draw_bytes(num_bytes, dense)
     for axes in (seconds, num_bytes):
-        _density_axis(axes, sparse)
+        density_axis(axes, sparse)
     _caption(figure, sparse[0], "two processes, shared memory")
     return figure
 
 
 def _draw_seconds(axes: Axes, sparse: list[Result], dense: list[Result]) -> None:
     axes.set_title("Time of a whole sync (ms)")
-    _line(axes, dense, [1e3 * r.baseline_seconds for r in dense], "everything dense", _DENSE, "--")
-    _line(axes, sparse, [1e3 * r.seconds for r in sparse], "deltasync", _SPARSE, width=2.6)
+    line(axes, dense, [1e3 * r.baseline_seconds for r in dense], "everything dense", DENSE, "--")
+    line(axes, sparse, [1e3 * r.seconds for r in sparse], "deltasync", SPARSE, width=2.6)
     for key, label, colour in _PARTS:
-        _line(axes, sparse, [1e3 * r.parts[key] for r in sparse], label, colour, width=1.3)
-    _finish(axes, "{:,.4g}")
+        line(axes, sparse, [1e3 * r.parts[key] for r in sparse], label, colour, width=1.3)
+    finish(axes, "{:,.4g}")
 
 
 def _draw_bytes(axes: Axes, dense: list[Result]) -> None:
     axes.set_title("Bytes of a sync (MB)")
-    _line(axes, dense, [r.bound_bytes / 1e6 for r in dense], "everything dense", _DENSE, "--")
-    _line(axes, dense, [r.bytes / 1e6 for r in dense], "deltasync", _SPARSE, width=2.6)
-    _finish(axes, "{:,.4g}")
+    line(axes, dense, [r.bound_bytes / 1e6 for r in dense], "everything dense", DENSE, "--")
+    line(axes, dense, [r.bytes / 1e6 for r in dense], "deltasync", SPARSE, width=2.6)
+    finish(axes, "{:,.4g}")
 
 
 def _kernels(results: list[Result]) -> Figure | None:
@@ -99,10 +104,10 @@ def _kernels(results: list[Result]) -> Figure | None:
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     for axes, (rows, title, ours, theirs) in zip(figure.subplots(1, 2), series, strict=True):
         axes.set_title(title)
-        _line(axes, rows, [1e3 * r.baseline_seconds for r in rows], theirs, _DENSE, "--")
-        _line(axes, rows, [1e3 * r.seconds for r in rows], ours, _SPARSE, width=2.6)
-        _finish(axes, "{:,.4g}")
-        _density_axis(axes, rows)
+        line(axes, rows, [1e3 * r.baseline_seconds for r in rows], theirs, DENSE, "--")
+        line(axes, rows, [1e3 * r.seconds for r in rows], ours, SPARSE, width=2.6)
+        finish(axes, "{:,.4g}")
+        density_axis(axes, rows)
     _caption(figure, series[0][0][0], "one thread")
     return figure
 
@@ -114,7 +119,7 @@ def _series(results: list[Result], case: str) -> list[Result]:
     return sorted((r for r in rows if r.numel == largest), key=lambda r: r.density)
 
 
-def _line(
+def line(
     axes: Axes,
     rows: list[Result],
     values: Sequence[float],
@@ -130,14 +135,14 @@ def _line(
     )
 
 
-def _finish(axes: Axes, form: str) -> None:
+def finish(axes: Axes, form: str) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
     axes.yaxis.set_minor_formatter("")
     axes.legend(frameon=False, loc="best", fontsize=9.5)
 
 
-def _density_axis(axes: Axes, rows: list[Result]) -> None:
+def density_axis(axes: Axes, rows: list[Result]) -> None:
     axes.set_xscale("log")
     ticks = [r.density for r in rows]
     axes.set_xticks(ticks, [f"{100 * tick:g}" for tick in ticks])

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -36,7 +37,10 @@ PER_PARAMETER: RatioIs = "microseconds / parameter"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The machine and the software. `dirty`: the tree differed from `commit`."""
+    """The machine and the software.
+
+    `dirty`: the tree differed from `commit`. `gpu`: what GPUs are there and how many, or "".
+    """
 
     cpu: str
     cores: int
@@ -47,6 +51,7 @@ class Environment:
     commit: str
     dirty: bool
     time: str
+    gpu: str = ""
 
     @classmethod
     @lru_cache(maxsize=1)
@@ -61,6 +66,7 @@ class Environment:
             commit=_git("rev-parse", "HEAD") or "unknown",
             dirty=bool(_git("status", "--porcelain", "--", ".", *_OUTPUTS)),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
+            gpu=_gpu_model(),
         )
 
 
@@ -79,6 +85,7 @@ class Result:
         goal: None where none is set. `met`: whether it is; True without one.
         bytes: What travelled, or the memory taken. `bound_bytes`: the most it may be, or 0.
         parts: Medians of parts of `seconds`, by name.
+        model, link: On GPUs: which geometry, and what joins the two ends.
     """
 
     case: str
@@ -98,6 +105,8 @@ class Result:
     bytes: int = 0
     bound_bytes: int = 0
     parts: dict[str, float] = field(default_factory=dict)
+    model: str = ""
+    link: str = ""
     environment: Environment = field(default_factory=Environment.here)
 
     def to_json(self) -> str:
@@ -143,11 +152,12 @@ def compared(
 
 
 def read_records(path: Path) -> list[Result]:
-    """The last record of each case, size and density in a file."""
-    found: dict[tuple[str, int, float], Result] = {}
+    """The last record of each case, model, size and density in a file."""
+    found: dict[tuple[str, str, str, int, float], Result] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         result = Result.from_json(line)
-        found[result.case, result.numel, result.density] = result
+        key = (result.case, result.model, result.link, result.numel, result.density)
+        found[key] = result
     return list(found.values())
 
 
@@ -177,3 +187,11 @@ def _cpu_model() -> str:
         return platform.processor()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
+
+
+def _gpu_model() -> str:
+    """Such as "2 x NVIDIA H200"."""
+    if not torch.cuda.is_available():
+        return ""
+    names = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    return ", ".join(f"{count} x {name}" for name, count in names.items())

@@ -52,9 +52,9 @@ def make_markdown(results: list[Result]) -> str:
         "",
         *_by_density(shown),
         "",
-        _line(_COLUMNS[:-1]),
-        _line("---" for _ in _COLUMNS[:-1]),
-        *(_line(_marked(result)) for result in rest),
+        row(_COLUMNS[:-1]),
+        row("---" for _ in _COLUMNS[:-1]),
+        *(row(_marked(result)) for result in rest),
         "",
         *environments,
     ]
@@ -66,25 +66,25 @@ def _by_density(results: list[Result]) -> list[str]:
     densities = sorted({result.density for result in results})
     found = {(result.case, result.density): result for result in results}
     lines = [
-        _line(("", "goal", *(f"{100 * d:.3g} %" for d in densities))),
-        _line(("---", "---", *("---:" for _ in densities))),
+        row(("", "goal", *(f"{100 * d:.3g} %" for d in densities))),
+        row(("---", "---", *("---:" for _ in densities))),
     ]
     for case in _BY_DENSITY:
-        row = [found[case, d] for d in densities if (case, d) in found]
-        values = (_bold(f"{r.ratio:.2f}x", unless=r.met) for r in row)
-        lines.append(_line((TITLES[case], _goals(row), *values)))
+        kept = [found[case, d] for d in densities if (case, d) in found]
+        values = (bold(f"{r.ratio:.2f}x", unless=r.met) for r in kept)
+        lines.append(row((TITLES[case], _goals(kept), *values)))
     syncs = [found["sync_over_dense", d] for d in densities]
-    lines.append(_line(("whole sync", "", *(milliseconds(r.seconds) for r in syncs))))
-    lines.append(_line(("bytes sent", "", *(megabytes(r.bytes) for r in syncs))))
+    lines.append(row(("whole sync", "", *(milliseconds(r.seconds) for r in syncs))))
+    lines.append(row(("bytes sent", "", *(megabytes(r.bytes) for r in syncs))))
     return lines
 
 
-def _goals(row: list[Result]) -> str:
+def _goals(kept: list[Result]) -> str:
     """Each goal, and up to which density it counts where that is not all."""
-    last = {r.goal: r.density for r in row if r.goal is not None}
+    last = {r.goal: r.density for r in kept if r.goal is not None}
     texts = [
-        f"{_sign(row[0])} {goal:g}"
-        + ("" if density == row[-1].density else f" to {100 * density:.3g} %")
+        f"{sign(kept[0])} {goal:g}"
+        + ("" if density == kept[-1].density else f" to {100 * density:.3g} %")
         for goal, density in last.items()
     ]
     return ", ".join(texts)
@@ -92,10 +92,10 @@ def _goals(row: list[Result]) -> str:
 
 def _marked(result: Result) -> list[str]:
     *texts, value, goal, _ = cells(result)
-    return [*texts, _bold(value, unless=result.met), goal]
+    return [*texts, bold(value, unless=result.met), goal]
 
 
-def _bold(text: str, *, unless: bool) -> str:
+def bold(text: str, *, unless: bool) -> str:
     return text if unless else f"**{text}**"
 
 
@@ -110,7 +110,7 @@ def cells(result: Result) -> tuple[str, ...]:
         mebibytes(result.bytes) if is_memory else milliseconds(result.seconds),
         mebibytes(result.bound_bytes) if is_memory else milliseconds(result.baseline_seconds),
         ratio(result, result.ratio),
-        "" if result.goal is None else f"{_sign(result)} {ratio(result, result.goal)}",
+        "" if result.goal is None else f"{sign(result)} {ratio(result, result.goal)}",
         met,
     )
 
@@ -131,8 +131,9 @@ def describe(environment: Environment) -> str:
     """Where and of what code, in a sentence."""
     e = environment
     dirty = " with uncommitted changes" if e.dirty else ""
+    gpu = f"{e.gpu}; " if e.gpu else ""
     return (
-        f"{e.cpu}, {e.cores} cores, {e.capability}; Python {e.python}, torch {e.torch}, "
+        f"{gpu}{e.cpu}, {e.cores} cores, {e.capability}; Python {e.python}, torch {e.torch}, "
         f"numpy {e.numpy}; commit {e.commit[:12]}{dirty}, {e.time[:10]}."
     )
 
@@ -150,6 +151,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def megabytes(num_bytes: int) -> str:
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.3g} GB"
     return f"{num_bytes / 1e6:.3g} MB"
 
 
@@ -164,9 +167,9 @@ def summary(environment: Environment) -> str:
     return f"{e.cpu}, {e.cores} cores, torch {e.torch}, commit {e.commit[:7]}{changed}"
 
 
-def _sign(result: Result) -> str:
+def sign(result: Result) -> str:
     return ">=" if result.ratio_is == SPEED_UP else "<="
 
 
-def _line(texts: Iterable[str]) -> str:
+def row(texts: Iterable[str]) -> str:
     return "| " + " | ".join(texts) + " |"

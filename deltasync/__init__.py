@@ -3,7 +3,7 @@
 from deltasync.delta.apply import apply_patch
 from deltasync.delta.diff import diff
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
-from deltasync.delta.policy import Policy
+from deltasync.delta.policy import Costs, Policy
 from deltasync.errors import DeltaSyncError
 from deltasync.sync.hook import StepHook, sync_after_step
 from deltasync.sync.receiver import ReceiverOptions, WeightReceiver
@@ -17,6 +17,7 @@ from deltasync.sync.target import ModuleTarget, WeightTarget
 __all__ = [
     "Chunk",
     "ChunkedPatch",
+    "Costs",
     "DeltaSyncError",
     "DensePatch",
     "ModuleSource",

@@ -9,7 +9,7 @@ from benchmarks.cases.kernels import size_of
 from benchmarks.pair import Model, Pair, Synced, open_pair
 from benchmarks.record import PER_PARAMETER, SLOW_DOWN, Result, compared
 from benchmarks.workload import Flip, Scale, num_elements
-from deltasync import Policy, SenderOptions
+from deltasync import Policy, SenderOptions, SyncStats
 
 SPARSE = SenderOptions()
 DENSE = SenderOptions(policy=Policy(dense_above=0.0))
@@ -107,16 +107,16 @@ def parts_of(syncs: list[Synced]) -> dict[str, float]:
         "transfer_s": median(s.stats.transfer_s for s in syncs),
         "commit_s": median(s.stats.commit_s for s in syncs),
         "receiver_commit_s": median(s.stats.receiver_commit_s for s in syncs),
-        "pause_s": median(_pause_s(s) for s in syncs),
+        "pause_s": median(pause_s(s.stats) for s in syncs),
         "sender_cpu_s": median(s.sender_cpu_s for s in syncs),
         "receiver_cpu_s": median(s.receiver_cpu_s for s in syncs),
     }
 
 
-def _pause_s(sync: Synced) -> float:
+def pause_s(stats: SyncStats) -> float:
     """How long the engine does not serve: what is not staged is written as it arrives."""
-    was_staged = sync.stats.receiver_bytes > 0
-    return sync.stats.commit_s + (0.0 if was_staged else sync.stats.transfer_s)
+    was_staged = stats.receiver_bytes > 0
+    return stats.commit_s + (0.0 if was_staged else stats.transfer_s)
 
 
 def _take_turns(

@@ -184,7 +184,7 @@ def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[R
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         new_bits = reader.read(start, stop).to(old.line.device)
-        limit = policy.max_sparse(stop - start)
+        limit = policy.max_sparse(stop - start, old.line.device.type)
         count, found = changed(new_bits, old.read(start, stop), limit)
         if found is None:
             yield Run(start, stop - start), count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,8 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, WireReader, as_bits, dtype_of, integer_dtype, torch_dtype
 from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL, Run
-from deltasync.delta.policy import Policy
+from deltasync.delta.policy import Costs, Policy
+from deltasync.errors import ConfigError
 from deltasync.testing import strategies as own
 
 HUGE = (1 << 31) + 5
@@ -147,9 +149,34 @@ def test_dense_tail_beyond_int32_is_one_chunk() -> None:
 def test_crossover_is_where_the_costs_meet(
     sparse: float, dense: float, above: float | None
 ) -> None:
-    policy = Policy(sparse_ns=sparse, dense_ns=dense, dense_above=above)
-    assert policy.max_sparse(1000) == policy.crossover * 1000
-    assert policy.crossover == (dense / sparse if above is None else above)
+    costs = Costs(machine="any", sparse_ns=sparse, dense_ns=dense)
+    policy = Policy(costs=costs, dense_above=above)
+    assert policy.max_sparse(1000, "cpu") == policy.crossover("cpu") * 1000
+    assert policy.crossover("cuda") == (dense / sparse if above is None else above)
+
+
+def test_costs_differ_by_device() -> None:
+    assert Policy().crossover("cpu") == 5.7 / 38.0
+    assert Policy().crossover("cuda") == Policy().crossover("xpu") == 0.3
+
+
+def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
+    costs = Costs(machine="any", sparse_ns=2.0, dense_ns=1.0)
+    path = tmp_path / "costs.json"
+    path.write_text(costs.model_dump_json())
+    assert Costs.load(path) == costs
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[]", '{"machine": "any"}', '{"machine": "", "sparse_ns": 0, "dense_ns": 1}'],
+)
+def test_bad_files_of_costs_are_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match="costs"):
+        Costs.load(path)
 
 
 @given(tensor=own.tensors())

@@ -1,0 +1,177 @@
+"""What one does without deltasync, as inference stacks do it: dense, or sparse the usual way.
+
+*Dense*: all weights packed into flat buffers, each broadcast, then copied into the parameters.
+*Usual sparse*: `nonzero` on each parameter; its indices and its values broadcast, two calls a
+parameter; at the engine a full tensor of NaN, the values written into it, and the model's own
+loader with a copy that leaves out what is NaN. None of it keeps digests, checks or undo logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.exchange import Exchange
+from benchmarks.gpu.geometry import Shapes
+
+BUCKET_NUMEL = 2 << 30  # 4 GiB: the 1.7B model travels as one buffer
+_STAGED_NUMEL = 256 << 20  # 512 MiB of NaN at a time
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+Found = list[tuple[Tensor, Tensor]]
+"""(int32 indices, values) of each parameter's changes."""
+
+
+def buckets(numels: Sequence[int], limit: int = BUCKET_NUMEL) -> Iterator[slice]:
+    """Runs of parameters that are packed together; a larger parameter travels alone."""
+    start, total = 0, 0
+    for number, numel in enumerate(numels):
+        if number > start and total + numel > limit:
+            yield slice(start, number)
+            start, total = number, 0
+        total += numel
+    if numels:
+        yield slice(start, len(numels))
+
+
+def give_dense(weights: Sequence[Tensor], exchange: Exchange) -> None:
+    """Pack and send flat tensors."""
+    exchange.begin()
+    for part in buckets([w.numel() for w in weights]):
+        exchange.give(*weights[part])
+
+
+def take_dense(weights: Sequence[Tensor], exchange: Exchange) -> None:
+    """Receive into tensors of any shape."""
+    exchange.begin()
+    for part, flat in _taken(weights, exchange):
+        pieces = torch.split(flat, [w.numel() for w in weights[part]])
+        shaped = [p.view_as(w) for p, w in zip(pieces, weights[part], strict=True)]
+        torch._foreach_copy_(list(weights[part]), shaped)
+
+
+def differing(weights: Sequence[Tensor], exchange: Exchange) -> int:
+    """How many of these tensors are not, bit for bit, what `give_dense` sends."""
+    exchange.begin()
+    wrong = 0
+    for part, flat in _taken(weights, exchange):
+        pieces = torch.split(flat, [w.numel() for w in weights[part]])
+        for piece, held in zip(pieces, weights[part], strict=True):
+            same = torch.equal(piece.view(torch.int16), held.reshape(-1).view(torch.int16))
+            wrong += not same
+    return wrong
+
+
+def _taken(weights: Sequence[Tensor], exchange: Exchange) -> Iterator[tuple[slice, Tensor]]:
+    numels = [w.numel() for w in weights]
+    for part in buckets(numels):
+        yield part, exchange.take(sum(numels[part]), torch.bfloat16)
+
+
+def find_changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> Found:
+    """Compare flat int16 tensors one by one: the host waits once for each."""
+    found = []
+    for now, base in zip(new, old, strict=True):
+        indices = (now != base).nonzero().squeeze(1)
+        found.append((indices.int(), now[indices]))
+    return found
+
+
+def advance(old: Sequence[Tensor], found: Found) -> None:
+    """The snapshot becomes what was sent."""
+    for base, (indices, values) in zip(old, found, strict=True):
+        base[indices.long()] = values
+
+
+def give_sparse(found: Found, exchange: Exchange) -> None:
+    """Two transfers a parameter that changed."""
+    exchange.begin()
+    for indices, values in found:
+        if len(indices):
+            exchange.give(indices)
+            exchange.give(values)
+
+
+def take_sparse(counts: Sequence[int], exchange: Exchange) -> dict[int, tuple[Tensor, Tensor]]:
+    """(int32 indices, bf16 values) by parameter, where the trainer found `counts` changes."""
+    exchange.begin()
+    return {
+        number: (exchange.take(count, torch.int32), exchange.take(count, torch.bfloat16))
+        for number, count in enumerate(counts)
+        if count
+    }
+
+
+class FusedModel:
+    """An engine's own parameters: q, k, v are one tensor, gate and up another.
+
+    Attributes:
+        parts: The place of each checkpoint tensor inside them, by its name.
+    """
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        members: dict[str, list[str]] = {}
+        for name in shapes:
+            members.setdefault(_runtime_name(name), []).append(name)
+        self.parts: dict[str, Tensor] = {}
+        for names in members.values():
+            rows = [shapes[name][0] for name in names]
+            fused = torch.zeros(
+                (sum(rows), *shapes[names[0]][1:]), dtype=torch.bfloat16, device=device
+            )
+            self.parts.update(zip(names, torch.split(fused, rows), strict=True))
+        self.parts = {name: self.parts[name] for name in shapes}  # in checkpoint order
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy checkpoint tensors to their places, with whatever `Tensor.copy_` is."""
+        for name, weight in weights:
+            self.parts[name].copy_(weight)
+
+
+def apply_through_nan(
+    model: FusedModel, shapes: Shapes, changes: dict[int, tuple[Tensor, Tensor]]
+) -> None:
+    """Stage full tensors that are NaN where nothing changed, and load them masked."""
+    names = list(shapes)
+    staged: list[tuple[str, Tensor]] = []
+    numel = 0
+    with _masked_copies():
+        for number, (indices, values) in changes.items():
+            shape = shapes[names[number]]
+            weight = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
+            weight.view(-1).index_copy_(0, indices.long(), values)
+            staged.append((names[number], weight))
+            numel += weight.numel()
+            if numel >= _STAGED_NUMEL:
+                model.load_weights(iter(staged))
+                staged, numel = [], 0
+        model.load_weights(iter(staged))
+
+
+@contextmanager
+def _masked_copies() -> Iterator[None]:
+    """`Tensor.copy_` keeps what is there where the source is NaN."""
+    original = torch.Tensor.copy_
+
+    def copy_unless_nan(self: Tensor, source: Tensor) -> Tensor:
+        return torch.where(torch.isnan(source), self, source, out=self)
+
+    torch.Tensor.copy_ = copy_unless_nan  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+
+
+def _runtime_name(name: str) -> str:
+    prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return f"{prefix}.{_FUSED.get(leaf, leaf)}"

@@ -1,0 +1,177 @@
+"""The engine's process: one JSON answer on stdout for each JSON word on stdin."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases.memory import Resident
+from benchmarks.gpu import baselines
+from benchmarks.gpu.exchange import ENGINE, Broadcasts, Exchange, SharedBuffer, attach
+from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.gpu.setup import Setup
+from deltasync import DeltaSyncError, ModuleTarget, WeightReceiver
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.base import ReceiveTransport
+from deltasync.transports.process_group import Backend
+
+FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
+"""What a case may fail of without ending the run. Out of memory is a RuntimeError."""
+_TIMEOUT_S = 120.0
+
+
+class Engine:
+    """A model that deltasync writes and, once asked for, one that the baselines write."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        self._setup = setup
+        self._device = setup.device("engine")
+        self._exchange: Exchange | None = None
+        if setup.link == "collective":
+            self._exchange = Broadcasts(setup, folder, ENGINE)
+        self._geometry: Geometry
+        self._module: nn.Module
+        self._receiver: WeightReceiver | None = None
+        self._baseline: baselines.FusedModel | None = None
+
+    def obey(self, word: dict[str, Any]) -> object:
+        """Do one thing, wait for the device, and return what the trainer wants to know."""
+        answer: object = getattr(self, f"on_{word.pop('do')}")(**word)
+        synchronize(self._device)
+        return answer
+
+    def on_open(self, geometry: str, address: list[Any], buffer: str | None) -> None:
+        """Build a model and begin to receive from a trainer."""
+        self.on_close()
+        self._geometry = GEOMETRIES[geometry]
+        self._module = self._geometry.build(self._device)
+        if buffer is not None:
+            self._exchange = SharedBuffer(attach(buffer, self._device))
+        transport = self._transport(address)
+        self._receiver = WeightReceiver(ModuleTarget(self._module), transport)
+
+    def on_close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            del self._module
+        self._receiver = self._baseline = None
+        if self._setup.link == "local":
+            self._exchange = None
+        free_memory(self._device)
+
+    def end(self) -> None:
+        """The trainer has nothing more to say."""
+        if isinstance(self._exchange, Broadcasts):
+            self._exchange.close()
+
+    def on_receive(self) -> None:
+        assert self._receiver is not None
+        self._receiver.receive_weights(timeout_s=_TIMEOUT_S)
+
+    def on_dense(self) -> None:
+        """The dense baseline's end: into the parameters of a model of its own."""
+        baselines.take_dense(list(self._fused().parts.values()), self._link())
+
+    def on_sparse(self, counts: list[int]) -> dict[str, float]:
+        """The usual sparse baseline's end, with the seconds that it took to apply."""
+        changes = baselines.take_sparse(counts, self._link())
+        synchronize(self._device)
+        began = time.perf_counter()
+        baselines.apply_through_nan(self._fused(), self._geometry.shapes(), changes)
+        synchronize(self._device)
+        return {"apply_s": time.perf_counter() - began}
+
+    def on_differing(self, baseline: bool) -> int:
+        """How many parameters are not the trainer's."""
+        weights: list[Tensor] = [p.detach() for p in self._module.parameters()]
+        if baseline:
+            weights = list(self._fused().parts.values())
+        return baselines.differing(weights, self._link())
+
+    def on_watch(self) -> None:
+        self._watch = Watch(self._device)
+
+    def on_taken(self) -> int:
+        weights = sum(p.nbytes for p in self._module.parameters())
+        return self._watch.taken(beside=weights)
+
+    def _fused(self) -> baselines.FusedModel:
+        if self._baseline is None:
+            self._baseline = baselines.FusedModel(self._geometry.shapes(), self._device)
+        return self._baseline
+
+    def _link(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
+
+    def _transport(self, address: list[Any]) -> ReceiveTransport:
+        if self._setup.link == "collective":
+            backend: Backend = "gloo" if self._device.type == "cpu" else "nccl"
+            return collective.Receiver(*address, backend=backend, device=self._device)
+        if self._device.type == "cpu":
+            return shared_memory.Receiver(*address)
+        from deltasync.transports import cuda_ipc
+
+        return cuda_ipc.Receiver(*address, device=self._device)
+
+
+class Watch:
+    """The most memory that this process takes: on a GPU torch's allocator, else resident."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._resident: Resident | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._resident = Resident.start("self")
+
+    def taken(self, *, beside: int) -> int:
+        """Bytes since the beginning: on a GPU beside so many that are meant to be there."""
+        if self._resident is not None:
+            return self._resident.taken("self")
+        return torch.cuda.max_memory_allocated(self._device) - beside
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call] # what the other process has let go of
+        torch.cuda.empty_cache()
+
+
+def run_engine(setup: Setup, folder: Path) -> None:
+    torch.set_num_threads(1)
+    device = setup.device("engine")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Whatever else prints must not look like an answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    engine = Engine(setup, folder)
+    for line in sys.stdin:
+        try:
+            answer = {"done": engine.obey(json.loads(line))}
+        except FAILURES as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    engine.end()
+
+
+if __name__ == "__main__":
+    run_engine(Setup.from_json(sys.argv[1]), Path(sys.argv[2]))

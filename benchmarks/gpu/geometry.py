@@ -1,0 +1,119 @@
+"""Modules with the names and shapes of real models, and random bf16 weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a decoder of the Qwen3 family.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, head_dim, vocab: As in its configuration.
+        intermediate: Of the MLP, or of each expert.
+        experts: Per layer; 0 for a plain MLP.
+        tied: No head of its own.
+    """
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    vocab: int = 151_936
+    experts: int = 0
+    tied: bool = True
+
+    def shapes(self) -> Shapes:
+        """Shapes by checkpoint name, in checkpoint order."""
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            parts = self._attention() | self._mlp() | self._norms()
+            shapes |= {f"{prefix}.{name}.weight": shape for name, shape in parts.items()}
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+    @property
+    def numel(self) -> int:
+        return sum(map(prod, self.shapes().values()))
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The model with random weights: the same bits on every device of one kind."""
+        generator = torch.Generator(device).manual_seed(0)
+        root = nn.Module()
+        for name, shape in self.shapes().items():
+            values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            values.normal_(0, 0.02, generator=generator)
+            path, _, leaf = name.rpartition(".")
+            _submodule(root, path).register_parameter(leaf, nn.Parameter(values))
+        return root
+
+    def _attention(self) -> Shapes:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "self_attn.q_norm": (self.head_dim,),
+            "self_attn.k_norm": (self.head_dim,),
+        }
+
+    def _mlp(self) -> Shapes:
+        one = {
+            "gate_proj": (self.intermediate, self.hidden),
+            "up_proj": (self.intermediate, self.hidden),
+            "down_proj": (self.hidden, self.intermediate),
+        }
+        if not self.experts:
+            return {f"mlp.{name}": shape for name, shape in one.items()}
+        shapes: Shapes = {"mlp.gate": (self.experts, self.hidden)}
+        for expert in range(self.experts):
+            shapes |= {f"mlp.experts.{expert}.{name}": shape for name, shape in one.items()}
+        return shapes
+
+    def _norms(self) -> Shapes:
+        return {"input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,)}
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a dotted path, made of plain modules where it is not there yet."""
+    module = root
+    for part in path.split("."):
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module
+
+
+def _growing(times: int) -> Geometry:
+    """Twelve layers of about `times` * 256 Mi elements: always as many parameters."""
+    hidden = {1: 1152, 4: 2304, 16: 4608}[times]
+    return Geometry(hidden, 12, 3 * hidden, hidden // 128, hidden // 384, vocab=36 * hidden)
+
+
+GEOMETRIES = {
+    "qwen3-1.7b": Geometry(2048, 28, 6144, 16, 8),
+    "qwen3-8b": Geometry(4096, 36, 12_288, 32, 8, tied=False),
+    "qwen3-30b-a3b": Geometry(2048, 48, 768, 32, 4, experts=128, tied=False),
+    # As many parameters as the 30B model, as many elements as the 1.7B one.
+    "moe-small": Geometry(512, 48, 150, 32, 4, experts=128),
+    "commit-1x": _growing(1),
+    "commit-4x": _growing(4),
+    "commit-16x": _growing(16),
+    "small": Geometry(1024, 4, 3072, 8, 4, vocab=8192),  # for CPUs
+    "tiny": Geometry(64, 2, 192, 2, 1, head_dim=32, vocab=512),
+    "tiny-moe": Geometry(64, 2, 24, 2, 1, head_dim=32, vocab=512, experts=8),
+    "tiny-4x": Geometry(128, 2, 384, 4, 2, head_dim=32, vocab=1024),
+}

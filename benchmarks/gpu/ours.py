@@ -1,0 +1,120 @@
+"""deltasync's own diff and commit without a session: what a sync calls, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases.kernels import ALWAYS_SPARSE, layout_of
+from benchmarks.gpu.baselines import Found
+from deltasync.delta.apply import Staging
+from deltasync.delta.batched import device_for_batches
+from deltasync.delta.bits import Flat
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.patch import CHUNK_NUMEL, Run
+from deltasync.delta.snapshot import Snapshot
+from deltasync.sync.plan import plan_delta
+from deltasync.sync.receiver import Applier
+
+BUCKET_BYTES = 64 << 20  # the default of SenderOptions
+_SPARSE_BYTES = 6  # of a changed bf16 element
+
+
+class Differ:
+    """Compares a module with what it was when this was made: every change sparse.
+
+    Attributes:
+        old: What it was, flat.
+        changed: How many changes there may be: so many are kept in memory, as in a sync whose
+            `max_inflight_bytes` suffice.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        specs, self._readers = layout_of(module)
+        self.specs = tuple(specs)
+        self._snapshot = Snapshot(specs, self._readers, chunk_numel=CHUNK_NUMEL)
+        self.old = [flat.tensor for flat in self._snapshot.flats]
+        self.changed = 0
+        device = self.old[0].device
+        self._payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+
+    def run(self) -> None:
+        """Indices, values and the digests' change, into a payload that is used again."""
+        for _ in self._payloads():
+            pass
+
+    def found(self) -> Found:
+        """The same, kept: (int32 indices, values) of each parameter."""
+        opener = BucketReader(self.specs)
+        found: dict[int, list[Run]] = {}
+        for payload, num_rows in self._payloads():
+            for number, run in opener.read(payload.clone(), num_rows):
+                found.setdefault(number, []).append(run)
+        return [_joined(found.get(number, []), old) for number, old in enumerate(self.old)]
+
+    def buckets(self) -> list[tuple[Tensor, int]]:
+        """(payload, rows) of every bucket."""
+        return [(payload.clone(), num_rows) for payload, num_rows in self._payloads()]
+
+    def _payloads(self) -> Iterator[tuple[Tensor, int]]:
+        """(payload, rows), valid until the next one is asked for."""
+        plan = plan_delta(
+            self._snapshot,
+            self._readers,
+            policy=ALWAYS_SPARSE,
+            bucket_bytes=BUCKET_BYTES,
+            max_held_bytes=max(self._snapshot.num_bytes // 20, _SPARSE_BYTES * self.changed),
+            base_version=0,
+        )
+        for bucket in plan.buckets():
+            payload = self._payload[: bucket.num_bytes]
+            bucket.write(payload)
+            yield payload, bucket.num_rows
+        if plan.ledger.total == self._snapshot.ledger.total:
+            raise RuntimeError("nothing has changed")
+
+
+class Stager:
+    """Stages the same buckets onto `target` and commits them, again and again."""
+
+    def __init__(
+        self, differ: Differ, target: Sequence[Tensor], buckets: list[tuple[Tensor, int]]
+    ) -> None:
+        self._buckets = buckets
+        self._flats = {number: Flat.of(tensor) for number, tensor in enumerate(target)}
+        self._ledger = DigestLedger(differ.specs, chunk_numel=CHUNK_NUMEL)
+        self._reader = BucketReader(differ.specs)
+        self._applier: Applier
+
+    def stage(self) -> None:
+        """Everything up to the decision."""
+        self._applier = self._new_applier()
+        self._reader.begin()
+        for payload, num_rows in self._buckets:
+            self._applier.stage_bucket(self._reader.open(payload, num_rows))
+        _ = self._applier.ledger
+
+    def commit(self) -> None:
+        """The pause: write, read back, digest."""
+        if self._applier.commit() != self._applier.ledger.total:
+            raise RuntimeError("the weights read back are not those that were written")
+
+    def _new_applier(self) -> Applier:
+        device = device_for_batches(self._flats.values(), "auto", need_contiguous=True)
+        if device is None:
+            return Staging(self._flats, self._ledger, max_bytes=None)
+        from deltasync.delta.batched.staging import BatchedStaging
+        from deltasync.delta.batched.weights import BatchedWeights
+
+        return BatchedStaging(BatchedWeights(self._flats, self._ledger, device), self._ledger)
+
+
+def _joined(runs: list[Run], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The runs of one parameter as (int32 indices, int16 values)."""
+    nothing = torch.empty(0, dtype=torch.int16, device=like.device)
+    indices = [run.indices + run.start for run in runs if run.indices is not None]
+    values = [run.bits for run in runs if run.bits is not None]
+    return torch.cat([nothing.int(), *indices]), torch.cat([nothing, *values])

@@ -1,0 +1,162 @@
+"""Records of GPU runs as a table for a terminal and as Markdown for docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from benchmarks.record import MEMORY, Environment, Result
+from benchmarks.report import bold, mebibytes, megabytes, milliseconds, ratio, row, sign
+
+TITLES = {
+    "sync_over_dense": "whole sync, against sending everything",
+    "sync_over_usual": "whole sync, against sparse the usual way",
+    "sync_diff": "of it: comparing",
+    "sync_transfer": "of it: packing, sending, staging, checking",
+    "sync_commit": "of it: from the decision to the last answer",
+    "sync_receiver_commit": "in that: writing and reading back",
+    "commit_growth": "receiver's commit of 2 Mi changes, against the smallest model",
+    "moe_sync": "whole sync of 19,000 parameters, against as many bytes in 310",
+    "adamw": "whole sync after an AdamW step, against sending everything",
+    "large": "whole sync of a large model",
+    "large_over_dense": "whole sync of a large model, against sending everything",
+    "diff": "diff with values and digests, against a copy of the model",
+    "diff_over_usual": "the same, against nonzero for each parameter",
+    "apply_over_flat": "commit, against one bare index_copy_",
+    "apply_over_each": "the same, against index_copy_ for each parameter",
+    "apply_over_nan": "the same, against NaN-masked load_weights",
+    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
+    "memory_receiver": "receiver's memory beside weights, against its bound",
+}
+TYPICAL_DENSITY = 0.003
+_SWEPT = tuple(case for case in TITLES if case.startswith(("sync_", "diff", "apply_")))
+_COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
+
+
+def make_table(results: Iterable[Result]) -> Table:
+    """For a terminal."""
+    ordered = _in_order(results)
+    table = Table(*_COLUMNS, title="deltasync on GPUs" if _has_gpu(ordered) else "deltasync, toy")
+    last = ""
+    for result in ordered:
+        if last and result.case != last:
+            table.add_section()
+        last = result.case
+        table.add_row(*_cells(result), style=None if result.met else "red")
+    return table
+
+
+def make_markdown(results: list[Result]) -> str:
+    """Goals and what was measured, then everything by density, then where it was measured."""
+    ordered = _in_order(results)
+    shown = [r for r in ordered if r.case not in _SWEPT or _is_typical(r, ordered)]
+    environments = {describe(result.environment): None for result in ordered}
+    links = {result.link: None for result in ordered if result.link}
+    lines = [
+        f"Between two processes over {', '.join(links)}. Bold misses its goal."
+        if links
+        else "Bold misses its goal.",
+        "",
+        row(_COLUMNS[:-1]),
+        row("---" for _ in _COLUMNS[:-1]),
+        *(row(_marked(result)) for result in shown),
+        "",
+        *_by_density(ordered),
+        *environments,
+    ]
+    return "\n".join(lines)
+
+
+def describe(environment: Environment) -> str:
+    """Where and of what code, in a sentence."""
+    e = environment
+    dirty = " with uncommitted changes" if e.dirty else ""
+    where = e.gpu or f"{e.cpu}, {e.cores} cores"
+    software = f"Python {e.python}, torch {e.torch}"
+    return f"{where}; {software}; commit {e.commit[:12]}{dirty}, {e.time[:10]}."
+
+
+def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
+    """`page` with images and `text` between the marks for `name`. Raises ValueError without."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    head, _, rest = page.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"no place for {name}: {begin} ... {end}")
+    shown = "".join(f"![]({image})\n\n" for image in images)
+    return f"{head}{begin}\n\n{shown}{text}\n\n{end}{tail}"
+
+
+def _by_density(ordered: list[Result]) -> list[str]:
+    """Milliseconds of whole syncs: one row a way, one column a density."""
+    dense = {r.density: r for r in ordered if r.case == "sync_over_dense"}
+    usual = {r.density: r for r in ordered if r.case == "sync_over_usual"}
+    if not dense:
+        return []
+    parts = {
+        "of it comparing": "diff_s",
+        "of it packing, sending, staging": "transfer_s",
+        "of it committing": "commit_s",
+        "the engine's pause": "pause_s",
+    }
+    rows = [
+        ("deltasync", [milliseconds(r.seconds) for r in dense.values()]),
+        *(
+            (name, [milliseconds(r.parts[key]) for r in dense.values()])
+            for name, key in parts.items()
+        ),
+        ("everything, packed", [milliseconds(r.baseline_seconds) for r in dense.values()]),
+        (
+            "sparse the usual way",
+            [milliseconds(usual[d].baseline_seconds) if d in usual else "" for d in dense],
+        ),
+        ("bytes that deltasync sends", [megabytes(r.bytes) for r in dense.values()]),
+    ]
+    first = next(iter(dense.values()))
+    return [
+        f"Whole syncs of {first.model} by share of changed elements:",
+        "",
+        row(("", *(f"{100 * d:.3g} %" for d in dense))),
+        row(("---", *("---:" for _ in dense))),
+        *(row((name, *values)) for name, values in rows),
+        "",
+    ]
+
+
+def _is_typical(result: Result, ordered: list[Result]) -> bool:
+    """Of a sweep the record nearest to a typical density."""
+    same = [
+        r for r in ordered if (r.case, r.model, r.link) == (result.case, result.model, result.link)
+    ]
+    return result is min(same, key=lambda r: abs(r.density - TYPICAL_DENSITY))
+
+
+def _in_order(results: Iterable[Result]) -> list[Result]:
+    order = list(TITLES)
+    return sorted(results, key=lambda r: (order.index(r.case), r.link, r.numel, r.density))
+
+
+def _has_gpu(results: list[Result]) -> bool:
+    return any(result.environment.gpu for result in results)
+
+
+def _marked(result: Result) -> list[str]:
+    *texts, value, goal, _ = _cells(result)
+    return [*texts, bold(value, unless=result.met), goal]
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    """One row, in the order of the columns."""
+    is_memory = result.ratio_is == MEMORY
+    has_other = is_memory or result.baseline_seconds > 0
+    return (
+        TITLES[result.case],
+        f"{result.model}, {result.numel / 1e9:.3g} B",
+        f"{100 * result.density:.3g} %",
+        mebibytes(result.bytes) if is_memory else milliseconds(result.seconds),
+        mebibytes(result.bound_bytes) if is_memory else milliseconds(result.baseline_seconds),
+        ratio(result, result.ratio) if has_other else "",
+        "" if result.goal is None else f"{sign(result)} {ratio(result, result.goal)}",
+        "" if result.goal is None else "yes" if result.met else "no",
+    )
