@@ -13,6 +13,9 @@ for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
     settings.register_profile(_name, max_examples=_examples, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+
 DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 
 

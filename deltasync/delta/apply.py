@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
+from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import kernels_for
 from deltasync.delta.patch import ChunkedPatch, Patch, Run, positions_of, runs_of, write_run
@@ -123,6 +124,8 @@ class Staging:
         staged_bytes: Memory held.
     """
 
+    in_place = False
+
     def __init__(
         self, flats: Mapping[int, Flat], ledger: DigestLedger, *, max_bytes: int | None
     ) -> None:
@@ -138,6 +141,11 @@ class Staging:
         self._max_bytes = max_bytes
         self.ledger = ledger.copy()
         self.staged_bytes = 0
+
+    def stage_bucket(self, bucket: ReadBucket) -> None:
+        """Take over all its runs."""
+        for parameter, run in bucket.runs():
+            self.stage(parameter, run)
 
     def stage(self, parameter: int, run: Run) -> None:
         """Take over one run; its memory is copied. Raises InvalidIndices, LimitExceeded."""
@@ -207,11 +215,17 @@ class InPlace:
         staged_bytes: Memory held: none.
     """
 
+    in_place = True
     staged_bytes = 0
 
     def __init__(self, flats: Mapping[int, Flat], ledger: DigestLedger) -> None:
         self._flats = flats
         self.ledger = ledger.copy()
+
+    def stage_bucket(self, bucket: ReadBucket) -> None:
+        """Write all its runs."""
+        for parameter, run in bucket.runs():
+            self.stage(parameter, run)
 
     def stage(self, parameter: int, run: Run) -> None:
         """Write one run. Raises InvalidIndices before anything of it is written."""
@@ -242,6 +256,10 @@ class InPlace:
     def commit(self) -> int:
         """The digest of the weights as they were re-read."""
         return self.ledger.total
+
+    def undo(self) -> None:
+        """Nothing was kept. Raises DigestMismatch."""
+        raise DigestMismatch("weights that were written in place cannot be put back")
 
 
 def staged_bytes_of(*, sparse_bytes: int, dense_bytes: int) -> int:

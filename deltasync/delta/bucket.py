@@ -100,6 +100,34 @@ def buckets(
         yield _bucket(chosen, specs)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadBucket:
+    """One payload whose table was checked. Its indices were not looked at.
+
+    Attributes:
+        rows: The patch table.
+        payload: uint8[n]; not owned.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    rows: Rows
+    payload: Tensor
+
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """(parameter, run) of each row, as views of the payload."""
+        index_at, value_at, _ = block_offsets(self.rows)
+        for row, index, value in zip(
+            self.rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True
+        ):
+            parameter, kind, _, _, _, start, span, _, index_bytes, value_bytes = row
+            dtype = integer_dtype(self.specs[parameter].dtype)
+            bits = self.payload[value : value + value_bytes].view(dtype)
+            indices = None
+            if kind == RowKind.SPARSE:
+                indices = self.payload[index : index + index_bytes].view(torch.int32)
+            yield parameter, Run(start, span, indices, bits)
+
+
 class BucketReader:
     """Takes the buckets of a sync apart, in order, checking each bound of the wire format.
 
@@ -117,11 +145,8 @@ class BucketReader:
         """A new sync begins."""
         self._after = (0, 0)
 
-    def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
-        """(parameter, run) of each row, as views of uint8[n] `payload`.
-
-        Indices are not looked at. Raises WireError.
-        """
+    def open(self, payload: Tensor, num_rows: int) -> ReadBucket:
+        """Check the table of uint8[n] `payload`. Raises WireError."""
         if payload.data_ptr() % ALIGNMENT:
             payload = payload.clone()
         table = payload[: num_rows * ROW.itemsize].cpu().numpy()
@@ -132,23 +157,13 @@ class BucketReader:
             item_sizes=self._item_sizes,
             after=self._after,
         )
-        runs = list(self._runs(payload, rows))
-        parameter, last = runs[-1]
-        self._after = (parameter, last.stop)
-        return runs
+        last = rows[-1]
+        self._after = int(last["parameter"]), int(last["start"] + last["span"])
+        return ReadBucket(self._specs, rows, payload)
 
-    def _runs(self, payload: Tensor, rows: Rows) -> Iterator[tuple[int, Run]]:
-        index_at, value_at, _ = block_offsets(rows)
-        for row, index, value in zip(
-            rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True
-        ):
-            parameter, kind, _, _, _, start, span, _, index_bytes, value_bytes = row
-            dtype = integer_dtype(self._specs[parameter].dtype)
-            bits = payload[value : value + value_bytes].view(dtype)
-            indices = None
-            if kind == RowKind.SPARSE:
-                indices = payload[index : index + index_bytes].view(torch.int32)
-            yield parameter, Run(start, span, indices, bits)
+    def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
+        """(parameter, run) of each row. Raises WireError."""
+        return list(self.open(payload, num_rows).runs())
 
 
 def _data_bytes(run: Run, item_size: int) -> int:

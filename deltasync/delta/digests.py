@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.delta.bits import Flat
 from deltasync.delta.kernels import kernels_for
 from deltasync.wire.digest import MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
 Read = Callable[[int, int], Tensor]
 """(start, stop) -> int[stop - start], the bits of one parameter there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """All chunks of a layout, in order.
+
+    Attributes:
+        parameter: int64[chunks], the number of the parameter that a chunk is a part of.
+        start: int64[chunks], flat position of its first element.
+        numel: int64[chunks], its elements.
+    """
+
+    parameter: NDArray[np.int64]
+    start: NDArray[np.int64]
+    numel: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.parameter)
 
 
 class DigestLedger:
@@ -55,6 +76,24 @@ class DigestLedger:
         other.__dict__.update(self.__dict__, sums=self.sums.copy())
         return other
 
+    @cached_property
+    def table(self) -> ChunkTable:
+        """Where the chunks of `sums` lie."""
+        parameter = np.repeat(np.arange(len(self.specs)), np.diff(self.first))
+        start = (np.arange(len(parameter)) - self.first[parameter]) * self.chunk_numel
+        numels = np.array([spec.numel for spec in self.specs], np.int64)
+        return ChunkTable(parameter, start, np.minimum(self.chunk_numel, numels[parameter] - start))
+
+    @cached_property
+    def item_sizes(self) -> NDArray[np.int64]:
+        """int64[parameters]: bytes of an element."""
+        return np.array([spec.dtype.item_size for spec in self.specs], np.int64)
+
+    @cached_property
+    def keys(self) -> NDArray[np.uint64]:
+        """uint64[parameters]: the digest seeds."""
+        return np.array(self._keys, np.uint64)
+
     @property
     def total(self) -> int:
         """The digest of all parameters together."""
@@ -91,6 +130,15 @@ class DigestLedger:
         stop = self.specs[parameter].numel if stop is None else stop
         for chunk, low, high in self.chunks(start, stop):
             self.sums[first + chunk] = self.digest_run(parameter, read(low, high), low)
+
+    def measured(self, chunks: NDArray[np.int64], flats: Mapping[int, Flat]) -> NDArray[np.uint64]:
+        """uint64[n]: the digests of these chunks of the weights, from scratch."""
+        return np.array([self._measured(int(chunk), flats) for chunk in chunks], np.uint64)
+
+    def _measured(self, chunk: int, flats: Mapping[int, Flat]) -> int:
+        parameter, low = int(self.table.parameter[chunk]), int(self.table.start[chunk])
+        bits = flats[parameter].read(low, low + int(self.table.numel[chunk]))
+        return self.digest_run(parameter, bits, low)
 
     def replace_sparse(self, parameter: int, positions: Tensor, old: Tensor, new: Tensor) -> int:
         """Account for int[n] `old` bits becoming `new` at increasing int64[n] flat positions.

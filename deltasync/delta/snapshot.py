@@ -8,14 +8,22 @@ is sent whole the next time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run, write_run
 from deltasync.wire.messages import ParameterSpec
+
+if TYPE_CHECKING:  # imports Triton, which need not be there
+    from deltasync.delta.batched.differ import BatchedDiffer
+
+_ALIGNMENT = 16  # bytes: what kernels read at once
 
 
 class Snapshot:
@@ -24,6 +32,7 @@ class Snapshot:
     Attributes:
         specs: The layout.
         flats: One contiguous tensor a parameter, owned by the snapshot.
+        differ: Compares it with a source in batches, on GPUs; None elsewhere.
         ledger: The digests of the version it holds.
         ahead: Parameters whose bits are already those of an undecided version.
         num_bytes: Bytes of the copy.
@@ -36,6 +45,7 @@ class Snapshot:
         *,
         chunk_numel: int,
         device: torch.device | None = None,
+        kernels: Kernels = "auto",
     ) -> None:
         """Capture the source.
 
@@ -44,20 +54,36 @@ class Snapshot:
             readers: The source's parameters in that order.
             chunk_numel: Elements in a chunk of the ledger.
             device: Where to keep the copy; None for each parameter's own device.
+            kernels: What compares.
         """
         self.specs = tuple(specs)
-        self.flats = [_empty_like(reader, device) for reader in readers]
+        self.flats = _empty_like(readers, device)
         self.ledger = DigestLedger(self.specs, chunk_numel=chunk_numel)
         self.ahead: set[int] = set()
         self.num_bytes = sum(flat.line.nbytes for flat in self.flats)
+        self.differ = self._differ(readers, kernels)
         self.capture(readers)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it is compared in batches; None if it is not."""
+        return None if self.differ is None else self.differ.device
 
     def capture(self, readers: Sequence[WireReader]) -> None:
         """Take the source's bits as they are now, all of them."""
         for parameter, reader in enumerate(readers):
             for _, low, high in self.ledger.chunks(0, reader.flat.numel):
                 self.flats[parameter].write(low, reader.read(low, high))
-            self.ledger.measure(parameter, self.flats[parameter].read)
+        self.ahead.clear()
+        if self.differ is not None:
+            self.ledger.sums[:] = self.differ.digests()
+            return
+        for parameter, flat in enumerate(self.flats):
+            self.ledger.measure(parameter, flat.read)
+
+    def keep(self, ledger: DigestLedger) -> None:
+        """A version is decided: what was written belongs to it, and these are its digests."""
+        self.ledger = ledger
         self.ahead.clear()
 
     def write(self, parameter: int, run: Run, bits: Tensor) -> None:
@@ -69,12 +95,33 @@ class Snapshot:
         self.ahead.add(parameter)
         self.write(parameter, run, bits)
 
+    def _differ(self, readers: Sequence[WireReader], kernels: Kernels) -> BatchedDiffer | None:
+        sources = [reader.flat for reader in readers]
+        # Kernels reach pinned host memory, but not the memory of another GPU.
+        elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
+        device = device_for_batches([*sources, *elsewhere], kernels, need_contiguous=False)
+        if device is None:
+            return None
+        from deltasync.delta.batched.differ import BatchedDiffer
+        from deltasync.delta.batched.weights import BatchedWeights
 
-def _empty_like(reader: WireReader, device: torch.device | None) -> Flat:
-    return Flat.of(
-        torch.empty(
-            reader.flat.numel,
-            dtype=torch_dtype(reader.dtype),
-            device=device or reader.flat.tensor.device,
-        )
-    )
+        return BatchedDiffer(BatchedWeights(dict(enumerate(self.flats)), self.ledger, device))
+
+
+def _empty_like(readers: Sequence[WireReader], device: torch.device | None) -> list[Flat]:
+    """Room for each parameter in its wire dtype: views of one buffer on each device.
+
+    Host memory beside a GPU is pinned, so that the GPU reads it at the speed of the bus.
+    """
+    devices = [device or reader.flat.tensor.device for reader in readers]
+    flats: dict[int, Flat] = {}
+    for place in dict.fromkeys(devices):
+        here = [number for number, own in enumerate(devices) if own == place]
+        sizes = [readers[number].flat.numel * readers[number].dtype.item_size for number in here]
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        is_pinned = place.type == "cpu" and any(readers[n].flat.line.is_cuda for n in here)
+        buffer = torch.empty(ends[-1], dtype=torch.uint8, device=place, pin_memory=is_pinned)
+        for number, begin, size in zip(here, [0, *ends], sizes, strict=False):
+            view = buffer[begin : begin + size].view(torch_dtype(readers[number].dtype))
+            flats[number] = Flat.of(view)
+    return [flats[number] for number in range(len(readers))]

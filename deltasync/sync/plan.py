@@ -2,48 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from deltasync.delta.bits import WireReader
-from deltasync.delta.diff import ModelDelta, iter_runs
+from deltasync.delta.bucket import Bucket, Read, buckets
+from deltasync.delta.diff import ModelDelta, diff_model, iter_runs
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
+
+Packed = Callable[[int, Run, Tensor], None]
+"""(parameter, run, int[count] bits): told of each run that is in a payload, before that is sent."""
+
+
+class Payload(Protocol):
+    """One bucket that can be packed.
+
+    Attributes:
+        num_bytes: Its length.
+        num_rows: Rows of its table.
+    """
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def write(self, payload: Tensor) -> None:
+        """Write it into uint8[num_bytes]."""
+        ...
 
 
 class Plan(Protocol):
     """What a round needs to know of what it sends.
 
     Attributes:
-        ledger: The digests that receivers arrive at.
         base_version: The version that it fits on, or None when it fits on any.
         sparse_bytes, dense_bytes: Bytes of all indices and values.
     """
 
-    ledger: DigestLedger
     base_version: int | None
     sparse_bytes: int
     dense_bytes: int
 
-    def runs(self) -> Iterator[tuple[int, Run]]:
-        """(parameter, run) in layout order."""
+    @property
+    def ledger(self) -> DigestLedger:
+        """The digests that receivers arrive at. Asked for when everything is packed."""
         ...
 
-    def read(self, parameter: int, start: int, stop: int) -> Tensor:
-        """int[stop - start]: bits of a dense run."""
-        ...
-
-    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
-        """A run stands in a payload as int[count] bits; called before it is sent."""
+    def buckets(self) -> Iterator[Payload]:
+        """The payloads, in order; each is written before the next is asked for."""
         ...
 
     def decided(self) -> None:
-        """The version is final."""
+        """The version is final: advance the snapshot."""
         ...
+
+
+class Delta(Plan, Protocol):
+    """A plan made by comparing.
+
+    Attributes:
+        held_bytes: Memory for what is kept until the decision.
+    """
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    @property
+    def nnz(self) -> int:
+        """Elements that differ."""
+        ...
+
+    @property
+    def changed(self) -> Collection[int]:
+        """Numbers of the parameters that differ."""
+        ...
+
+
+def plan_delta(
+    snapshot: Snapshot,
+    readers: Sequence[WireReader],
+    *,
+    policy: Policy,
+    bucket_bytes: int,
+    max_held_bytes: int,
+    base_version: int,
+) -> Delta:
+    """Compare the source with the snapshot."""
+    if snapshot.differ is not None:
+        return snapshot.differ.compare(
+            readers,
+            snapshot.ledger,
+            policy=policy,
+            bucket_bytes=bucket_bytes,
+            max_held_bytes=max_held_bytes,
+            base_version=base_version,
+            keep=snapshot.keep,
+        )
+    delta = diff_model(readers, snapshot, policy=policy, max_held_bytes=max_held_bytes)
+    return DeltaPlan(
+        delta,
+        readers,
+        snapshot,
+        policy=policy,
+        bucket_bytes=bucket_bytes,
+        base_version=base_version,
+    )
+
+
+def plan_full(snapshot: Snapshot, *, bucket_bytes: int) -> Plan:
+    """Send the snapshot."""
+    if snapshot.differ is not None:
+        return snapshot.differ.full(snapshot.ledger, bucket_bytes=bucket_bytes)
+    return FullPlan(snapshot, bucket_bytes=bucket_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """A bucket of runs, and where the bits of its dense runs are."""
+
+    bucket: Bucket
+    read: Read
+    packed: Packed | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bucket.num_bytes
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.bucket.rows)
+
+    def write(self, payload: Tensor) -> None:
+        for parameter, run, bits in self.bucket.write(payload, self.read):
+            if self.packed is not None:
+                self.packed(parameter, run, bits)
 
 
 class DeltaPlan:
@@ -56,13 +156,30 @@ class DeltaPlan:
         snapshot: Snapshot,
         *,
         policy: Policy,
+        bucket_bytes: int,
         base_version: int,
     ) -> None:
         self._delta, self._readers, self._snapshot, self._policy = delta, readers, snapshot, policy
+        self._bucket_bytes = bucket_bytes
         self.ledger = delta.ledger
         self.base_version: int | None = base_version
         self.sparse_bytes, self.dense_bytes = delta.sparse_bytes, delta.dense_bytes
+        self.nnz, self.held_bytes = delta.nnz, delta.held_bytes
+        self.changed = {change.parameter for change in delta.changes}
         self._not_held = {c.parameter for c in delta.changes if c.runs is None}
+
+    def buckets(self) -> Iterator[Payload]:
+        specs = self._snapshot.specs
+        for bucket in buckets(self.runs(), specs, bucket_bytes=self._bucket_bytes):
+            yield _Payload(bucket, self.read, self.packed)
+
+    def decided(self) -> None:
+        """Advance the snapshot by what was held."""
+        for change in self._delta.changes:
+            for run in change.runs or ():
+                if run.bits is not None:
+                    self._snapshot.write(change.parameter, run, run.bits)
+        self._snapshot.keep(self.ledger)
 
     def runs(self) -> Iterator[tuple[int, Run]]:
         """The changes; those that were not held in memory are found again, chunk by chunk."""
@@ -84,15 +201,6 @@ class DeltaPlan:
         if run.bits is None or parameter in self._not_held:
             self._snapshot.write_ahead(parameter, run, bits)
 
-    def decided(self) -> None:
-        """Advance the snapshot by what was held."""
-        for change in self._delta.changes:
-            for run in change.runs or ():
-                if run.bits is not None:
-                    self._snapshot.write(change.parameter, run, run.bits)
-        self._snapshot.ledger = self.ledger
-        self._snapshot.ahead.clear()
-
 
 class FullPlan:
     """The whole snapshot: for receivers whose weights are not known."""
@@ -100,23 +208,21 @@ class FullPlan:
     base_version: int | None = None
     sparse_bytes = 0
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, *, bucket_bytes: int) -> None:
+        self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
         self.ledger = snapshot.ledger
         self.dense_bytes = snapshot.num_bytes
 
-    def runs(self) -> Iterator[tuple[int, Run]]:
+    def buckets(self) -> Iterator[Payload]:
         """Every parameter, dense."""
-        for parameter, spec in enumerate(self._snapshot.specs):
-            if spec.numel:
-                yield parameter, Run(0, spec.numel)
+        specs = self._snapshot.specs
+        runs = ((number, Run(0, spec.numel)) for number, spec in enumerate(specs) if spec.numel)
+        for bucket in buckets(runs, specs, bucket_bytes=self._bucket_bytes):
+            yield _Payload(bucket, self.read)
+
+    def decided(self) -> None:
+        """The snapshot is what was sent."""
 
     def read(self, parameter: int, start: int, stop: int) -> Tensor:
         """From the snapshot: the live source may already be ahead."""
         return self._snapshot.flats[parameter].read(start, stop)
-
-    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
-        """Nothing to keep."""
-
-    def decided(self) -> None:
-        """The snapshot is what was sent."""

@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from deltasync.delta.apply import InPlace, Staging, staged_bytes_of
+from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat
-from deltasync.delta.bucket import BucketReader
+from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.errors import (
@@ -33,6 +36,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
+from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import WeightTarget
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
@@ -40,7 +44,37 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.compression import decompress
 from deltasync.wire.frame import FORMAT_VERSION, MAX_PAYLOAD_BYTES
 
+if TYPE_CHECKING:  # imports Triton, which need not be there
+    from deltasync.delta.batched.weights import BatchedWeights
+
 _MIN_STAGED_BYTES = 64 << 20
+
+
+class Applier(Protocol):
+    """Brings one sync into the weights: staged, or in place."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `stage_bucket` writes."""
+        ...
+
+    @property
+    def staged_bytes(self) -> int: ...
+
+    @property
+    def ledger(self) -> DigestLedger:
+        """The digests after `commit`."""
+        ...
+
+    def stage_bucket(self, bucket: ReadBucket) -> None: ...
+
+    def commit(self) -> int:
+        """Write. Returns the digest of the weights as re-read."""
+        ...
+
+    def undo(self) -> None:
+        """Put the old bits back, or raise DigestMismatch."""
+        ...
 
 
 class ReceiverOptions(BaseModel):
@@ -62,6 +96,9 @@ class ReceiverOptions(BaseModel):
         64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
     )
     chunk_numel: int = Field(CHUNK_NUMEL, ge=1, description="elements that one digest covers")
+    kernels: Kernels = Field(
+        "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
+    )
 
 
 class WeightReceiver:
@@ -100,7 +137,9 @@ class WeightReceiver:
         self._ledger = DigestLedger((), chunk_numel=self.options.chunk_numel)
         self._reader = BucketReader(())
         self._max_sync_bytes = 0
-        self._staging: Staging | InPlace | None = None
+        self._weights: BatchedWeights | None = None
+        self._stream = OwnStream(None)
+        self._staging: Applier | None = None
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
         self._lock = threading.RLock()  # held while weights are looked at or written
@@ -151,7 +190,7 @@ class WeightReceiver:
         A sync that needs more memory than `max_staged_bytes` returns True at once: `commit`
         then receives and writes it in place, and if that breaks off the receiver is dirty.
         """
-        with self._failing_safely():
+        with self._failing_safely(), self._stream.entered():
             if self._is_in_place:
                 raise IllegalMessage("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
@@ -180,6 +219,7 @@ class WeightReceiver:
             DigestMismatch: What was read back is not what was written.
         """
         with self._failing_safely():
+            self._stream.join()
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
                 if isinstance(self._take_next(), messages.Abort):
                     raise SyncAborted("the sender gave up; weights written in place are dirty")
@@ -219,7 +259,7 @@ class WeightReceiver:
 
     @property
     def _is_in_place(self) -> bool:
-        return isinstance(self._staging, InPlace)
+        return self._staging is not None and self._staging.in_place
 
     def _greet(self, deadline: float) -> None:
         hello = messages.Hello(
@@ -241,7 +281,7 @@ class WeightReceiver:
             if not self._scrub_is_due or self._session.state is not ReceiverState.READY:
                 return
             self._scrub_is_due = False
-            name = self._scrub.check(self._ledger, self._flats)
+            name = self._scrub.check(self._ledger, self._measure)
             if name is not None:
                 self._session.corrupted()
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
@@ -288,8 +328,8 @@ class WeightReceiver:
         self._ledger = DigestLedger(
             specs, chunk_numel=self.options.chunk_numel, held=self._flats.keys()
         )
-        for parameter, flat in self._flats.items():
-            self._ledger.measure(parameter, flat.read)
+        self._weights = self._batched(self._flats, self._ledger)
+        self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
         self._reader = BucketReader(specs)
         # Every element once, with an index of its own.
         self._max_sync_bytes = sum(
@@ -298,15 +338,40 @@ class WeightReceiver:
         self._session.set_layout_hash(messages.layout_hash(specs))
         self._reply(messages.Held(digest=messages.digest_text(self._ledger.total)))
 
+    def _batched(self, flats: dict[int, Flat], ledger: DigestLedger) -> BatchedWeights | None:
+        device = device_for_batches(flats.values(), self.options.kernels, need_contiguous=True)
+        if device is None:
+            return None
+        from deltasync.delta.batched.weights import BatchedWeights
+
+        self._stream = OwnStream(device)
+        return BatchedWeights(flats, ledger, device)
+
+    def _measure(self, chunks: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Digests of chunks of the live weights."""
+        if self._weights is not None:
+            return self._weights.digests(chunks)
+        return self._ledger.measured(chunks, self._flats)
+
     def _begin(self, begin: messages.Begin) -> None:
-        needed = staged_bytes_of(sparse_bytes=begin.sparse_bytes, dense_bytes=begin.dense_bytes)
         if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
             raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
         self._reader.begin()
-        if needed > self._max_staged_bytes():
-            self._staging = InPlace(self._flats, self._ledger)
-        else:
-            self._staging = Staging(self._flats, self._ledger, max_bytes=needed)
+        self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
+
+    def _applier(self, sparse_bytes: int, dense_bytes: int) -> Applier:
+        limit = self._max_staged_bytes()
+        if self._weights is not None:
+            from deltasync.delta.batched.staging import BatchedStaging
+
+            needed = sparse_bytes + dense_bytes
+            return BatchedStaging(
+                self._weights, self._ledger, max_bytes=needed, in_place=needed > limit
+            )
+        needed = staged_bytes_of(sparse_bytes=sparse_bytes, dense_bytes=dense_bytes)
+        if needed > limit:
+            return InPlace(self._flats, self._ledger)
+        return Staging(self._flats, self._ledger, max_bytes=needed)
 
     def _max_staged_bytes(self) -> int:
         if self.options.max_staged_bytes is not None:
@@ -323,11 +388,10 @@ class WeightReceiver:
                 raw_bytes=bucket.raw_bytes,
             )
             payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-        runs = self._reader.read(payload, bucket.num_rows)
+        opened = self._reader.open(payload, bucket.num_rows)
         if self._is_in_place:
             self._session.writing()
-        for parameter, run in runs:
-            self._staging.stage(parameter, run)
+        self._staging.stage_bucket(opened)
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         assert self._staging is not None
@@ -339,7 +403,7 @@ class WeightReceiver:
             )
         )
 
-    def _write(self, version: int, staging: Staging | InPlace) -> None:
+    def _write(self, version: int, staging: Applier) -> None:
         """The pause: write, read back, answer."""
         self._target.check_unmoved()
         began = time.perf_counter()
@@ -361,14 +425,13 @@ class WeightReceiver:
         with suppress(TransportError):  # the version is decided, and the next receive will tell
             self._reply(committed)
 
-    def _undo(self, staging: Staging | InPlace) -> None:
+    def _undo(self, staging: Applier) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
-        if isinstance(staging, Staging):
-            with suppress(DeltaSyncError, RuntimeError):  # torch's own failures are RuntimeErrors
-                staging.undo()
-                self._session.restored()
+        with suppress(DeltaSyncError, RuntimeError):  # torch's own failures are RuntimeErrors
+            staging.undo()
+            self._session.restored()
 
-    def _wait_for_engine(self, staging: Staging | InPlace) -> None:
+    def _wait_for_engine(self, staging: Applier) -> None:
         """Learn whether the engine's other ranks have committed too."""
         before = self._session.version
         self._take_next()

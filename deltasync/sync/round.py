@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from deltasync.delta.bucket import buckets
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
@@ -59,12 +58,10 @@ class Round:
         plan: Plan,
         layout: SourceLayout,
         *,
-        bucket_bytes: int,
         compression: Compression,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
-        self._bucket_bytes, self._compression = bucket_bytes, compression
-        self._layout = layout
+        self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._is_answering = False
 
@@ -110,8 +107,7 @@ class Round:
         self._result.transfer_s = time.perf_counter() - began
 
     def _send_buckets(self) -> None:
-        plan = self._plan
-        for bucket in buckets(plan.runs(), self._layout.specs, bucket_bytes=self._bucket_bytes):
+        for bucket in self._plan.buckets():
             if self._session.failures:
                 return
             try:
@@ -119,9 +115,8 @@ class Round:
             except TransportError as error:
                 self._note_lost(error)
                 return
-            for parameter, run, bits in bucket.write(payload, plan.read):
-                plan.packed(parameter, run, bits)
-            self._send_bucket(payload, len(bucket.rows))
+            bucket.write(payload)
+            self._send_bucket(payload, bucket.num_rows)
 
     def _send_bucket(self, payload: Tensor, num_rows: int) -> None:
         result = self._result

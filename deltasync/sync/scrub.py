@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
+
+Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+"""The digests of chunks as they are in memory."""
 
 
 class Scrub:
@@ -23,21 +26,12 @@ class Scrub:
         self._every = every
         self._next = 0
 
-    def check(self, ledger: DigestLedger, flats: Mapping[int, Flat]) -> str | None:
+    def check(self, ledger: DigestLedger, measure: Measure) -> str | None:
         """The name of a parameter whose weights are not what the ledger says, or None."""
         total = len(ledger.sums)
         if not self._every or not total:
             return None
-        for _ in range(-(-total // self._every)):
-            chunk = self._next % total
-            self._next = chunk + 1
-            parameter = int(np.searchsorted(ledger.first, chunk, side="right")) - 1
-            flat = flats.get(parameter)
-            if flat is not None and not self._is_sound(ledger, parameter, chunk, flat):
-                return ledger.specs[parameter].name
-        return None
-
-    def _is_sound(self, ledger: DigestLedger, parameter: int, chunk: int, flat: Flat) -> bool:
-        low = (chunk - int(ledger.first[parameter])) * ledger.chunk_numel
-        high = min(low + ledger.chunk_numel, flat.numel)
-        return ledger.digest_run(parameter, flat.read(low, high), low) == int(ledger.sums[chunk])
+        chunks = (self._next + np.arange(-(-total // self._every))) % total
+        self._next = int(chunks[-1]) + 1
+        wrong = chunks[measure(chunks) != ledger.sums[chunks]]
+        return ledger.specs[int(ledger.table.parameter[wrong[0]])].name if len(wrong) else None

@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from deltasync.delta.batched import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.diff import ModelDelta, diff_model
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout, WireError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Lobby, greet_back
-from deltasync.sync.plan import DeltaPlan, FullPlan, Plan
+from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.round import Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
+from deltasync.sync.streams import OwnStream
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Hello
@@ -47,6 +48,9 @@ class SenderOptions(BaseModel):
     snapshot_device: str | None = Field(
         None, description="where the snapshot lives; None for each parameter's own device"
     )
+    kernels: Kernels = Field(
+        "auto", description="what compares: Triton on GPUs, torch elsewhere, or one of them always"
+    )
     stream_id: str | None = Field(None, description="names the training run; None for a new one")
 
 
@@ -55,7 +59,7 @@ class _Synced:
     """The members' part of a sync."""
 
     base_version: int
-    delta: ModelDelta | None = None
+    delta: Delta | None = None
     result: RoundResult = field(default_factory=RoundResult)
     diff_s: float = 0.0
 
@@ -98,6 +102,7 @@ class WeightSender:
         self._session = SenderSession()
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None
+        self._stream = OwnStream(None)
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
@@ -143,7 +148,7 @@ class WeightSender:
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._exclusive():
+        with self._exclusive(), self._on_own_stream():
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._lost = {}
@@ -174,22 +179,17 @@ class WeightSender:
         done = _Synced(base_version=self.version)
         while self._session.members and not done.result.decided:
             began = time.perf_counter()
-            done.delta = diff_model(
-                layout.readers,
+            done.delta = plan_delta(
                 snapshot,
+                layout.readers,
                 policy=self.options.policy,
+                bucket_bytes=self.options.bucket_bytes,
                 max_held_bytes=self._max_inflight_bytes(layout),
-            )
-            done.diff_s += time.perf_counter() - began
-            plan = DeltaPlan(
-                done.delta,
-                layout.readers,
-                snapshot,
-                policy=self.options.policy,
                 base_version=self.version,
             )
+            done.diff_s += time.perf_counter() - began
             members = list(self._session.members.values())
-            done.result = self._run(plan, layout, members, version=self.version + 1)
+            done.result = self._run(done.delta, layout, members, version=self.version + 1)
         return done if done.result.decided else None
 
     def _capture(self, engines: list[dict[int, Hello]]) -> None:
@@ -210,8 +210,10 @@ class WeightSender:
                 layout.readers,
                 chunk_numel=self.options.policy.chunk_numel,
                 device=None if device is None else torch.device(device),
+                kernels=self.options.kernels,
             )
             self._layout = layout
+            self._stream = OwnStream(self._snapshot.device)
             self._session.captured()
             break
         self._capture_s = time.perf_counter() - began
@@ -231,7 +233,7 @@ class WeightSender:
             self._session.admit(greeted.agreed)
             differ = greeted.differ
             while differ and not done.result.decided:
-                plan = FullPlan(snapshot)
+                plan = plan_full(snapshot, bucket_bytes=self.options.bucket_bytes)
                 done.result = self._run(plan, layout, differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
         finally:  # whoever has not come in by now has to greet again
@@ -251,7 +253,6 @@ class WeightSender:
             self._session,
             plan,
             layout,
-            bucket_bytes=self.options.bucket_bytes,
             compression=self.options.compression,
         )
         try:
@@ -297,9 +298,9 @@ class WeightSender:
         assert layout is not None
         assert snapshot is not None
         full_numel = layout.numel if joined.full_synced else 0
-        changes = delta.delta.changes if delta and delta.delta else []
+        found = delta.delta if delta else None
         result = delta.result if delta else joined.result
-        held_bytes = delta.delta.held_bytes if delta and delta.delta else 0
+        held_bytes = found.held_bytes if found else 0
         return SyncStats(
             version=self.version,
             base_version=delta.base_version if delta else None,
@@ -310,8 +311,8 @@ class WeightSender:
             full_synced=joined.full_synced,
             lost=dict(self._lost),
             numel=layout.numel,
-            nnz=sum(change.nnz for change in changes) if delta else full_numel,
-            parameters=layout.coverage({c.parameter for c in changes}, full=not delta),
+            nnz=found.nnz if found else full_numel,
+            parameters=layout.coverage(found.changed if found else (), full=not found),
             payload_bytes=result.payload_bytes,
             dense_bytes=layout.num_bytes,
             joined_bytes=joined.result.payload_bytes if delta else 0,
@@ -325,6 +326,14 @@ class WeightSender:
             receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
             snapshot_bytes=snapshot.num_bytes,
         )
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """The trainer's stream goes on meanwhile, and afterwards may change the source."""
+        stream = self._stream
+        with stream.entered():
+            yield
+        stream.join()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

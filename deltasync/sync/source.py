@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -57,16 +59,56 @@ class ModuleSource:
     ) -> None:
         self._module = module
         self._rename = rename
-        self._places: list[tuple[object, ...]] = []
+        self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
         """The module's tensors as they are now: the list of the last call if nothing moved."""
-        now = places(self._module, self._rename)
-        if now != self._places:
+        if self._watch is None or not self._watch.is_unmoved():
+            self._watch = ModuleWatch(self._module)
             self._tensors = tied_tensors(named_tensors(self._module, self._rename))
-            self._places = now
         return self._tensors
+
+
+class ModuleWatch:
+    """Says whether every tensor of a module is still where it was when this was made.
+
+    At every sync, for models of tens of thousands of tensors: so all loops are in C, and no
+    objects are made that the garbage collector would have to look at.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        for owner in module.modules():
+            self._dicts += owner._parameters, owner._buffers, owner._modules
+        self._with_buffers = [owner for owner in module.modules() if owner._buffers]
+        self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
+        self._values = self._held()
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._facts = self._look()
+
+    def is_unmoved(self) -> bool:
+        """Whether tensors, addresses, sizes, contiguity and dtypes are what they were."""
+        now = self._held()
+        return (
+            len(now) == len(self._values)
+            and all(map(is_, now, self._values))
+            and self._look() == self._facts
+            and [o._non_persistent_buffers_set for o in self._with_buffers] == self._transient
+        )
+
+    def _held(self) -> list[Any]:
+        """Every parameter, buffer and submodule."""
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def _look(self) -> tuple[list[object], ...]:
+        tensors = self._tensors
+        return (
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.numel, tensors)),
+            list(map(Tensor.is_contiguous, tensors)),
+            list(map(attrgetter("dtype"), tensors)),
+        )
 
 
 def named_tensors(

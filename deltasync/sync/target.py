@@ -11,7 +11,13 @@ from torch import nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.source import NamedTensor, named_tensors, places, tied_tensors
+from deltasync.sync.source import (
+    ModuleWatch,
+    NamedTensor,
+    named_tensors,
+    places,
+    tied_tensors,
+)
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -52,6 +58,7 @@ class ModuleTarget:
         self._module = module
         self._rename = rename
         self._places: list[tuple[object, ...]] = []
+        self._watch = ModuleWatch(module)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The module's tensors as they are now."""
@@ -63,17 +70,21 @@ class ModuleTarget:
         _refuse_overlap(tensors)
         numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
         self._places = places(self._module, self._rename)
+        self._watch = ModuleWatch(self._module)
         return {
             number: Flat.of(tensor.tensor, name=tensor.name)
             for number, tensor in zip(numbers, tensors, strict=True)
         }
 
     def check_unmoved(self) -> None:
-        """Compare every tensor's address, shape, strides and dtype with those bound."""
+        """Compare every tensor's address, size, contiguity and dtype with those bound."""
+        if self._watch.is_unmoved():
+            return
         now = places(self._module, self._rename)
         if now != self._places:
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
             raise TargetMoved(f"storage of {_some(moved)} was replaced; rejoin")
+        self._watch = ModuleWatch(self._module)
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))

@@ -52,7 +52,9 @@ class Link:
     def sync(self, max_held_bytes: int, *, stop_after: int | None = None) -> ModelDelta:
         """One sync; aborted once `stop_after` runs were packed, if that is said."""
         delta = self.diff(max_held_bytes)
-        plan = DeltaPlan(delta, self.readers, self.snapshot, policy=POLICY, base_version=0)
+        plan = DeltaPlan(
+            delta, self.readers, self.snapshot, policy=POLICY, bucket_bytes=1 << 20, base_version=0
+        )
         flats = {n: Flat.of(tensor) for n, tensor in enumerate(self.live.values())}
         staging = Staging(flats, self.ledger, max_bytes=None)
         for packed, (parameter, run) in enumerate(plan.runs()):

@@ -14,7 +14,7 @@ from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.layout import SourceLayout, check_coverage
-from deltasync.sync.scrub import Scrub
+from deltasync.sync.scrub import Measure, Scrub
 from deltasync.sync.source import ModuleSource, NamedTensor
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
 from deltasync.testing.target import TargetContract
@@ -306,35 +306,38 @@ def test_tied_weights_are_bound_once() -> None:
     assert (model.head.weight.view(torch.int32) == -1).all()
 
 
-def scrub_model() -> tuple[DigestLedger, dict[int, Flat], list[Tensor]]:
+def scrub_model(
+    held: frozenset[int] = frozenset(range(4)),
+) -> tuple[DigestLedger, Measure, list[Tensor]]:
     tensors = [torch.zeros(10), torch.empty(0), torch.zeros(()), torch.zeros(5, 5)]
     specs = [ParameterSpec((f"w{n}",), tuple(t.shape), dtype_of(t)) for n, t in enumerate(tensors)]
-    ledger = DigestLedger(specs, chunk_numel=4)
-    flats = {number: Flat.of(tensor) for number, tensor in enumerate(tensors)}
+    ledger = DigestLedger(specs, chunk_numel=4, held=held)
+    flats = {number: Flat.of(tensors[number]) for number in held}
     for number, flat in flats.items():
         ledger.measure(number, flat.read)
-    return ledger, flats, tensors
+    return ledger, lambda chunks: ledger.measured(chunks, flats), tensors
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 64])
 def test_scrub_looks_at_everything_within_its_share_of_calls(every: int) -> None:
     for number, position in ((0, 0), (0, 9), (2, 0), (3, 24)):
-        ledger, flats, tensors = scrub_model()
+        ledger, measure, tensors = scrub_model()
         scrub = Scrub(every)
-        assert all(scrub.check(ledger, flats) is None for _ in range(every))
+        assert all(scrub.check(ledger, measure) is None for _ in range(every))
         tensors[number].view(-1)[position] = -0.0
-        found = [scrub.check(ledger, flats) for _ in range(every)]
+        found = [scrub.check(ledger, measure) for _ in range(every)]
         assert {name for name in found if name is not None} == {f"w{number}"}
 
 
 def test_scrub_can_be_off_and_skips_what_others_hold() -> None:
-    ledger, flats, tensors = scrub_model()
+    ledger, measure, tensors = scrub_model()
     tensors[0].fill_(1)
-    assert Scrub(0).check(ledger, flats) is None
-    del flats[0]
-    assert Scrub(1).check(ledger, flats) is None
+    assert Scrub(0).check(ledger, measure) is None
+    ledger, measure, tensors = scrub_model(held=frozenset({1, 2, 3}))
+    tensors[0].fill_(1)
+    assert Scrub(1).check(ledger, measure) is None
     empty = DigestLedger([], chunk_numel=4)
-    assert Scrub(1).check(empty, {}) is None
+    assert Scrub(1).check(empty, measure) is None
 
 
 class TestModuleTarget(TargetContract):

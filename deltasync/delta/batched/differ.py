@@ -1,0 +1,110 @@
+"""The sender's side: what differs between source and snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltasync.delta.batched.masks import Masks
+from deltasync.delta.batched.packing import UNCHANGED, Ints, most_sparse
+from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
+from deltasync.delta.batched.source import BatchedSource, LiveSource
+from deltasync.delta.batched.weights import BatchedWeights, device_of
+from deltasync.delta.bits import WireReader
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.policy import Policy
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.table import RowKind
+
+
+class BatchedDiffer:
+    """Finds what differs between a source and the snapshot on one GPU.
+
+    Memory beside the snapshot: an eighth of a byte an element for masks, four bytes an index.
+
+    Attributes:
+        ahead: bool[chunks], whose bits in the snapshot are not those of its version, because a
+            sync that was not decided wrote them: they are sent dense.
+    """
+
+    def __init__(self, snapshot: BatchedWeights) -> None:
+        self.ahead = np.zeros(len(snapshot.addresses), np.bool_)
+        self._snapshot = snapshot
+        self._live = LiveSource(snapshot)
+        self._masks: Masks | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where kernels run."""
+        return self._snapshot.device
+
+    def compare(
+        self,
+        readers: Sequence[WireReader],
+        ledger: DigestLedger,
+        *,
+        policy: Policy,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+        keep: Callable[[DigestLedger], None],
+    ) -> BatchedDelta:
+        """Compare every parameter once. Waits for the counts of changes, for nothing else.
+
+        Args:
+            readers: The source, in layout order. It must not change until its elements are packed.
+            ledger: The digests of the snapshot. Not changed.
+            policy: When to go dense.
+            bucket_bytes: Largest payload.
+            max_held_bytes: Memory for sparse changes kept until the decision; those of a larger
+                delta are written to the snapshot while they are packed.
+            base_version: The snapshot's version.
+            keep: Called at the decision with the snapshot's new digests.
+        """
+        with device_of(self._snapshot.device):
+            source = self._live.look_up(readers)
+            masks = self._masks_for(source, bucket_bytes, max_held_bytes)
+            masks.compare(source, self._snapshot)
+            return BatchedDelta(
+                self._snapshot,
+                source,
+                masks,
+                ledger,
+                ahead=self.ahead,
+                kinds=self._kinds(masks.counts, policy, bucket_bytes),
+                bucket_bytes=bucket_bytes,
+                max_held_bytes=max_held_bytes,
+                base_version=base_version,
+                keep=keep,
+            )
+
+    def digests(self) -> NDArray[np.uint64]:
+        """uint64[chunks]: the digests of the snapshot, read from memory."""
+        return self._snapshot.digests()
+
+    def full(self, ledger: DigestLedger, *, bucket_bytes: int) -> BatchedFull:
+        """The whole snapshot, whose digests are `ledger`."""
+        return BatchedFull(self._snapshot, ledger, bucket_bytes)
+
+    def _masks_for(self, source: BatchedSource, bucket_bytes: int, max_held_bytes: int) -> Masks:
+        """The masks of last time if they fit; any bucket and all that is held can be located."""
+        least = INDEX_ITEM_BYTES + int(self._snapshot.item_sizes.min(initial=1))
+        numel = int(self._snapshot.table.numel.sum())
+        capacity = min(numel, max(bucket_bytes, max_held_bytes) // least)
+        masks = self._masks
+        if masks is None or (masks.num_blocks, masks.capacity) != (source.num_blocks, capacity):
+            masks = self._masks = None  # its memory first
+            masks = self._masks = Masks(source.num_blocks, capacity, self._snapshot.device)
+        return masks
+
+    def _kinds(self, counts: Ints, policy: Policy, bucket_bytes: int) -> Ints:
+        snapshot = self._snapshot
+        limit = policy.crossover(snapshot.device.type) * snapshot.table.numel
+        fits = counts <= np.minimum(limit, most_sparse(bucket_bytes, snapshot.item_sizes))
+        kinds = np.where(fits, int(RowKind.SPARSE), int(RowKind.DENSE))
+        kinds[counts == 0] = UNCHANGED
+        kinds[self.ahead] = RowKind.DENSE
+        return kinds

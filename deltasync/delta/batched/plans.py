@@ -1,0 +1,323 @@
+"""What a sync sends, planned on the host and packed by kernels: a delta or the whole snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.batched.masks import Masks
+from deltasync.delta.batched.packing import Ints, PlannedBucket, cut, plan_buckets
+from deltasync.delta.batched.source import BatchedSource, Lane
+from deltasync.delta.batched.weights import (
+    ALIGNMENT,
+    BatchedWeights,
+    Numbers,
+    blocks_in,
+    device_of,
+    upload,
+)
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.kernels import triton as kernels
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
+from deltasync.wire.table import RowKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Sparse rows of one item size and conversion, as `kernels.gather` takes them."""
+
+    item_size: int
+    narrow: bool
+    count: int
+    columns: Tensor
+    segment_row: Tensor
+    segment_begin: Tensor
+
+
+class BatchedDelta:
+    """How the source differs from the snapshot: a plan of a round.
+
+    Small deltas are kept until the decision: indices where `Masks` located them, and values. What
+    is larger is found in the masks bucket by bucket and written to the snapshot while it is packed,
+    as dense chunks always are: those chunks are *ahead*.
+
+    Attributes:
+        sparse_bytes, dense_bytes: Bytes of all indices and values, of sparse and dense chunks.
+        held_bytes: Memory kept until the decision, beside the masks.
+        base_version: The snapshot's version.
+        digests: int64[chunks] on the device: of dense chunks their digests, of sparse ones by how
+            much they change; complete when all buckets are packed.
+    """
+
+    def __init__(
+        self,
+        snapshot: BatchedWeights,
+        source: BatchedSource,
+        masks: Masks,
+        before: DigestLedger,
+        *,
+        ahead: NDArray[np.bool_],
+        kinds: Ints,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+        keep: Callable[[DigestLedger], None],
+    ) -> None:
+        """Plan.
+
+        Args:
+            snapshot: What the source was compared with.
+            source: The source.
+            masks: What differs.
+            before: The digests of the snapshot.
+            ahead: bool[chunks], what is ahead; kept up to date.
+            kinds: int64[chunks], UNCHANGED or a RowKind.
+            bucket_bytes: Largest payload.
+            max_held_bytes: Memory for what is kept until the decision.
+            base_version: The snapshot's version.
+            keep: Called at the decision with the snapshot's new digests.
+        """
+        self._keep = keep
+        self._snapshot, self._source, self._masks, self._before = snapshot, source, masks, before
+        self._ahead, self._kinds, self._bucket_bytes = ahead, kinds, bucket_bytes
+        self._is_sparse, self._is_dense = kinds == RowKind.SPARSE, kinds == RowKind.DENSE
+        self.base_version: int | None = base_version
+        counts, item_sizes = masks.counts, snapshot.item_sizes
+        sparse = counts * (INDEX_ITEM_BYTES + item_sizes)
+        self.sparse_bytes = int(sparse[self._is_sparse].sum())
+        self.dense_bytes = int((snapshot.table.numel * item_sizes)[self._is_dense].sum())
+        masks.choose(source, self._is_sparse, hold=self.sparse_bytes <= max_held_bytes)
+        self.held_bytes = self.sparse_bytes if masks.is_located else 0
+        # The old bits of those that are ahead are gone: all of them count as changed.
+        self._written = np.where(ahead, snapshot.table.numel, counts)
+        self._held: list[tuple[_Rows, Tensor]] = []
+        self.digests = torch.zeros(len(counts), dtype=torch.int64, device=snapshot.device)
+        self._packed: Numbers | None = None
+
+    @property
+    def nnz(self) -> int:
+        """Elements that differ."""
+        return int(self._written.sum())
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """Numbers of the parameters that differ."""
+        return frozenset(np.unique(self._snapshot.table.parameter[self._written > 0]).tolist())
+
+    def buckets(self) -> Iterator[BatchedBucket]:
+        """The payloads, in order; each has to be written before the next is asked for."""
+        snapshot = self._snapshot
+        planned = plan_buckets(
+            snapshot.table,
+            snapshot.item_sizes,
+            snapshot.origins,
+            self._kinds,
+            self._masks.counts,
+            bucket_bytes=self._bucket_bytes,
+        )
+        for bucket in planned:
+            self._ahead[bucket.dense[0]] = True
+            yield BatchedBucket(bucket, snapshot, self._source, delta=self)
+        with device_of(snapshot.device):
+            self._packed = Numbers(self.digests)
+
+    @cached_property
+    def ledger(self) -> DigestLedger:
+        """The digests of the source. Waits until all buckets are packed."""
+        ledger = self._before.copy()
+        if self._packed is not None:
+            found = self._packed.read().view(np.uint64)
+            ledger.sums[self._is_dense] = found[self._is_dense]
+            ledger.sums[self._is_sparse] += found[self._is_sparse]
+        return ledger
+
+    def decided(self) -> None:
+        """The version is final: advance the snapshot."""
+        with device_of(self._snapshot.device):
+            for rows, held in self._held:
+                kernels.advance[(len(rows.segment_row),)](
+                    rows.columns,
+                    rows.segment_row,
+                    rows.segment_begin,
+                    self._masks.indices,
+                    held,
+                    rows.columns.shape[1],
+                    TYPE=kernels.TYPES[rows.item_size],
+                    SEGMENT=kernels.SEGMENT,
+                    num_warps=4,
+                )
+        self._ahead[:] = False
+        self._keep(self.ledger)
+
+    def pack_sparse(self, bucket: PlannedBucket, payload: Tensor) -> None:
+        """Write indices and values of a bucket's sparse rows."""
+        is_held = self._masks.is_located
+        begins = self._masks.find(self._source, bucket)
+        if not is_held:
+            here = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
+            self._ahead[here] |= self._is_sparse[here]
+        for rows in self._rows(bucket, begins):
+            num_bytes = rows.count * rows.item_size if is_held else 0
+            held = torch.empty(num_bytes, dtype=torch.uint8, device=payload.device)
+            kernels.gather[(len(rows.segment_row),)](
+                rows.columns,
+                rows.segment_row,
+                rows.segment_begin,
+                self._masks.indices,
+                payload,
+                len(payload),
+                held,
+                self.digests,
+                rows.columns.shape[1],
+                TYPE=kernels.TYPES[rows.item_size],
+                NARROW=rows.narrow,
+                AHEAD=not is_held,
+                CHUNK=self._before.chunk_numel,
+                SEGMENT=kernels.SEGMENT,
+                num_warps=4,
+            )
+            if is_held:
+                self._held.append((rows, held))
+
+    def _rows(self, bucket: PlannedBucket, begins: Ints) -> Iterator[_Rows]:
+        """The sparse rows of a bucket, by how they are read; `begins` in the located indices."""
+        snapshot, source, ledger = self._snapshot, self._source, self._before
+        parameters = bucket.rows["parameter"].astype(np.int64)
+        ways = ledger.item_sizes[parameters] * 2 + source.narrow[parameters]
+        ways[~bucket.is_sparse] = 0
+        for way in np.unique(ways[ways > 0]).tolist():
+            here = np.flatnonzero(ways == way)
+            parameter, count = parameters[here], bucket.rows["count"][here].astype(np.int64)
+            origin = snapshot.origins[bucket.first_chunk[here]]
+            columns = (
+                begins[here],
+                bucket.index_at[here] // INDEX_ITEM_BYTES,
+                bucket.value_at[here] // (way // 2),
+                count,
+                origin - bucket.rows["start"][here].astype(np.int64),
+                origin,
+                source.pointers[parameter],
+                snapshot.pointers[parameter],
+                ledger.keys[parameter].view(np.int64),
+                ledger.first[parameter],
+                np.cumsum(count) - count,
+            )
+            row, begin = cut(count, kernels.SEGMENT)
+            there = upload([np.stack(columns), row.astype(np.int32), begin], snapshot.device)
+            yield _Rows(way // 2, bool(way % 2), int(count.sum()), *there)
+
+
+class BatchedFull:
+    """The whole snapshot, for receivers whose weights are not known: a plan of a round.
+
+    Attributes:
+        ledger: Its digests.
+        sparse_bytes, dense_bytes: Bytes of all values.
+    """
+
+    base_version: int | None = None
+    sparse_bytes = 0
+
+    def __init__(self, snapshot: BatchedWeights, ledger: DigestLedger, bucket_bytes: int) -> None:
+        self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
+        self.ledger = ledger
+        self.dense_bytes = int((snapshot.table.numel * snapshot.item_sizes).sum())
+
+    def buckets(self) -> Iterator[BatchedBucket]:
+        """The payloads, in order."""
+        snapshot = self._snapshot
+        is_narrow = np.zeros(len(snapshot.pointers), np.bool_)
+        source = BatchedSource(snapshot, snapshot.pointers, is_narrow)
+        kinds = np.full(len(snapshot.table), int(RowKind.DENSE))
+        planned = plan_buckets(
+            snapshot.table,
+            snapshot.item_sizes,
+            snapshot.origins,
+            kinds,
+            kinds,
+            bucket_bytes=self._bucket_bytes,
+        )
+        return (BatchedBucket(bucket, snapshot, source) for bucket in planned)
+
+    def decided(self) -> None:
+        """The snapshot is what was sent."""
+
+
+class BatchedBucket:
+    """One payload.
+
+    Attributes:
+        num_bytes: Its length.
+        num_rows: Rows of its table.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedBucket,
+        snapshot: BatchedWeights,
+        source: BatchedSource,
+        *,
+        delta: BatchedDelta | None = None,
+    ) -> None:
+        """Of a delta, or else dense pieces of `source`."""
+        self.num_bytes, self.num_rows = planned.num_bytes, len(planned.rows)
+        self._planned, self._snapshot, self._source = planned, snapshot, source
+        self._delta = delta
+
+    def write(self, payload: Tensor) -> None:
+        """Write uint8[num_bytes]. On the GPU the host does not wait for it."""
+        device = self._snapshot.device
+        with device_of(device):
+            if payload.device == device:
+                self._write(payload)
+            else:
+                there = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+                self._write(there)
+                payload.copy_(there)
+
+    def _write(self, payload: Tensor) -> None:
+        planned, lanes = self._planned, self._source.lanes
+        if self._delta is not None and planned.is_sparse.any():
+            self._delta.pack_sparse(planned, payload)
+        lane_of = self._source.lane_of[planned.dense[0]]
+        dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
+        rows, pads, *columns = upload([planned.rows, planned.pads, *dense], payload.device)
+        payload[: len(rows)].copy_(rows)
+        if len(planned.pads):
+            whole = len(payload) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
+            payload[:whole].view(torch.int64).index_fill_(0, pads, 0)
+        for lane, pieces, there in zip(lanes, dense, columns, strict=True):
+            if pieces.size:
+                self._pack_dense(lane, pieces, there, payload)
+
+    def _pack_dense(self, lane: Lane, planned: Ints, pieces: Tensor, payload: Tensor) -> None:
+        source, snapshot = self._source, self._snapshot
+        digests = None if self._delta is None else self._delta.digests
+        num_pieces = pieces.shape[1]
+        offsets = np.stack((planned[1], planned[3])) * lane.item_size
+        is_aligned = not (offsets % ALIGNMENT).any()
+        blocks_each = blocks_in(planned[2])
+        kernels.pack_dense[(num_pieces * blocks_each,)](
+            source.addresses,
+            snapshot.addresses_there,
+            snapshot.starts,
+            snapshot.keys,
+            pieces,
+            payload,
+            payload if digests is None else digests,
+            num_pieces,
+            blocks_each,
+            TYPE=kernels.TYPES[lane.item_size],
+            NARROW=lane.narrow,
+            AHEAD=digests is not None,
+            ALIGNED=lane.is_aligned and is_aligned,
+            BLOCK=kernels.BLOCK,
+            num_warps=4,
+        )

@@ -1,0 +1,158 @@
+"""Where the elements to send are read, as the kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.batched.packing import Ints
+from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
+from deltasync.delta.bits import WireReader
+from deltasync.delta.kernels import triton as kernels
+
+_WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Chunks that one launch goes over: kernels are compiled for an item size and a conversion.
+
+    Attributes:
+        item_size: Bytes of an element on the wire.
+        narrow: The source is float32, the wire bfloat16.
+        is_aligned: Every chunk begins at a multiple of 16 bytes on both sides.
+        chunks: int64[n], which, in order.
+        blocks: int64[n + 1], the first block of each, and the end.
+    """
+
+    item_size: int
+    narrow: bool
+    is_aligned: bool
+    chunks: Ints
+    blocks: Ints
+
+    @property
+    def first_block(self) -> int:
+        return int(self.blocks[0])
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.blocks[-1] - self.blocks[0])
+
+    def chunks_between(self, first: int, stop: int) -> Ints:
+        """Its chunks from `first` up to `stop`."""
+        low, high = np.searchsorted(self.chunks, (first, stop))
+        return self.chunks[low:high]
+
+    def blocks_between(self, first: int, stop: int) -> tuple[int, int]:
+        """The blocks of the chunks from `first` up to `stop`."""
+        low, high = np.searchsorted(self.chunks, (first, stop))
+        return int(self.blocks[low]), int(self.blocks[high])
+
+
+class BatchedSource:
+    """Parameters that are sent, chunk by chunk, beside the snapshot that they are compared with.
+
+    Attributes:
+        lanes: The chunks by how they are read.
+        lane_of: int64[chunks], the number of a chunk's lane.
+        order: int64[chunks], the chunks in the order of their blocks: lane after lane.
+        num_blocks: Blocks of all chunks.
+        pointers, narrow: int64[parameters] and bool[parameters]: as given.
+        addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
+            its first block, and its beginning relative to its origin; of each block its chunk.
+    """
+
+    def __init__(
+        self, snapshot: BatchedWeights, pointers: NDArray[np.int64], narrow: NDArray[np.bool_]
+    ) -> None:
+        """Number the blocks.
+
+        Args:
+            snapshot: What the source is compared with.
+            pointers: int64[parameters], addresses of the source's parameters.
+            narrow: bool[parameters], which of them are float32 and go as bfloat16.
+        """
+        self.pointers, self.narrow = pointers, narrow
+        table, item_sizes = snapshot.table, snapshot.item_sizes
+        is_narrow = narrow[table.parameter]
+        addresses = snapshot.addresses_of(pointers, np.where(is_narrow, 4, item_sizes))
+        # The chunks of a parameter share a lane, so that what is located of it stays together.
+        is_apart = ((pointers | snapshot.pointers) % ALIGNMENT != 0)[table.parameter]
+        is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
+        shifts = (table.start - snapshot.origins).astype(np.int32)
+        kinds, self.lane_of = np.unique(
+            item_sizes * 4 + is_narrow * 2 + ~is_apart, return_inverse=True
+        )
+        self.order = order = np.argsort(self.lane_of, kind="stable")
+        lengths = -(-table.numel[order] // kernels.BLOCK)
+        begins = np.append(0, np.cumsum(lengths))
+        cuts = np.searchsorted(self.lane_of[order], np.arange(len(kinds) + 1))
+        self.lanes = [
+            Lane(
+                int(kind) // 4,
+                bool(kind & 2),
+                bool(kind & 1),
+                order[low:high],
+                begins[low : high + 1],
+            )
+            for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
+        ]
+        self.num_blocks = int(begins[-1])
+        first_block = np.empty(len(order), np.int32)
+        first_block[order] = begins[:-1]
+        self.addresses, self.first_block, self.shifts, chunks, repeats = upload(
+            [addresses, first_block, shifts, order.astype(np.int32), lengths], snapshot.device
+        )
+        self.chunk_of = torch.repeat_interleave(chunks, repeats, output_size=self.num_blocks)
+
+    def before(self, counts: Ints) -> Ints:
+        """int64[chunks]: changes in the blocks before a chunk's, where chunks have `counts`."""
+        before = np.empty_like(counts)
+        before[self.order] = np.cumsum(counts[self.order]) - counts[self.order]
+        return before
+
+
+class LiveSource:
+    """The trainer's parameters: looked up anew when they moved.
+
+    What kernels cannot read in place (strided tensors, rare conversions, other devices) is copied
+    at each sync, and the copies are kept until the next.
+    """
+
+    def __init__(self, snapshot: BatchedWeights) -> None:
+        self._snapshot = snapshot
+        self._readers: Sequence[WireReader] | None = None
+        self._copies: list[Tensor] = []
+        self._found: BatchedSource | None = None
+
+    def look_up(self, readers: Sequence[WireReader]) -> BatchedSource:
+        """Where the parameters are now. The same object as last time if nothing moved."""
+        if self._found is not None and readers is self._readers and not self._copies:
+            return self._found
+        self._copies = []
+        narrow = np.zeros(len(readers), np.bool_)
+        pointers = np.zeros(len(readers), np.int64)
+        for number, reader in enumerate(readers):
+            narrow[number] = (reader.flat.dtype, reader.dtype) == (_WIDE, _NARROW)
+            if self._is_readable(reader):
+                pointers[number] = reader.flat.line.data_ptr()
+            else:
+                narrow[number] = False
+                copy = reader.read(0, reader.flat.numel).to(self._snapshot.device)
+                self._copies.append(copy)
+                pointers[number] = copy.data_ptr()
+        self._readers = readers
+        self._found = BatchedSource(self._snapshot, pointers, narrow)
+        return self._found
+
+    def _is_readable(self, reader: WireReader) -> bool:
+        flat = reader.flat
+        is_read_as = flat.dtype == reader.dtype or (flat.dtype, reader.dtype) == (_WIDE, _NARROW)
+        return is_read_as and flat.is_contiguous and flat.line.device == self._snapshot.device

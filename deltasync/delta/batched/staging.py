@@ -1,0 +1,301 @@
+"""The receiver's side: check, write and undo buckets, all rows of one in each launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltasync.delta.batched.packing import Ints, cut
+from deltasync.delta.batched.weights import (
+    ALIGNMENT,
+    BatchedWeights,
+    Numbers,
+    blocks_in,
+    device_of,
+    upload,
+)
+from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.kernels import triton as kernels
+from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.digest import MASK
+from deltasync.wire.table import RowKind, Rows, block_offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparse:
+    """The sparse rows of one item size in segments: columns as `kernels.check` takes them."""
+
+    item_size: int
+    rows: Tensor
+    segment_row: Tensor
+    segment_begin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The dense rows of one item size, cut at chunk ends: columns as `kernels.check_dense` does."""
+
+    item_size: int
+    pieces: Tensor
+    blocks_each: int
+    is_aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """One bucket: its payload and how to read it."""
+
+    payload: Tensor
+    parts: tuple[_Sparse | _Dense, ...]
+
+
+class BatchedStaging:
+    """The buckets of one sync at a receiver, from arrival to written weights.
+
+    `stage_bucket` checks indices on the device and predicts the digests from the live bits; nothing
+    waits for that before `ledger` is asked for. `commit` exchanges new bits with live ones in one
+    launch a bucket and item size, so that the staged payload becomes the undo log.
+
+    With `in_place` a bucket is written as soon as it is checked, and nothing of it is kept.
+
+    Attributes:
+        in_place: Whether it does so.
+        staged_bytes: Memory held: payloads.
+    """
+
+    def __init__(
+        self,
+        weights: BatchedWeights,
+        ledger: DigestLedger,
+        *,
+        max_bytes: int | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """Begin a sync.
+
+        Args:
+            weights: The live weights that this receiver holds.
+            ledger: Their digests now. Not changed.
+            max_bytes: Raise LimitExceeded when indices and values take more; None for no limit.
+            in_place: Write what is staged, at once.
+        """
+        self.staged_bytes = 0
+        self._weights, self._before = weights, ledger
+        self._max_bytes, self._data_bytes, self.in_place = max_bytes, 0, in_place
+        self._staged: list[_Staged] = []
+        self._is_whole = np.zeros(len(ledger.sums), np.bool_)
+        device = weights.device
+        self._flag = torch.full((1,), kernels.CLEAR, dtype=torch.int32, device=device)
+        self._change = torch.zeros(len(ledger.sums), dtype=torch.int64, device=device)
+        # Digests over all elements: of staged bits; of re-read bits, and of those they replaced.
+        self._staged_sums = self._zeros()
+        self._written_sums = self._zeros()
+
+    def stage_bucket(self, bucket: ReadBucket) -> None:
+        """Take over one bucket; its payload is copied. Raises LimitExceeded."""
+        if not self.in_place:
+            self.staged_bytes += len(bucket.payload)
+            self._data_bytes += _data_bytes(bucket.rows)
+            if self._max_bytes is not None and self._data_bytes > self._max_bytes:
+                raise LimitExceeded("the sync is larger than its begin declared")
+        with device_of(self._weights.device):
+            payload = bucket.payload.to(self._weights.device, copy=not self.in_place)
+            staged = _Staged(payload, self._parts(bucket.rows))
+            for part in staged.parts:
+                if isinstance(part, _Sparse) or not self.in_place:
+                    self._check(part, payload)
+            if self.in_place:
+                self._write(staged, self._written_sums)
+            else:
+                self._staged.append(staged)
+
+    @cached_property
+    def ledger(self) -> DigestLedger:
+        """The digests that the weights have after `commit`; written in place, as they were re-read.
+
+        Waits for the device. Raises InvalidIndices, DigestMismatch.
+        """
+        with device_of(self._weights.device):
+            flag, change = Numbers(self._flag), Numbers(self._change)
+            bad = int(flag.read()[0])
+        if bad != kernels.CLEAR:
+            name = self._weights.ledger.specs[bad].name
+            raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+        ledger, found = self._before.copy(), change.read().view(np.uint64)
+        ledger.sums[self._is_whole] = 0
+        ledger.sums += found
+        if self.in_place and self._surplus():
+            raise DigestMismatch("the weights read back are not those that were written")
+        return ledger
+
+    def commit(self) -> int:
+        """Write everything and read it back. Returns the digest of the weights as re-read."""
+        expected = self.ledger.total
+        if self.in_place:
+            return expected
+        with device_of(self._weights.device):
+            for staged in self._staged:
+                self._write(staged, self._written_sums)
+            return (expected + self._surplus()) & MASK
+
+    def undo(self) -> None:
+        """Put the old bits back and check that they are there. Raises DigestMismatch."""
+        if self.in_place:
+            raise DigestMismatch("weights that were written in place cannot be put back")
+        sums = self._zeros()
+        with device_of(self._weights.device):
+            for staged in self._staged:
+                self._write(staged, sums)
+            restored, replaced = Numbers(sums), Numbers(self._written_sums)
+            if _total(restored.read()[0]) != _total(replaced.read()[1]):
+                raise DigestMismatch("undo failed: the weights are not what they were")
+
+    def _surplus(self) -> int:
+        """How the digest of what was re-read differs from that of what was staged."""
+        written, staged = Numbers(self._written_sums), Numbers(self._staged_sums)
+        return _total(written.read()[0]) - _total(staged.read()[0])
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(
+            (2, kernels.ACCUMULATORS), dtype=torch.int64, device=self._weights.device
+        )
+
+    def _parts(self, rows: Rows) -> tuple[_Sparse | _Dense, ...]:
+        item_sizes = self._before.item_sizes[rows["parameter"]]
+        index_at, value_at, _ = block_offsets(rows)
+        parts: list[_Sparse | _Dense] = []
+        for item_size in np.unique(item_sizes).tolist():
+            for kind, part in ((RowKind.SPARSE, self._sparse), (RowKind.DENSE, self._dense)):
+                here = np.flatnonzero((item_sizes == item_size) & (rows["kind"] == kind))
+                if len(here):
+                    at = index_at[here] // INDEX_ITEM_BYTES, value_at[here] // item_size
+                    parts += part(rows[here], *at, item_size)
+        return tuple(parts)
+
+    def _sparse(self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int) -> list[_Sparse]:
+        parameter, count = rows["parameter"], rows["count"].astype(np.int64)
+        columns = (
+            index_at,
+            value_at,
+            count,
+            rows["span"].astype(np.int64),
+            rows["start"].astype(np.int64),
+            self._weights.pointers[parameter],
+            self._before.keys[parameter].view(np.int64),
+            self._before.first[parameter],
+            parameter.astype(np.int64),
+        )
+        row, begin = cut(count, kernels.SEGMENT)
+        there = upload([np.stack(columns), row.astype(np.int32), begin], self._weights.device)
+        return [_Sparse(item_size, *there)]
+
+    def _dense(self, rows: Rows, _: Ints, value_at: Ints, item_size: int) -> list[_Dense]:
+        """Pieces of the rows that are held here, none of which reaches into another chunk."""
+        held = np.flatnonzero(self._weights.pointers[rows["parameter"]])
+        rows, value_at = rows[held], value_at[held]
+        if not len(rows):
+            return []
+        start, stop = (
+            rows["start"].astype(np.int64),
+            (rows["start"] + rows["span"]).astype(np.int64),
+        )
+        step = self._before.chunk_numel
+        first, last = start // step, -(-stop // step)
+        row, nth = cut(last - first, 1)
+        chunk = first[row] + nth
+        low, high = np.maximum(chunk * step, start[row]), np.minimum((chunk + 1) * step, stop[row])
+        parameter = rows["parameter"][row]
+        place = self._before.first[parameter] + chunk
+        is_whole = high - low == self._before.table.numel[place]
+        self._is_whole[place[is_whole]] = True
+        columns = (
+            value_at[row] + low - start[row],
+            high - low,
+            low,
+            self._weights.pointers[parameter],
+            self._before.keys[parameter].view(np.int64),
+            place,
+            is_whole.astype(np.int64),
+        )
+        (pieces,) = upload([np.stack(columns)], self._weights.device)
+        places = np.concatenate((columns[0] * item_size, columns[2] * item_size + columns[3]))
+        is_aligned = not (places % ALIGNMENT).any()
+        return [_Dense(item_size, pieces, blocks_in(high - low), is_aligned)]
+
+    def _check(self, part: _Sparse | _Dense, payload: Tensor) -> None:
+        if isinstance(part, _Sparse):
+            kernels.check[(len(part.segment_row),)](
+                part.rows,
+                part.segment_row,
+                part.segment_begin,
+                payload,
+                self._flag,
+                self._change,
+                self._staged_sums,
+                part.rows.shape[1],
+                TYPE=kernels.TYPES[part.item_size],
+                CHUNK=self._before.chunk_numel,
+                SEGMENT=kernels.SEGMENT,
+                num_warps=4,
+            )
+        else:
+            kernels.check_dense[(part.pieces.shape[1] * part.blocks_each,)](
+                part.pieces,
+                payload,
+                self._change,
+                self._staged_sums,
+                part.pieces.shape[1],
+                part.blocks_each,
+                TYPE=kernels.TYPES[part.item_size],
+                ALIGNED=part.is_aligned,
+                BLOCK=kernels.BLOCK,
+                num_warps=4,
+            )
+
+    def _write(self, staged: _Staged, sums: Tensor) -> None:
+        """Write a bucket; unless in place, the old bits take the place of the new ones in it."""
+        for part in staged.parts:
+            if isinstance(part, _Sparse):
+                kernels.write[(len(part.segment_row),)](
+                    part.rows,
+                    part.segment_row,
+                    part.segment_begin,
+                    staged.payload,
+                    self._flag,
+                    sums,
+                    part.rows.shape[1],
+                    TYPE=kernels.TYPES[part.item_size],
+                    KEEP=not self.in_place,
+                    SEGMENT=kernels.SEGMENT,
+                    num_warps=4,
+                )
+            else:
+                kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](
+                    part.pieces,
+                    staged.payload,
+                    self._flag,
+                    self._change,
+                    sums,
+                    part.pieces.shape[1],
+                    part.blocks_each,
+                    TYPE=kernels.TYPES[part.item_size],
+                    IN_PLACE=self.in_place,
+                    ALIGNED=part.is_aligned,
+                    BLOCK=kernels.BLOCK,
+                    num_warps=4,
+                )
+
+
+def _data_bytes(rows: Rows) -> int:
+    return int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
+
+
+def _total(sums: NDArray[np.int64]) -> int:
+    return int(sums.view(np.uint64).sum()) & MASK

@@ -1,0 +1,36 @@
+"""CUDA streams of our own, beside the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class OwnStream:
+    """A stream beside the one that a caller uses; nothing at all where there are no streams.
+
+    Args:
+        device: Whose stream; None, or a device that is no GPU, for none.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make it the current stream: behind what the caller's holds now."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let what the caller's stream is given from now on come after this stream's work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

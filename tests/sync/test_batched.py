@@ -1,0 +1,138 @@
+"""Whole syncs on the Triton kernels, interpreted where there is no GPU, with either end plain."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from deltasync import ReceiverOptions, SenderOptions
+from deltasync.delta.batched import Kernels
+from deltasync.errors import SyncAborted
+from tests.sync.harness import Model, bits_equal, fleet
+
+pytestmark = pytest.mark.timeout(120)
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps its state in globals, and here both ends are threads."""
+    turn, run = threading.Lock(), GridExecutor.__call__
+
+    def in_turn(*args: Any, **kwargs: Any) -> None:
+        with turn:
+            run(*args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", in_turn)
+
+
+def model(dtype: torch.dtype, seed: int) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "matrix": torch.randn(70, 90, generator=generator),
+        "vector": torch.randn(33, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "empty": torch.randn(0, 4, generator=generator),
+    }
+    return Model({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def step(source: Model, share: float) -> None:
+    for parameter in source.parameters():
+        parameter.data[torch.rand(parameter.shape) < share] *= 1.5
+
+
+@pytest.mark.parametrize("sender", ["triton", "torch"])
+@pytest.mark.parametrize("receiver", ["triton", "torch"])
+@pytest.mark.parametrize("share", [0.01, 0.6])
+def test_ends_agree_whatever_compares_and_writes(
+    sender: Kernels, receiver: Kernels, share: float
+) -> None:
+    source, staged, in_place = model(torch.float32, 0), *(model(torch.bfloat16, n) for n in (1, 2))
+    with fleet(source, options=SenderOptions(kernels=sender, bucket_bytes=4096)) as here:
+        here.add(staged, engine="staged", options=ReceiverOptions(kernels=receiver))
+        here.add(
+            in_place,
+            engine="in place",
+            options=ReceiverOptions(kernels=receiver, max_staged_bytes=0),
+        )
+        here.wait(2)
+        assert here.sender.send_weights().full_synced == 2
+        for _ in range(3):
+            step(source, share)
+            stats = here.sender.send_weights()
+            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 2, {})
+        assert stats.nnz > 0
+        assert bits_equal(staged, source.to(torch.bfloat16))
+        assert bits_equal(in_place, source)
+
+
+def test_a_sync_without_changes_sends_nothing() -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    with fleet(source, options=SenderOptions(kernels="triton")) as here:
+        here.add(replica, options=ReceiverOptions(kernels="triton"))
+        here.wait(1)
+        here.sender.send_weights()
+        stats = here.sender.send_weights()
+        assert (stats.nnz, stats.num_buckets, stats.receivers) == (0, 0, 1)
+
+
+def test_weights_that_somebody_else_changed_are_found_and_healed() -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    with fleet(source, options=SenderOptions(kernels="triton")) as here:
+        options = ReceiverOptions(kernels="triton", scrub_every=1)
+        serving = here.add(replica, options=options)
+        here.wait(1)
+        here.sender.send_weights()
+        replica.get_parameter("matrix").data[3, 4] += 1
+        step(source, 0.02)
+        here.wait(1)
+        with contextlib.suppress(SyncAborted):  # if it has left between the two
+            here.sender.send_weights()
+        until(lambda: bool(serving.errors))
+        here.wait(1)
+        assert here.sender.send_weights().receivers == 1
+        assert any("matrix" in str(error) for error in serving.errors)
+        assert bits_equal(source, replica)
+
+
+def test_a_rank_that_fails_undoes_its_engine() -> None:
+    source = model(torch.bfloat16, 0)
+    ranks = [model(torch.bfloat16, n) for n in (1, 2)]
+    with fleet(source, options=SenderOptions(kernels="triton")) as here:
+        serving = [
+            here.add(replica, rank=n, world=2, options=ReceiverOptions(kernels="triton"))
+            for n, replica in enumerate(ranks)
+        ]
+        here.wait(2)
+        assert here.sender.send_weights().receivers == 2
+        before = [parameter.clone() for parameter in ranks[0].parameters()]
+        vector = ranks[1].get_parameter("vector")
+        vector.data = vector.data.clone()  # its storage moves: rank 1 refuses
+        step(source, 0.05)
+        with pytest.raises(SyncAborted, match="TargetMoved"):
+            here.sender.send_weights()
+        until(lambda: bool(serving[0].errors))
+        assert all(
+            torch.equal(now, then) for now, then in zip(ranks[0].parameters(), before, strict=True)
+        )
+        here.wait(2)
+        assert here.sender.send_weights().receivers == 2
+        assert all(bits_equal(source, replica) for replica in ranks)
+        assert not any(end.receiver.is_dirty for end in serving)
