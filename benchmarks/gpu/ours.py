@@ -14,7 +14,7 @@ from deltasync.delta.batched import device_for_batches
 from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.patch import CHUNK_NUMEL, Run
+from deltasync.delta.patch import Run, chunk_numel_on
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.plan import plan_delta
 from deltasync.sync.receiver import Applier
@@ -35,7 +35,8 @@ class Differ:
     def __init__(self, module: nn.Module) -> None:
         specs, self._readers = layout_of(module)
         self.specs = tuple(specs)
-        self._snapshot = Snapshot(specs, self._readers, chunk_numel=CHUNK_NUMEL)
+        chunk_numel = chunk_numel_on(self._readers[0].flat.line.device.type)
+        self._snapshot = Snapshot(specs, self._readers, chunk_numel=chunk_numel)
         self.old = [flat.tensor for flat in self._snapshot.flats]
         self.changed = 0
         device = self.old[0].device
@@ -85,7 +86,8 @@ class Stager:
     ) -> None:
         self._buckets = buckets
         self._flats = {number: Flat.of(tensor) for number, tensor in enumerate(target)}
-        self._ledger = DigestLedger(differ.specs, chunk_numel=CHUNK_NUMEL)
+        chunk_numel = chunk_numel_on(target[0].device.type)
+        self._ledger = DigestLedger(differ.specs, chunk_numel=chunk_numel)
         self._reader = BucketReader(differ.specs)
         self._applier: Applier
 

@@ -180,7 +180,7 @@ def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[R
     if _is_small_and_same(reader, old):
         return
     changed = kernels_for(old.line.device).changed
-    numel, step = old.numel, policy.chunk_numel
+    numel, step = old.numel, policy.chunk_numel_on(old.line.device.type)
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         new_bits = reader.read(start, stop).to(old.line.device)

@@ -16,6 +16,14 @@ _BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and f
 CHUNK_NUMEL = 1 << 18
 """Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
 
+GPU_CHUNK_NUMEL = 1 << 20
+"""The same on GPUs, where a launch goes over all chunks and the host thinks about each."""
+
+
+def chunk_numel_on(*device_types: str) -> int:
+    """Elements in a chunk of weights on devices of these types ("cpu", "cuda")."""
+    return GPU_CHUNK_NUMEL if set(device_types) == {"cuda"} else CHUNK_NUMEL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePatch:

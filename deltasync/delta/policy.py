@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import ConfigError
 
 
@@ -63,7 +63,9 @@ class Policy(BaseModel):
     dense_above: float | None = Field(
         None, ge=0, le=1, description="density above which a chunk is dense; overrides the costs"
     )
-    chunk_numel: int = Field(CHUNK_NUMEL, ge=1, lt=1 << 31, description="elements in a chunk")
+    chunk_numel: int | None = Field(
+        None, ge=1, lt=1 << 31, description="elements in a chunk; None for what fits the device"
+    )
 
     def crossover(self, device_type: str) -> float:
         """The density above which a chunk on such a device ("cpu", "cuda") is sent dense."""
@@ -71,6 +73,10 @@ class Policy(BaseModel):
             return self.dense_above
         shipped = DEFAULT_COSTS.get(device_type, DEFAULT_COSTS["cuda"])
         return (self.costs or shipped).crossover
+
+    def chunk_numel_on(self, *device_types: str) -> int:
+        """Elements in a chunk where weights live on devices of these types."""
+        return self.chunk_numel or chunk_numel_on(*device_types)
 
     def max_sparse(self, numel: int, device_type: str) -> float:
         """The most changes with which a chunk of `numel` elements still goes sparse."""

@@ -85,14 +85,19 @@ class SourceLayout:
             self._identities[number] = now
         self.readers = readers
 
+    @property
+    def device_types(self) -> set[str]:
+        """Types of the devices that the source lives on."""
+        return {reader.flat.line.device.type for reader in self.readers}
+
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
         if full:
             return {"changed": len(self.specs), "unchanged": 0, "frozen": 0}
-        frozen = {n for n, r in enumerate(self.readers) if not r.flat.tensor.requires_grad}
-        num_frozen = len(frozen.difference(changed))
-        unchanged = len(self.specs) - len(changed) - num_frozen
-        return {"changed": len(changed), "unchanged": unchanged, "frozen": num_frozen}
+        others = set(range(len(self.specs))).difference(changed)
+        is_trained = [self.readers[number].flat.tensor.requires_grad for number in others]
+        frozen = len(others) - sum(is_trained)
+        return {"changed": len(changed), "unchanged": sum(is_trained), "frozen": frozen}
 
 
 def check_coverage(

@@ -19,7 +19,7 @@ from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -95,7 +95,9 @@ class ReceiverOptions(BaseModel):
     scrub_every: int = Field(
         64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
     )
-    chunk_numel: int = Field(CHUNK_NUMEL, ge=1, description="elements that one digest covers")
+    chunk_numel: int | None = Field(
+        None, ge=1, description="elements that one digest covers; None for what fits the device"
+    )
     kernels: Kernels = Field(
         "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
     )
@@ -134,9 +136,9 @@ class WeightReceiver:
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world)
         self._flats: dict[int, Flat] = {}
-        self._ledger = DigestLedger((), chunk_numel=self.options.chunk_numel)
+        self._ledger = DigestLedger((), chunk_numel=1)
         self._reader = BucketReader(())
-        self._max_sync_bytes = 0
+        self._held_bytes = self._max_sync_bytes = 0
         self._weights: BatchedWeights | None = None
         self._stream = OwnStream(None)
         self._staging: Applier | None = None
@@ -325,13 +327,14 @@ class WeightReceiver:
         """Find the weights of the layout and measure them."""
         specs = layout.specs()
         self._flats = self._target.bind(specs)
-        self._ledger = DigestLedger(
-            specs, chunk_numel=self.options.chunk_numel, held=self._flats.keys()
-        )
+        devices = {flat.line.device.type for flat in self._flats.values()}
+        chunk_numel = self.options.chunk_numel or chunk_numel_on(*devices)
+        self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=self._flats.keys())
         self._weights = self._batched(self._flats, self._ledger)
         self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
         self._reader = BucketReader(specs)
         # Every element once, with an index of its own.
+        self._held_bytes = sum(f.numel * f.dtype.item_size for f in self._flats.values())
         self._max_sync_bytes = sum(
             spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
         )
@@ -376,8 +379,7 @@ class WeightReceiver:
     def _max_staged_bytes(self) -> int:
         if self.options.max_staged_bytes is not None:
             return self.options.max_staged_bytes
-        held = sum(flat.numel * flat.dtype.item_size for flat in self._flats.values())
-        return max(_MIN_STAGED_BYTES, held // 4)
+        return max(_MIN_STAGED_BYTES, self._held_bytes // 4)
 
     def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor) -> None:
         assert self._staging is not None

@@ -208,7 +208,7 @@ class WeightSender:
             self._snapshot = Snapshot(
                 layout.specs,
                 layout.readers,
-                chunk_numel=self.options.policy.chunk_numel,
+                chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
                 device=None if device is None else torch.device(device),
                 kernels=self.options.kernels,
             )
@@ -222,7 +222,7 @@ class WeightSender:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
         done = _Joined()
         layout, snapshot = self._layout, self._snapshot
-        if layout is None or snapshot is None:
+        if layout is None or snapshot is None or not engines:
             return done
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]

@@ -5,8 +5,8 @@ A frame with a payload takes one round over the control plane before its broadca
 
     sender                                  receivers
     FRAME(size) ------------------------->  find a buffer that nobody reads any more
-                <---------------- READY --
-    START ------------------------------->  broadcast; the frame is handed out when it has arrived
+    pack        <---------------- READY --
+    START(header) ----------------------->  broadcast; the frame is handed out when it has arrived
     ABANDON ----------------------------->  or: leave the group; what has not arrived soon is lost
 
 Nothing is broadcast before the payload is packed and every member is ready: a broadcast that waits
@@ -124,6 +124,7 @@ class Sender:
         self._membership = Membership(device)
         self._slots = Slot(device), Slot(device)
         self._turn = 0  # the slot of the next payload
+        self._announced: tuple[int, int] | None = None  # ticket and bytes of the next payload
 
     @property
     def capabilities(self) -> Capabilities:
@@ -158,8 +159,10 @@ class Sender:
         """Waits until the payload before the last one has left."""
         check_size(num_bytes, self._capabilities)
         with self._gate.entered():
-            slot = self._slots[self._turn]
-            self._check(self._settle([slot], Deadline(timeout_s)))
+            slot, deadline = self._slots[self._turn], Deadline(timeout_s)
+            self._check(self._settle([slot], deadline))
+            if num_bytes and self._members and self._membership.group is not None:
+                self._announced = self._announce(num_bytes, deadline)  # while it is packed
             return slot.view(num_bytes)
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
@@ -231,6 +234,7 @@ class Sender:
     def _abandon(self) -> int:
         """Leave the group and tell everybody to; returns the ticket of their answers."""
         ticket = self._next_ticket()
+        self._announced = None
         if self._membership.group is not None or self._membership.join is not None:
             self._leave()
         self._write(Kind.ABANDON, TICKET.pack(ticket))
@@ -249,14 +253,21 @@ class Sender:
         slot.set_mark()
         if self._membership.group is None and (failures := self._form_group(deadline)):
             return failures
-        ticket, timeout_s = self._next_ticket(), bounded(deadline.remaining_s)
-        self._write(Kind.FRAME, FRAME.pack(ticket, payload.numel(), timeout_s) + header)
+        if self._announced is None or self._announced[1] != payload.numel():
+            self._announced = self._announce(payload.numel(), deadline)
+        (ticket, _), self._announced = self._announced, None
         if failures := self._round(ticket, deadline, slot.mark):
             return failures
-        self._write(Kind.START, TICKET.pack(ticket))
-        slot.flight = self._membership.broadcast(payload, timeout_s)
+        self._write(Kind.START, TICKET.pack(ticket) + header)
+        slot.flight = self._membership.broadcast(payload, bounded(deadline.remaining_s))
         self._turn = 1 - self._turn
         return self._server.flush(self._members, deadline)
+
+    def _announce(self, num_bytes: int, deadline: Deadline) -> tuple[int, int]:
+        """Let the members get ready for a payload. Returns its ticket and size."""
+        ticket = self._next_ticket()
+        self._write(Kind.FRAME, FRAME.pack(ticket, num_bytes, bounded(deadline.remaining_s)))
+        return ticket, num_bytes
 
     def _form_group(self, deadline: Deadline) -> dict[int, TransportError]:
         """Form a group with the members of the epoch. Returns who could not, and why."""

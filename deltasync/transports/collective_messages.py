@@ -5,11 +5,14 @@ from __future__ import annotations
 import struct
 
 DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
-FRAME = struct.Struct("<Qqd")  # ticket or 0, payload bytes or -1, timeout; the header follows
+# Ticket, payload bytes, timeout. Without a payload to come (ticket 0) the header follows; with one
+# it follows START.
+FRAME = struct.Struct("<Qqd")
 NO_PAYLOAD = -1
 # Ticket, rank, size, store port, place in BACKENDS, timeout; the name follows.
 GROUP = struct.Struct("<QIIHBd")
-TICKET = struct.Struct("<Q")  # all of START and ABANDON; in READY, what is wrong follows, if any
+# Of START, after which a frame's header follows; of ABANDON; of READY, where what is wrong follows.
+TICKET = struct.Struct("<Q")
 MAX_COMPLAINT_BYTES = 2000
 # How long ABANDON, or the loss that made a broadcast fail, may take to show.
 GRACE_S = 1.0

@@ -42,12 +42,11 @@ _DIAL_TIMEOUT_S = 1.0
 
 @dataclass(slots=True)
 class _Announced:
-    """A frame whose payload has not started. The sender waits until `is_answered`.
+    """A payload that has not started. The sender waits until `is_answered`.
 
     `patience_s` is how long the payload may then be on its way.
     """
 
-    header: bytes
     num_bytes: int
     patience_s: float
     is_answered: bool = False
@@ -202,10 +201,12 @@ class Receiver:
         return None
 
     def _on_frame(self, data: bytes) -> Frame | None:
-        if len(data) <= FRAME.size:
-            raise BrokenProtocol("a frame without a header")
+        if len(data) < FRAME.size:
+            raise BrokenProtocol("a frame of the wrong size")
         ticket, num_bytes, timeout_s = FRAME.unpack_from(data)
         header = data[FRAME.size :]
+        if bool(header) == (num_bytes > 0):
+            raise BrokenProtocol("a frame without a header, or with one too early")
         if num_bytes == NO_PAYLOAD:
             return Frame(header)
         limit = self._capabilities.max_payload_bytes
@@ -219,7 +220,7 @@ class Receiver:
             self._ticket = ticket
             # It is the sender that gives up first: only it can tell who is to blame.
             patience_s = bounded(2 * timeout_s + GRACE_S)
-            self._announced = _Announced(header, num_bytes, patience_s)
+            self._announced = _Announced(num_bytes, patience_s)
         return None
 
     def _on_group(self, data: bytes) -> None:
@@ -247,17 +248,18 @@ class Receiver:
         self._answer(self._ticket)
 
     def _on_start(self, data: bytes) -> None:
-        if _ticket_in(data) != self._ticket:
+        header = data[TICKET.size :]
+        if _ticket_in(data[: TICKET.size]) != self._ticket:
             raise BrokenProtocol("the start of something unknown")
         announced, self._announced = self._announced, None
         if self._plan is not None:
             self._membership.join, self._plan = Join(self._plan), None
-        elif announced is not None and announced.is_answered:
+        elif announced is not None and announced.is_answered and header:
             slot = self._slots[self._turn]
             payload = slot.view(announced.num_bytes)
             slot.flight = self._membership.broadcast(payload, announced.patience_s)
             deadline = Deadline(announced.patience_s)
-            self._landing = _Landing(Frame(announced.header, payload), slot.flight, deadline)
+            self._landing = _Landing(Frame(header, payload), slot.flight, deadline)
         else:
             raise BrokenProtocol("the start of nothing")
 

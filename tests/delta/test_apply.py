@@ -59,7 +59,7 @@ def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
     readers = [
         WireReader.of(t, s.dtype, name=s.name) for t, s in zip(new.values(), specs, strict=True)
     ]
-    snapshot = Snapshot(specs, old, chunk_numel=policy.chunk_numel)
+    snapshot = Snapshot(specs, old, chunk_numel=policy.chunk_numel_on("cpu"))
     delta = diff_model(readers, snapshot, policy=policy, max_held_bytes=1 << 40)
     runs = []
     for change in delta.changes:

@@ -60,7 +60,10 @@ class Ends:
     def __post_init__(self) -> None:
         self.specs = specs_of(self.replica)
         self.snapshot = Snapshot(
-            self.specs, self.readers, chunk_numel=self.policy.chunk_numel, kernels="triton"
+            self.specs,
+            self.readers,
+            chunk_numel=self.policy.chunk_numel_on("cuda"),
+            kernels="triton",
         )
         self.ledger = ledger_of(self.replica, self.receiver_chunk)
         flats = {number: Flat.of(tensor) for number, tensor in enumerate(self.replica.values())}
@@ -133,7 +136,7 @@ def test_a_delta_arrives_and_is_taken_back(
     delta = both.compare(bucket_bytes=bucket_bytes, max_held_bytes=max_held_bytes)
     staging = both.staged(delta)
     assert equal(both.replica, before)
-    expected = ledger_of(both.source, both.policy.chunk_numel)
+    expected = ledger_of(both.source, both.policy.chunk_numel_on("cuda"))
     assert np.array_equal(delta.ledger.sums, expected.sums)
     assert np.array_equal(staging.ledger.sums, ledger_of(both.source, both.receiver_chunk).sums)
     assert staging.commit() == expected.total

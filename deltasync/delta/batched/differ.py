@@ -91,13 +91,16 @@ class BatchedDiffer:
 
     def _masks_for(self, source: BatchedSource, bucket_bytes: int, max_held_bytes: int) -> Masks:
         """The masks of last time if they fit; any bucket and all that is held can be located."""
-        least = INDEX_ITEM_BYTES + int(self._snapshot.item_sizes.min(initial=1))
+        sizes = self._snapshot.item_sizes
+        least = INDEX_ITEM_BYTES + int(sizes.min())
         numel = int(self._snapshot.table.numel.sum())
         capacity = min(numel, max(bucket_bytes, max_held_bytes) // least)
         masks = self._masks
         if masks is None or (masks.num_blocks, masks.capacity) != (source.num_blocks, capacity):
             masks = self._masks = None  # its memory first
-            masks = self._masks = Masks(source.num_blocks, capacity, self._snapshot.device)
+            masks = self._masks = Masks(
+                source.num_blocks, len(sizes), capacity, int(sizes.max()), self._snapshot.device
+            )
         return masks
 
     def _kinds(self, counts: Ints, policy: Policy, bucket_bytes: int) -> Ints:

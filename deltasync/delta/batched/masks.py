@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.batched.packing import Ints, PlannedBucket
-from deltasync.delta.batched.source import BatchedSource
+from deltasync.delta.batched.source import BatchedSource, Lane
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.kernels import triton as kernels
 
@@ -19,27 +19,37 @@ class Masks:
 
     Attributes:
         num_blocks: Blocks of the source.
-        capacity: Elements that `indices` has room for.
+        capacity: Elements that `indices` and `values` have room for.
         counts: int64[chunks], elements that differ.
-        is_located: Whether `indices` has those of all sparse chunks; otherwise `find` locates
-            those of a bucket.
+        is_held: Whether all changes of sparse chunks are in `indices` and `values`. Otherwise
+            `find` collects those of a bucket there, and writes them to the snapshot.
         indices: int32[capacity] on the device, in the order of the source's blocks.
+        values: uint8[capacity value_bytes] on the device, a value every `value_bytes`.
+        changes: int64[chunks] on the device: by how much what was collected changes the digests.
     """
 
-    def __init__(self, num_blocks: int, capacity: int, device: torch.device) -> None:
-        self.num_blocks, self.capacity = num_blocks, capacity
-        self.counts = np.zeros(0, np.int64)
-        self.is_located = False
+    def __init__(
+        self,
+        num_blocks: int,
+        num_chunks: int,
+        capacity: int,
+        value_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.capacity, self.value_bytes = num_blocks, capacity, value_bytes
+        self.counts = self._before = self._collected = np.zeros(0, np.int64)
+        self.is_held = False
         self.indices = torch.empty(capacity, dtype=torch.int32, device=device)
+        self.values = torch.empty(capacity * value_bytes, dtype=torch.uint8, device=device)
+        self.changes = torch.empty(num_chunks, dtype=torch.int64, device=device)
         self._words = torch.empty(num_blocks * _WORDS, dtype=torch.int32, device=device)
         self._block_counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_blocks + 1, dtype=torch.int64, device=device)
-        self._located = self._before = np.zeros(0, np.int64)
 
     def compare(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         """Find what differs. Waits for the counts.
 
-        What differs is located even before they are known: most of the time there is room for it.
+        Changes are collected even before it is known whether they fit: most of the time they do.
         """
         counts = torch.zeros(len(snapshot.addresses), dtype=torch.int32, device=snapshot.device)
         for lane in source.lanes:
@@ -60,39 +70,58 @@ class Masks:
                 num_warps=4,
             )
         arriving = Numbers(counts)
-        self._locate_all(source)
+        self._collect_all(source, snapshot)
         self.counts = arriving.read().astype(np.int64)
 
-    def choose(self, source: BatchedSource, is_sparse: NDArray[np.bool_], *, hold: bool) -> None:
-        """Say which chunks are sparse, and whether their indices are to be held together."""
+    def choose(
+        self,
+        source: BatchedSource,
+        snapshot: BatchedWeights,
+        is_sparse: NDArray[np.bool_],
+        *,
+        hold: bool,
+    ) -> None:
+        """Say which chunks are sparse, and whether their changes are to be held together."""
         counts = self.counts
-        if not hold or counts.sum() > self.capacity:
+        fits_all = int(counts.sum()) <= self.capacity
+        if not (hold and fits_all):
             counts = np.where(is_sparse, counts, 0)
+            self.is_held = hold and int(counts.sum()) <= self.capacity
             (there,) = upload([is_sparse.view(np.uint8)], self.indices.device)
             self._block_counts.mul_(there[source.chunk_of])
-            self._locate_all(source)
-        self.is_located = hold and int(counts.sum()) <= self.capacity
-        self._located, self._before = counts, source.before(counts)
+            torch.cumsum(self._block_counts, 0, out=self._ends[1:])
+            self.changes.zero_()
+            if self.is_held:
+                self._collect_all(source, snapshot)
+        self.is_held = hold and int(counts.sum()) <= self.capacity
+        self._collected, self._before = counts, source.before(counts)
 
-    def find(self, source: BatchedSource, bucket: PlannedBucket) -> Ints:
-        """int64[rows]: where the indices of each row begin; meaningless for dense rows."""
-        if self.is_located:
+    def find(self, source: BatchedSource, snapshot: BatchedWeights, bucket: PlannedBucket) -> Ints:
+        """int64[rows]: where the changes of each row begin; meaningless for dense rows."""
+        if self.is_held:
             return self._before[bucket.first_chunk]
         out = 0
         begins = np.zeros(len(bucket.rows), np.int64)
         for number, lane in enumerate(source.lanes):
-            chunks = lane.chunks_between(int(bucket.first_chunk[0]), bucket.last_chunk + 1)
-            if not len(chunks):
+            part = lane.between(int(bucket.first_chunk[0]), bucket.last_chunk + 1)
+            if not len(part.chunks):
                 continue
-            self._locate(source, *lane.blocks_between(chunks[0], chunks[-1] + 1), out=out)
+            begin, end = part.first_block, part.first_block + part.num_blocks
+            self._locate(source, begin, end, out=out)
+            self._collect(source, snapshot, part, begin, end, out=out)
             here = source.lane_of[bucket.first_chunk] == number
-            begins[here] = out + self._before[bucket.first_chunk[here]] - self._before[chunks[0]]
-            out += int(self._located[chunks].sum())
+            before = self._before[bucket.first_chunk[here]] - self._before[part.chunks[0]]
+            begins[here] = out + before
+            out += int(self._collected[part.chunks].sum())
         return begins
 
-    def _locate_all(self, source: BatchedSource) -> None:
+    def _collect_all(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         torch.cumsum(self._block_counts, 0, out=self._ends[1:])
+        self.changes.zero_()
+        self.is_held = True  # while it is not known that it is not
         self._locate(source, 0, self.num_blocks, out=0)
+        for lane in source.lanes:
+            self._collect(source, snapshot, lane, 0, self.num_blocks, out=0)
 
     def _locate(self, source: BatchedSource, begin: int, end: int, *, out: int) -> None:
         kernels.locate[(-(-(end - begin) // kernels.GROUP),)](
@@ -108,5 +137,41 @@ class Masks:
             out,
             BLOCK=kernels.BLOCK,
             GROUP=kernels.GROUP,
+            num_warps=4,
+        )
+
+    def _collect(
+        self,
+        source: BatchedSource,
+        snapshot: BatchedWeights,
+        lane: Lane,
+        begin: int,
+        end: int,
+        *,
+        out: int,
+    ) -> None:
+        """Collect the changes of a lane, which are among those located in blocks [begin, end)."""
+        kernels.collect[(int(lane.tiles[-1] - lane.tiles[0]),)](
+            source.addresses,
+            snapshot.addresses_there,
+            snapshot.starts,
+            snapshot.keys,
+            source.shifts,
+            source.tile_chunk,
+            source.tile_block,
+            self._ends,
+            self.indices,
+            self.values,
+            self.changes,
+            self.capacity,
+            int(lane.tiles[0]),
+            begin,
+            end,
+            out,
+            TYPE=kernels.TYPES[lane.item_size],
+            NARROW=lane.narrow,
+            AHEAD=not self.is_held,
+            STRIDE=self.value_bytes // lane.item_size,
+            SEGMENT=kernels.SEGMENT // 2,
             num_warps=4,
         )

@@ -31,11 +31,9 @@ from deltasync.wire.table import RowKind
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Sparse rows of one item size and conversion, as `kernels.gather` takes them."""
+    """Sparse rows of one item size, as `kernels.pack` takes them."""
 
     item_size: int
-    narrow: bool
-    count: int
     columns: Tensor
     segment_row: Tensor
     segment_begin: Tensor
@@ -44,16 +42,15 @@ class _Rows:
 class BatchedDelta:
     """How the source differs from the snapshot: a plan of a round.
 
-    Small deltas are kept until the decision: indices where `Masks` located them, and values. What
-    is larger is found in the masks bucket by bucket and written to the snapshot while it is packed,
-    as dense chunks always are: those chunks are *ahead*.
+    The changes of a small delta are held by the masks until the decision. A larger one is collected
+    bucket by bucket, and written to the snapshot while it is packed, as dense chunks always are:
+    those chunks are *ahead*.
 
     Attributes:
         sparse_bytes, dense_bytes: Bytes of all indices and values, of sparse and dense chunks.
         held_bytes: Memory kept until the decision, beside the masks.
         base_version: The snapshot's version.
-        digests: int64[chunks] on the device: of dense chunks their digests, of sparse ones by how
-            much they change; complete when all buckets are packed.
+        digests: int64[chunks] on the device: of dense chunks, complete when all are packed.
     """
 
     def __init__(
@@ -93,11 +90,12 @@ class BatchedDelta:
         sparse = counts * (INDEX_ITEM_BYTES + item_sizes)
         self.sparse_bytes = int(sparse[self._is_sparse].sum())
         self.dense_bytes = int((snapshot.table.numel * item_sizes)[self._is_dense].sum())
-        masks.choose(source, self._is_sparse, hold=self.sparse_bytes <= max_held_bytes)
-        self.held_bytes = self.sparse_bytes if masks.is_located else 0
+        hold = self.sparse_bytes <= max_held_bytes
+        masks.choose(source, snapshot, self._is_sparse, hold=hold)
+        self.held_bytes = self.sparse_bytes if masks.is_held else 0
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
-        self._held: list[tuple[_Rows, Tensor]] = []
+        self._held: list[_Rows] = []
         self.digests = torch.zeros(len(counts), dtype=torch.int64, device=snapshot.device)
         self._packed: Numbers | None = None
 
@@ -109,7 +107,8 @@ class BatchedDelta:
     @property
     def changed(self) -> frozenset[int]:
         """Numbers of the parameters that differ."""
-        return frozenset(np.unique(self._snapshot.table.parameter[self._written > 0]).tolist())
+        parameters = self._snapshot.table.parameter[self._written > 0]
+        return frozenset(np.flatnonzero(np.bincount(parameters)).tolist())
 
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order; each has to be written before the next is asked for."""
@@ -126,30 +125,31 @@ class BatchedDelta:
             self._ahead[bucket.dense[0]] = True
             yield BatchedBucket(bucket, snapshot, self._source, delta=self)
         with device_of(snapshot.device):
-            self._packed = Numbers(self.digests)
+            self._packed = Numbers(torch.stack((self.digests, self._masks.changes)))
 
     @cached_property
     def ledger(self) -> DigestLedger:
         """The digests of the source. Waits until all buckets are packed."""
         ledger = self._before.copy()
         if self._packed is not None:
-            found = self._packed.read().view(np.uint64)
-            ledger.sums[self._is_dense] = found[self._is_dense]
-            ledger.sums[self._is_sparse] += found[self._is_sparse]
+            dense, sparse = self._packed.read().view(np.uint64)
+            ledger.sums[self._is_dense] = dense[self._is_dense]
+            ledger.sums[self._is_sparse] += sparse[self._is_sparse]
         return ledger
 
     def decided(self) -> None:
         """The version is final: advance the snapshot."""
         with device_of(self._snapshot.device):
-            for rows, held in self._held:
+            for rows in self._held:
                 kernels.advance[(len(rows.segment_row),)](
                     rows.columns,
                     rows.segment_row,
                     rows.segment_begin,
                     self._masks.indices,
-                    held,
+                    self._masks.values,
                     rows.columns.shape[1],
                     TYPE=kernels.TYPES[rows.item_size],
+                    STRIDE=self._masks.value_bytes // rows.item_size,
                     SEGMENT=kernels.SEGMENT,
                     num_warps=4,
                 )
@@ -158,60 +158,50 @@ class BatchedDelta:
 
     def pack_sparse(self, bucket: PlannedBucket, payload: Tensor) -> None:
         """Write indices and values of a bucket's sparse rows."""
-        is_held = self._masks.is_located
-        begins = self._masks.find(self._source, bucket)
-        if not is_held:
+        masks = self._masks
+        begins = masks.find(self._source, self._snapshot, bucket)
+        if not masks.is_held:
             here = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
             self._ahead[here] |= self._is_sparse[here]
         for rows in self._rows(bucket, begins):
-            num_bytes = rows.count * rows.item_size if is_held else 0
-            held = torch.empty(num_bytes, dtype=torch.uint8, device=payload.device)
-            kernels.gather[(len(rows.segment_row),)](
+            kernels.pack[(len(rows.segment_row),)](
                 rows.columns,
                 rows.segment_row,
                 rows.segment_begin,
-                self._masks.indices,
+                masks.indices,
+                masks.values,
                 payload,
                 len(payload),
-                held,
-                self.digests,
                 rows.columns.shape[1],
                 TYPE=kernels.TYPES[rows.item_size],
-                NARROW=rows.narrow,
-                AHEAD=not is_held,
-                CHUNK=self._before.chunk_numel,
+                STRIDE=masks.value_bytes // rows.item_size,
                 SEGMENT=kernels.SEGMENT,
                 num_warps=4,
             )
-            if is_held:
-                self._held.append((rows, held))
+            if masks.is_held:
+                self._held.append(rows)
 
     def _rows(self, bucket: PlannedBucket, begins: Ints) -> Iterator[_Rows]:
-        """The sparse rows of a bucket, by how they are read; `begins` in the located indices."""
-        snapshot, source, ledger = self._snapshot, self._source, self._before
+        """The sparse rows of a bucket by item size; `begins` as `Masks.find` says."""
+        snapshot = self._snapshot
         parameters = bucket.rows["parameter"].astype(np.int64)
-        ways = ledger.item_sizes[parameters] * 2 + source.narrow[parameters]
-        ways[~bucket.is_sparse] = 0
-        for way in np.unique(ways[ways > 0]).tolist():
-            here = np.flatnonzero(ways == way)
-            parameter, count = parameters[here], bucket.rows["count"][here].astype(np.int64)
+        item_sizes = np.where(bucket.is_sparse, self._before.item_sizes[parameters], 0)
+        for item_size in np.flatnonzero(np.bincount(item_sizes)[1:]) + 1:
+            here = np.flatnonzero(item_sizes == item_size)
+            count = bucket.rows["count"][here].astype(np.int64)
             origin = snapshot.origins[bucket.first_chunk[here]]
             columns = (
                 begins[here],
                 bucket.index_at[here] // INDEX_ITEM_BYTES,
-                bucket.value_at[here] // (way // 2),
+                bucket.value_at[here] // item_size,
                 count,
                 origin - bucket.rows["start"][here].astype(np.int64),
                 origin,
-                source.pointers[parameter],
-                snapshot.pointers[parameter],
-                ledger.keys[parameter].view(np.int64),
-                ledger.first[parameter],
-                np.cumsum(count) - count,
+                snapshot.pointers[parameters[here]],
             )
             row, begin = cut(count, kernels.SEGMENT)
             there = upload([np.stack(columns), row.astype(np.int32), begin], snapshot.device)
-            yield _Rows(way // 2, bool(way % 2), int(count.sum()), *there)
+            yield _Rows(int(item_size), *there)
 
 
 class BatchedFull:
@@ -318,6 +308,6 @@ class BatchedBucket:
             NARROW=lane.narrow,
             AHEAD=digests is not None,
             ALIGNED=lane.is_aligned and is_aligned,
-            BLOCK=kernels.BLOCK,
+            BLOCK=kernels.SPAN,
             num_warps=4,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.batched.packing import Ints
+from deltasync.delta.batched.packing import Ints, cut
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
 from deltasync.delta.bits import WireReader
 from deltasync.delta.kernels import triton as kernels
@@ -28,7 +28,7 @@ class Lane:
         narrow: The source is float32, the wire bfloat16.
         is_aligned: Every chunk begins at a multiple of 16 bytes on both sides.
         chunks: int64[n], which, in order.
-        blocks: int64[n + 1], the first block of each, and the end.
+        blocks, tiles: int64[n + 1], the first block and tile of each, and the end.
     """
 
     item_size: int
@@ -36,6 +36,7 @@ class Lane:
     is_aligned: bool
     chunks: Ints
     blocks: Ints
+    tiles: Ints
 
     @property
     def first_block(self) -> int:
@@ -45,15 +46,13 @@ class Lane:
     def num_blocks(self) -> int:
         return int(self.blocks[-1] - self.blocks[0])
 
-    def chunks_between(self, first: int, stop: int) -> Ints:
-        """Its chunks from `first` up to `stop`."""
-        low, high = np.searchsorted(self.chunks, (first, stop))
-        return self.chunks[low:high]
-
-    def blocks_between(self, first: int, stop: int) -> tuple[int, int]:
-        """The blocks of the chunks from `first` up to `stop`."""
-        low, high = np.searchsorted(self.chunks, (first, stop))
-        return int(self.blocks[low]), int(self.blocks[high])
+    def between(self, first: int, stop: int) -> Lane:
+        """The chunks from `first` up to `stop` alone."""
+        low, high = (int(place) for place in np.searchsorted(self.chunks, (first, stop)))
+        ends = slice(low, high + 1)
+        return replace(
+            self, chunks=self.chunks[low:high], blocks=self.blocks[ends], tiles=self.tiles[ends]
+        )
 
 
 class BatchedSource:
@@ -65,6 +64,8 @@ class BatchedSource:
         order: int64[chunks], the chunks in the order of their blocks: lane after lane.
         num_blocks: Blocks of all chunks.
         pointers, narrow: int64[parameters] and bool[parameters]: as given.
+        num_tiles: Tiles of all blocks.
+        tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
             its first block, and its beginning relative to its origin; of each block its chunk.
     """
@@ -93,6 +94,8 @@ class BatchedSource:
         self.order = order = np.argsort(self.lane_of, kind="stable")
         lengths = -(-table.numel[order] // kernels.BLOCK)
         begins = np.append(0, np.cumsum(lengths))
+        tiles = np.append(0, np.cumsum(-(-lengths // kernels.TILE)))
+        tile_of, tile_begin = cut(lengths, kernels.TILE)
         cuts = np.searchsorted(self.lane_of[order], np.arange(len(kinds) + 1))
         self.lanes = [
             Lane(
@@ -101,12 +104,17 @@ class BatchedSource:
                 bool(kind & 1),
                 order[low:high],
                 begins[low : high + 1],
+                tiles[low : high + 1],
             )
             for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
         ]
-        self.num_blocks = int(begins[-1])
+        self.num_blocks, self.num_tiles = int(begins[-1]), int(tiles[-1])
         first_block = np.empty(len(order), np.int32)
         first_block[order] = begins[:-1]
+        tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks).astype(np.int32)
+        self.tile_chunk, self.tile_block = upload(
+            [order[tile_of].astype(np.int32), tile_block], snapshot.device
+        )
         self.addresses, self.first_block, self.shifts, chunks, repeats = upload(
             [addresses, first_block, shifts, order.astype(np.int32), lengths], snapshot.device
         )

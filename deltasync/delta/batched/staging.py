@@ -255,7 +255,7 @@ class BatchedStaging:
                 part.blocks_each,
                 TYPE=kernels.TYPES[part.item_size],
                 ALIGNED=part.is_aligned,
-                BLOCK=kernels.BLOCK,
+                BLOCK=kernels.SPAN,
                 num_warps=4,
             )
 
@@ -288,7 +288,7 @@ class BatchedStaging:
                     TYPE=kernels.TYPES[part.item_size],
                     IN_PLACE=self.in_place,
                     ALIGNED=part.is_aligned,
-                    BLOCK=kernels.BLOCK,
+                    BLOCK=kernels.SPAN,
                     num_warps=4,
                 )
 

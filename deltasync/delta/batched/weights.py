@@ -95,15 +95,15 @@ class BatchedWeights:
             each,
             TYPE=kernels.TYPES[item_size],
             ALIGNED=not (self.addresses[chunks] % ALIGNMENT).any(),
-            BLOCK=kernels.BLOCK,
+            BLOCK=kernels.SPAN,
             num_warps=4,
         )
         return sums.cpu().numpy().view(np.uint64)
 
 
 def blocks_in(numels: NDArray[np.int64]) -> int:
-    """The most blocks that one of these runs of elements takes."""
-    return -(-int(numels.max()) // kernels.BLOCK)
+    """The most programs of a dense kernel that one of these runs of elements takes."""
+    return -(-int(numels.max()) // kernels.SPAN)
 
 
 def device_of(device: torch.device) -> AbstractContextManager[object]:

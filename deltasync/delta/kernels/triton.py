@@ -24,6 +24,12 @@ SEGMENT = 1024
 GROUP = 4
 """Blocks whose masks one program of `locate` reads."""
 
+TILE = 64
+"""Blocks whose changes one program of `collect` reads."""
+
+SPAN = 1024
+"""Elements that one program of a dense kernel goes over: more would not fit into registers."""
+
 CLEAR = (1 << 31) - 1
 """What the flag of `check` holds while no row was found bad."""
 
@@ -151,93 +157,120 @@ def locate(
     """Indices of the elements that the masks of blocks [begin, end) mark, one after another.
 
     They are relative to the origin of their chunk: an element of a chunk has the chunk's entry in
-    `shifts` plus its place in the chunk. The first one goes to `out`; those beyond `capacity` are
-    left out, and so are blocks that `ends` leaves no room for.
+    `shifts` plus its place in the chunk. The first one goes to `out`. Blocks that `ends` leaves no
+    room for are left out. Does nothing if all of them do not fit into `capacity`.
     """
-    block = begin + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    live = block < end
-    column = tl.arange(0, BLOCK // 32)[None, :]
-    at = block.to(tl.int64)[:, None] * (BLOCK // 32) + column
-    left = tl.load(words + at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
-    rank = tl.load(ends + block, mask=live, other=0)
-    room = tl.load(ends + block + 1, mask=live, other=0) - rank
-    left = tl.where(room[:, None] > 0, left, 0)
-    chunk = tl.load(chunk_of + block, mask=live, other=0)
-    offset = (block - tl.load(first_block + chunk)) * BLOCK + tl.load(shifts + chunk)
-    found = _popcount(left)
-    place = (rank - tl.load(ends + begin) + out)[:, None] + tl.cumsum(found, axis=1) - found
-    row = offset[:, None] + column * 32
-    rounds = tl.max(found)
-    while rounds > 0:
-        there = left != 0
-        where = row + _popcount((left & (0 - left)) - 1)
-        tl.store(indices + place, where, mask=there & (place < capacity))
-        place += there.to(tl.int64)
-        left = left & (left - 1)
-        rounds -= 1
+    origin = tl.load(ends + begin) - out
+    if tl.load(ends + end) - origin <= capacity:
+        block = begin + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+        live = block < end
+        column = tl.arange(0, BLOCK // 32)[None, :]
+        at = block.to(tl.int64)[:, None] * (BLOCK // 32) + column
+        left = tl.load(words + at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+        rank = tl.load(ends + block, mask=live, other=0)
+        room = tl.load(ends + block + 1, mask=live, other=0) - rank
+        left = tl.where(room[:, None] > 0, left, 0)
+        chunk = tl.load(chunk_of + block, mask=live, other=0)
+        offset = (block - tl.load(first_block + chunk)) * BLOCK + tl.load(shifts + chunk)
+        found = _popcount(left)
+        place = (rank - origin)[:, None] + tl.cumsum(found, axis=1) - found
+        row = offset[:, None] + column * 32
+        rounds = tl.max(found)
+        while rounds > 0:
+            there = left != 0
+            where = row + _popcount((left & (0 - left)) - 1)
+            tl.store(indices + place, where, mask=there)
+            place += there.to(tl.int64)
+            left = left & (left - 1)
+            rounds -= 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "payload_bytes"])
-def gather(
-    rows, segment_row, segment_begin, indices, payload, payload_bytes, held, digests, num_rows,
-    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+@triton.jit(do_not_specialize=["capacity", "begin_tile", "begin", "end", "out"])
+def collect(
+    new_at, old_at, starts, keys, shifts, tile_chunk, tile_block, ends, indices, values, changes,
+    capacity, begin_tile, begin, end, out,
+    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, STRIDE: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Pack the elements at `indices`, and add up by how much they change the digests.
+    """New values of the elements that `locate` found, and by how much they change the digests.
 
-    rows: int64[11, num_rows]: where a row begins in `indices`; where its indices begin in the
+    A program goes over a tile: blocks [tile_block[i], tile_block[i + 1]) of one chunk. Values go
+    where indices are, STRIDE elements apart; with AHEAD to the snapshot too.
+    """
+    tile = begin_tile + tl.program_id(0)
+    first, stop = tl.load(tile_block + tile), tl.load(tile_block + tile + 1)
+    chunk = tl.load(tile_chunk + tile)
+    origin = tl.load(ends + begin) - out
+    rank = tl.load(ends + first)
+    count = tl.load(ends + stop) - rank
+    if (count > 0) & (tl.load(ends + end) - origin <= capacity):
+        new_from, old_from = tl.load(new_at + chunk), tl.load(old_at + chunk)
+        shift = tl.load(shifts + chunk)
+        seed = _seed(tl.load(keys + chunk).to(tl.uint64, bitcast=True), tl.load(starts + chunk))
+        change = tl.zeros((SEGMENT,), tl.uint64)
+        done = 0
+        while done < count:
+            lane = done + tl.arange(0, SEGMENT)
+            there = lane < count
+            at = rank - origin + lane
+            where = tl.load(indices + at, mask=there, other=shift) - shift
+            new = _load(new_from, where, there, TYPE, NARROW)
+            old = _load(old_from, where, there, TYPE, False)
+            tl.store(values.to(tl.pointer_type(TYPE)) + at * STRIDE, new, mask=there)
+            if AHEAD:
+                tl.store(old_from.to(tl.pointer_type(TYPE)) + where, new, mask=there)
+            one = _seed(seed, where)
+            change += tl.where(there, _mix(one, new) - _mix(one, old), 0)
+            done += SEGMENT
+        _add(changes, chunk, change)
+
+
+@triton.jit(do_not_specialize=["payload_bytes", "num_rows"])
+def pack(
+    rows, segment_row, segment_begin, indices, values, payload, payload_bytes, num_rows,
+    TYPE: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Write sparse rows to a payload.
+
+    rows: int64[7, num_rows]: where a row begins in `indices`; where its indices begin in the
         payload, in int32 units; where its values begin, in elements; their number; what to
-        add to an index for the payload; what to add for the flat position; address of
-        the source's parameter; of the snapshot's; digest key; first chunk of the parameter; where
-        its values begin in `held`, in elements.
-    AHEAD: The values go to the snapshot now; otherwise they are kept in `held`.
+        add to an index; what indices count from; address of the snapshot's parameter.
     """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
     lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
-    count = tl.load(row + 3 * num_rows)
+    begin, count = tl.load(row), tl.load(row + 3 * num_rows)
     there = lane < count
-    index = tl.load(indices + tl.load(row) + lane, mask=there, other=0)
-    position = tl.load(row + 5 * num_rows) + index
-    old_at = tl.load(row + 7 * num_rows)
-    new = _load(tl.load(row + 6 * num_rows), position, there, TYPE, NARROW)
-    old = _load(old_at, position, there, TYPE, False)
-    to_indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row + num_rows)
+    index = tl.load(indices + begin + lane, mask=there, other=0) + tl.load(row + 4 * num_rows)
+    source = values.to(tl.pointer_type(TYPE)) + (begin + lane) * STRIDE
+    value = tl.load(source, mask=there, other=0)
     value_at = tl.load(row + 2 * num_rows)
+    to_indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row + num_rows)
     to_values = payload.to(tl.pointer_type(TYPE)) + value_at
-    shifted = tl.where(there, index + tl.load(row + 4 * num_rows), 0).to(tl.int32)
     # Blocks are padded with zeros to 8 bytes, but for the one that ends the payload.
     SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
     is_last = (value_at + count) * SIZE == payload_bytes
     padded = tl.where(is_last, count, (count * SIZE + 7) // 8 * 8 // SIZE)
-    tl.store(to_indices + lane, shifted, mask=lane < (count + 1) // 2 * 2)
-    tl.store(to_values + lane, tl.where(there, new, 0), mask=lane < padded)
-    if AHEAD:
-        tl.store(old_at.to(tl.pointer_type(TYPE)) + position, new, mask=there)
-    else:
-        keep = held.to(tl.pointer_type(TYPE)) + tl.load(row + 10 * num_rows)
-        tl.store(keep + lane, new, mask=there)
-    key = tl.load(row + 8 * num_rows).to(tl.uint64, bitcast=True)
-    seed = _seed(key, position)
-    change = tl.where(there, _mix(seed, new) - _mix(seed, old), 0)
-    _add_by_chunk(digests + tl.load(row + 9 * num_rows), position, there, change, CHUNK)
+    index = tl.where(there, index, 0).to(tl.int32)
+    tl.store(to_indices + lane, index, mask=lane < (count + 1) // 2 * 2)
+    tl.store(to_values + lane, value, mask=lane < padded)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def advance(
-    rows, segment_row, segment_begin, indices, held, num_rows,
-    TYPE: tl.constexpr, SEGMENT: tl.constexpr,
+    rows, segment_row, segment_begin, indices, values, num_rows,
+    TYPE: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write what `gather` kept to the snapshot."""
+    """Write the values of rows, as `pack` takes them, to the snapshot."""
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
     lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
     there = lane < tl.load(row + 3 * num_rows)
-    index = tl.load(indices + tl.load(row) + lane, mask=there, other=0)
-    position = tl.load(row + 5 * num_rows) + index
-    kept = held.to(tl.pointer_type(TYPE)) + tl.load(row + 10 * num_rows)
-    old = tl.load(row + 7 * num_rows).to(tl.pointer_type(TYPE))
-    tl.store(old + position, tl.load(kept + lane, mask=there), mask=there)
+    at = tl.load(row) + lane
+    position = tl.load(row + 5 * num_rows) + tl.load(indices + at, mask=there, other=0)
+    value = tl.load(values.to(tl.pointer_type(TYPE)) + at * STRIDE, mask=there, other=0)
+    old = tl.load(row + 6 * num_rows).to(tl.pointer_type(TYPE))
+    tl.store(old + position, value, mask=there)
 
 
 @triton.jit
