@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -75,39 +74,37 @@ class ModuleWatch:
 
     At every sync, for models of tens of thousands of tensors: so all loops are in C, and no
     objects are made that the garbage collector would have to look at.
+
+    Args:
+        module: Looked at anew by every call.
+        facts: What has to stay the same of a tensor beside its identity; functions of one tensor.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._dicts: list[dict[str, Any]] = []
+    def __init__(
+        self, module: nn.Module, facts: Sequence[Callable[[Tensor], object]] = (Tensor.data_ptr,)
+    ) -> None:
+        dicts: list[dict[str, Any]] = []
         for owner in module.modules():
-            self._dicts += owner._parameters, owner._buffers, owner._modules
+            dicts += owner._parameters, owner._buffers, owner._modules
+        self._filled = [entries for entries in dicts if entries]
+        self._empty = [entries for entries in dicts if not entries]
+        self._lengths = list(map(len, self._filled))
+        self._owners = [entries for entries in self._filled for _ in entries]
+        self._keys = [key for entries in self._filled for key in entries]
+        self._values = [value for entries in self._filled for value in entries.values()]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._with_buffers = [owner for owner in module.modules() if owner._buffers]
         self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
-        self._values = self._held()
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._facts = self._look()
+        self._facts = [(fact, list(map(fact, self._tensors))) for fact in facts]
 
     def is_unmoved(self) -> bool:
-        """Whether tensors, addresses, sizes, contiguity and dtypes are what they were."""
-        now = self._held()
+        """Whether there are the same tensors under the same names, with the same facts."""
         return (
-            len(now) == len(self._values)
-            and all(map(is_, now, self._values))
-            and self._look() == self._facts
+            not any(self._empty)
+            and list(map(len, self._filled)) == self._lengths
+            and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and all(list(map(fact, self._tensors)) == known for fact, known in self._facts)
             and [o._non_persistent_buffers_set for o in self._with_buffers] == self._transient
-        )
-
-    def _held(self) -> list[Any]:
-        """Every parameter, buffer and submodule."""
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
-
-    def _look(self) -> tuple[list[object], ...]:
-        tensors = self._tensors
-        return (
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.numel, tensors)),
-            list(map(Tensor.is_contiguous, tensors)),
-            list(map(attrgetter("dtype"), tensors)),
         )
 
 

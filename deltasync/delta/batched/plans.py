@@ -31,12 +31,10 @@ from deltasync.wire.table import RowKind
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Sparse rows of one item size, as `kernels.pack` takes them."""
+    """Sparse rows of one item size, as `kernels.pack` takes them: rows and their segments."""
 
     item_size: int
-    columns: Tensor
-    segment_row: Tensor
-    segment_begin: Tensor
+    columns: tuple[NDArray[np.generic], ...]
 
 
 class BatchedDelta:
@@ -95,7 +93,7 @@ class BatchedDelta:
         self.held_bytes = self.sparse_bytes if masks.is_held else 0
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
-        self._held: list[_Rows] = []
+        self._held: list[tuple[int, list[Tensor]]] = []
         self.digests = torch.zeros(len(counts), dtype=torch.int64, device=snapshot.device)
         self._packed: Numbers | None = None
 
@@ -140,57 +138,37 @@ class BatchedDelta:
     def decided(self) -> None:
         """The version is final: advance the snapshot."""
         with device_of(self._snapshot.device):
-            for rows in self._held:
-                kernels.advance[(len(rows.segment_row),)](
-                    rows.columns,
-                    rows.segment_row,
-                    rows.segment_begin,
+            for item_size, columns in self._held:
+                kernels.advance[(len(columns[1]),)](
+                    *columns,
                     self._masks.indices,
                     self._masks.values,
-                    rows.columns.shape[1],
-                    TYPE=kernels.TYPES[rows.item_size],
-                    STRIDE=self._masks.value_bytes // rows.item_size,
+                    columns[0].shape[1],
+                    TYPE=kernels.TYPES[item_size],
+                    STRIDE=self._masks.value_bytes // item_size,
                     SEGMENT=kernels.SEGMENT,
                     num_warps=4,
                 )
         self._ahead[:] = False
         self._keep(self.ledger)
 
-    def pack_sparse(self, bucket: PlannedBucket, payload: Tensor) -> None:
-        """Write indices and values of a bucket's sparse rows."""
-        masks = self._masks
-        begins = masks.find(self._source, self._snapshot, bucket)
-        if not masks.is_held:
-            here = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
-            self._ahead[here] |= self._is_sparse[here]
-        for rows in self._rows(bucket, begins):
-            kernels.pack[(len(rows.segment_row),)](
-                rows.columns,
-                rows.segment_row,
-                rows.segment_begin,
-                masks.indices,
-                masks.values,
-                payload,
-                len(payload),
-                rows.columns.shape[1],
-                TYPE=kernels.TYPES[rows.item_size],
-                STRIDE=masks.value_bytes // rows.item_size,
-                SEGMENT=kernels.SEGMENT,
-                num_warps=4,
-            )
-            if masks.is_held:
-                self._held.append(rows)
-
-    def _rows(self, bucket: PlannedBucket, begins: Ints) -> Iterator[_Rows]:
-        """The sparse rows of a bucket by item size; `begins` as `Masks.find` says."""
+    def rows_of(self, bucket: PlannedBucket) -> list[_Rows]:
+        """The sparse rows of a bucket by item size."""
+        if not bucket.is_sparse.any():
+            return []
         snapshot = self._snapshot
+        begins = self._masks.find(self._source, snapshot, bucket)
+        if not self._masks.is_held:
+            chunks = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
+            self._ahead[chunks] |= self._is_sparse[chunks]
         parameters = bucket.rows["parameter"].astype(np.int64)
         item_sizes = np.where(bucket.is_sparse, self._before.item_sizes[parameters], 0)
+        found = []
         for item_size in np.flatnonzero(np.bincount(item_sizes)[1:]) + 1:
             here = np.flatnonzero(item_sizes == item_size)
             count = bucket.rows["count"][here].astype(np.int64)
             origin = snapshot.origins[bucket.first_chunk[here]]
-            columns = (
+            rows = (
                 begins[here],
                 bucket.index_at[here] // INDEX_ITEM_BYTES,
                 bucket.value_at[here] // item_size,
@@ -200,8 +178,28 @@ class BatchedDelta:
                 snapshot.pointers[parameters[here]],
             )
             row, begin = cut(count, kernels.SEGMENT)
-            there = upload([np.stack(columns), row.astype(np.int32), begin], snapshot.device)
-            yield _Rows(int(item_size), *there)
+            found.append(_Rows(int(item_size), (np.stack(rows), row.astype(np.int32), begin)))
+        return found
+
+    def pack_sparse(self, parts: list[_Rows], there: list[Tensor], payload: Tensor) -> None:
+        """Write indices and values of sparse rows, whose columns are `there` on the device."""
+        masks = self._masks
+        for number, part in enumerate(parts):
+            columns = there[3 * number : 3 * number + 3]
+            kernels.pack[(len(columns[1]),)](
+                *columns,
+                masks.indices,
+                masks.values,
+                payload,
+                len(payload),
+                columns[0].shape[1],
+                TYPE=kernels.TYPES[part.item_size],
+                STRIDE=masks.value_bytes // part.item_size,
+                SEGMENT=kernels.SEGMENT,
+                num_warps=4,
+            )
+            if masks.is_held:
+                self._held.append((part.item_size, columns))
 
 
 class BatchedFull:
@@ -274,25 +272,27 @@ class BatchedBucket:
 
     def _write(self, payload: Tensor) -> None:
         planned, lanes = self._planned, self._source.lanes
-        if self._delta is not None and planned.is_sparse.any():
-            self._delta.pack_sparse(planned, payload)
+        sparse = [] if self._delta is None else self._delta.rows_of(planned)
         lane_of = self._source.lane_of[planned.dense[0]]
         dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
-        rows, pads, *columns = upload([planned.rows, planned.pads, *dense], payload.device)
-        payload[: len(rows)].copy_(rows)
+        columns = [column for rows in sparse for column in rows.columns]
+        table, pads, *there = upload([planned.rows, planned.pads, *columns, *dense], payload.device)
+        if self._delta is not None:
+            self._delta.pack_sparse(sparse, there[: len(columns)], payload)
+        payload[: len(table)].copy_(table)
         if len(planned.pads):
             whole = len(payload) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
             payload[:whole].view(torch.int64).index_fill_(0, pads, 0)
-        for lane, pieces, there in zip(lanes, dense, columns, strict=True):
+        for lane, pieces, column in zip(lanes, dense, there[len(columns) :], strict=True):
             if pieces.size:
-                self._pack_dense(lane, pieces, there, payload)
+                self._pack_dense(lane, pieces, column, payload)
 
     def _pack_dense(self, lane: Lane, planned: Ints, pieces: Tensor, payload: Tensor) -> None:
         source, snapshot = self._source, self._snapshot
         digests = None if self._delta is None else self._delta.digests
         num_pieces = pieces.shape[1]
-        offsets = np.stack((planned[1], planned[3])) * lane.item_size
-        is_aligned = not (offsets % ALIGNMENT).any()
+        places = (planned[1] | planned[3]) * lane.item_size | planned[2]
+        is_aligned = lane.is_aligned and not (places % ALIGNMENT).any()
         blocks_each = blocks_in(planned[2])
         kernels.pack_dense[(num_pieces * blocks_each,)](
             source.addresses,
@@ -307,7 +307,7 @@ class BatchedBucket:
             TYPE=kernels.TYPES[lane.item_size],
             NARROW=lane.narrow,
             AHEAD=digests is not None,
-            ALIGNED=lane.is_aligned and is_aligned,
+            ALIGNED=is_aligned,
             BLOCK=kernels.SPAN,
             num_warps=4,
         )

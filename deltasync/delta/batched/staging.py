@@ -92,11 +92,14 @@ class BatchedStaging:
         self._staged: list[_Staged] = []
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
         device = weights.device
-        self._flag = torch.full((1,), kernels.CLEAR, dtype=torch.int32, device=device)
-        self._change = torch.zeros(len(ledger.sums), dtype=torch.int64, device=device)
+        # Changes of the digests, and the flag: its low half is what kernels look at.
+        self._numbers = torch.zeros(len(ledger.sums) + 1, dtype=torch.int64, device=device)
+        self._numbers[-1:].fill_(kernels.CLEAR)
+        self._change, self._flag = self._numbers[:-1], self._numbers[-1:].view(torch.int32)
         # Digests over all elements: of staged bits; of re-read bits, and of those they replaced.
-        self._staged_sums = self._zeros()
-        self._written_sums = self._zeros()
+        self._staged_sums, self._written_sums = torch.zeros(
+            (2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device
+        )
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
@@ -123,12 +126,12 @@ class BatchedStaging:
         Waits for the device. Raises InvalidIndices, DigestMismatch.
         """
         with device_of(self._weights.device):
-            flag, change = Numbers(self._flag), Numbers(self._change)
-            bad = int(flag.read()[0])
+            numbers = Numbers(self._numbers).read()
+        bad, change = int(numbers[-1]), numbers[:-1]
         if bad != kernels.CLEAR:
             name = self._weights.ledger.specs[bad].name
             raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
-        ledger, found = self._before.copy(), change.read().view(np.uint64)
+        ledger, found = self._before.copy(), change.view(np.uint64)
         ledger.sums[self._is_whole] = 0
         ledger.sums += found
         if self.in_place and self._surplus():
@@ -149,7 +152,7 @@ class BatchedStaging:
         """Put the old bits back and check that they are there. Raises DigestMismatch."""
         if self.in_place:
             raise DigestMismatch("weights that were written in place cannot be put back")
-        sums = self._zeros()
+        sums = torch.zeros_like(self._written_sums)
         with device_of(self._weights.device):
             for staged in self._staged:
                 self._write(staged, sums)
@@ -159,13 +162,8 @@ class BatchedStaging:
 
     def _surplus(self) -> int:
         """How the digest of what was re-read differs from that of what was staged."""
-        written, staged = Numbers(self._written_sums), Numbers(self._staged_sums)
-        return _total(written.read()[0]) - _total(staged.read()[0])
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(
-            (2, kernels.ACCUMULATORS), dtype=torch.int64, device=self._weights.device
-        )
+        staged, written = Numbers(torch.stack((self._staged_sums, self._written_sums))).read()
+        return _total(written[0]) - _total(staged[0])
 
     def _parts(self, rows: Rows) -> tuple[_Sparse | _Dense, ...]:
         item_sizes = self._before.item_sizes[rows["parameter"]]
@@ -225,7 +223,7 @@ class BatchedStaging:
             is_whole.astype(np.int64),
         )
         (pieces,) = upload([np.stack(columns)], self._weights.device)
-        places = np.concatenate((columns[0] * item_size, columns[2] * item_size + columns[3]))
+        places = (columns[0] | columns[2]) * item_size | columns[3] | columns[1]
         is_aligned = not (places % ALIGNMENT).any()
         return [_Dense(item_size, pieces, blocks_in(high - low), is_aligned)]
 

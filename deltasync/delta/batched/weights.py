@@ -17,7 +17,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
 
 ALIGNMENT = 16
-"""Bytes that kernels read at once; every array of an upload begins at a multiple."""
+"""Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
 
 _TORCH = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}
 
@@ -94,7 +94,7 @@ class BatchedWeights:
             sums,
             each,
             TYPE=kernels.TYPES[item_size],
-            ALIGNED=not (self.addresses[chunks] % ALIGNMENT).any(),
+            ALIGNED=not ((self.addresses | self.table.numel)[chunks] % ALIGNMENT).any(),
             BLOCK=kernels.SPAN,
             num_warps=4,
         )

@@ -280,6 +280,13 @@ def _aligned(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
+@triton.jit
+def _length(at, ALIGNED: tl.constexpr):
+    """A number of elements, of which the compiler knows that no wide load straddles it, if so."""
+    length = tl.load(at)
+    return tl.multiple_of(length, 16) if ALIGNED else length
+
+
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
     new_at, old_at, starts, keys, pieces, payload, digests, num_pieces, blocks_each,
@@ -290,10 +297,10 @@ def pack_dense(
 
     pieces: int64[4, num_pieces]: chunk, first element in it, elements, where the first goes in the
         payload, in elements.
-    ALIGNED: Each piece begins at a multiple of 16 bytes everywhere.
+    ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    numel = tl.load(pieces + 2 * num_pieces + piece)
+    numel = _length(pieces + 2 * num_pieces + piece, ALIGNED)
     if block * BLOCK < numel:
         chunk = tl.load(pieces + piece)
         first = tl.load(pieces + num_pieces + piece)
@@ -326,10 +333,10 @@ def digest(
     addresses, starts, numels, keys, chunks, digests, blocks_each,
     TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Digests of chunks. ALIGNED: each begins at a multiple of 16 bytes."""
+    """Digests of chunks. ALIGNED: as in `pack_dense`."""
     item, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
     chunk = tl.load(chunks + item)
-    numel = tl.load(numels + chunk)
+    numel = _length(numels + chunk, ALIGNED)
     if block * BLOCK < numel:
         lane = tl.arange(0, BLOCK)
         offset = block * BLOCK + lane
@@ -412,7 +419,7 @@ def _piece(pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED: tl.constexpr
     seed = _seed(
         tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True), start + block * BLOCK
     )
-    there = offset < tl.load(column + num_pieces)
+    there = offset < _length(column + num_pieces, ALIGNED)
     return values + offset, weights + offset, seed + lane.to(tl.uint64) * _GOLDEN, there
 
 
@@ -426,7 +433,7 @@ def check_dense(
     pieces: int64[7, num_pieces]: where values begin in the payload, in elements; their
         number; flat position of the first; address of the parameter; digest key; which digest
         it belongs to; whether it makes up all of that.
-    ALIGNED: Each piece begins at a multiple of 16 bytes everywhere.
+    ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
     if block * BLOCK < tl.load(pieces + num_pieces + piece):
