@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import integer_dtype
@@ -106,18 +107,20 @@ class ReadBucket:
 
     Attributes:
         rows: The patch table.
+        index_at, value_at: int64[rows], where indices and values begin, in bytes.
         payload: uint8[n]; not owned.
     """
 
     specs: tuple[ParameterSpec, ...]
     rows: Rows
+    index_at: NDArray[np.int64]
+    value_at: NDArray[np.int64]
     payload: Tensor
 
     def runs(self) -> Iterator[tuple[int, Run]]:
         """(parameter, run) of each row, as views of the payload."""
-        index_at, value_at, _ = block_offsets(self.rows)
         for row, index, value in zip(
-            self.rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True
+            self.rows.tolist(), self.index_at.tolist(), self.value_at.tolist(), strict=True
         ):
             parameter, kind, _, _, _, start, span, _, index_bytes, value_bytes = row
             dtype = integer_dtype(self.specs[parameter].dtype)
@@ -159,7 +162,8 @@ class BucketReader:
         )
         last = rows[-1]
         self._after = int(last["parameter"]), int(last["start"] + last["span"])
-        return ReadBucket(self._specs, rows, payload)
+        index_at, value_at, _ = block_offsets(rows)
+        return ReadBucket(self._specs, rows, index_at, value_at, payload)
 
     def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
         """(parameter, run) of each row. Raises WireError."""

@@ -40,8 +40,9 @@ class Group(Protocol):
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
-# A payload between GPUs takes about as long. On CPUs looking would take time from those who copy.
-_BUSY_S = {"cuda": 0.0003, "cpu": 0.0}
+# What one end does between two words takes about as long on GPUs, and waking up takes as long as a
+# payload. On CPUs looking would take time from those who copy.
+_BUSY_S = {"cuda": 0.002, "cpu": 0.0}
 _WAY_OUT = {
     "gloo": "",
     "nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc",

@@ -48,13 +48,13 @@ def aligned(num_bytes: int) -> int:
 
 def block_offsets(rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Where each row's indices and values begin, and where the payload ends, in bytes."""
-    lengths = np.empty(2 * len(rows), np.int64)
-    lengths[0::2], lengths[1::2] = rows["index_bytes"], rows["value_bytes"]
-    ends = len(rows) * ROW.itemsize + np.cumsum(-(-lengths // ALIGNMENT) * ALIGNMENT)
-    begins = ends - -(-lengths // ALIGNMENT) * ALIGNMENT
+    lengths = np.empty((len(rows), 2), np.int64)
+    lengths[:, 0], lengths[:, 1] = rows["index_bytes"], rows["value_bytes"]
+    spaces = (lengths + (ALIGNMENT - 1)) & -ALIGNMENT
+    begins = np.cumsum(spaces).reshape(spaces.shape) - spaces + len(rows) * ROW.itemsize
     used = np.flatnonzero(lengths)
-    end = int(begins[used[-1]] + lengths[used[-1]]) if len(used) else len(rows) * ROW.itemsize
-    return begins[0::2], begins[1::2], end
+    end = int((begins + lengths).flat[used[-1]]) if len(used) else len(rows) * ROW.itemsize
+    return begins[:, 0], begins[:, 1], end
 
 
 def read_table(

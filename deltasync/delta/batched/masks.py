@@ -87,7 +87,7 @@ class Masks:
         if not (hold and fits_all):
             counts = np.where(is_sparse, counts, 0)
             self.is_held = hold and int(counts.sum()) <= self.capacity
-            (there,) = upload([is_sparse.view(np.uint8)], self.indices.device)
+            (there,) = upload([is_sparse.astype(np.int64)], self.indices.device)
             self._block_counts.mul_(there[source.chunk_of])
             torch.cumsum(self._block_counts, 0, out=self._ends[1:])
             self.changes.zero_()

@@ -34,7 +34,7 @@ class _Rows:
     """Sparse rows of one item size, as `kernels.pack` takes them: rows and their segments."""
 
     item_size: int
-    columns: tuple[NDArray[np.generic], ...]
+    columns: tuple[Ints, ...]
 
 
 class BatchedDelta:
@@ -178,7 +178,7 @@ class BatchedDelta:
                 snapshot.pointers[parameters[here]],
             )
             row, begin = cut(count, kernels.SEGMENT)
-            found.append(_Rows(int(item_size), (np.stack(rows), row.astype(np.int32), begin)))
+            found.append(_Rows(int(item_size), (np.array(rows), row, begin)))
         return found
 
     def pack_sparse(self, parts: list[_Rows], there: list[Tensor], payload: Tensor) -> None:
@@ -276,10 +276,12 @@ class BatchedBucket:
         lane_of = self._source.lane_of[planned.dense[0]]
         dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
         columns = [column for rows in sparse for column in rows.columns]
-        table, pads, *there = upload([planned.rows, planned.pads, *columns, *dense], payload.device)
+        table, pads, *there = upload(
+            [planned.rows.view(np.int64), planned.pads, *columns, *dense], payload.device
+        )
         if self._delta is not None:
             self._delta.pack_sparse(sparse, there[: len(columns)], payload)
-        payload[: len(table)].copy_(table)
+        payload[: table.nbytes].view(torch.int64).copy_(table)
         if len(planned.pads):
             whole = len(payload) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
             payload[:whole].view(torch.int64).index_fill_(0, pads, 0)

@@ -87,7 +87,7 @@ class BatchedSource:
         # The chunks of a parameter share a lane, so that what is located of it stays together.
         is_apart = ((pointers | snapshot.pointers) % ALIGNMENT != 0)[table.parameter]
         is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
-        shifts = (table.start - snapshot.origins).astype(np.int32)
+        shifts = table.start - snapshot.origins
         kinds, self.lane_of = np.unique(
             item_sizes * 4 + is_narrow * 2 + ~is_apart, return_inverse=True
         )
@@ -109,16 +109,19 @@ class BatchedSource:
             for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
         ]
         self.num_blocks, self.num_tiles = int(begins[-1]), int(tiles[-1])
-        first_block = np.empty(len(order), np.int32)
+        first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
-        tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks).astype(np.int32)
-        self.tile_chunk, self.tile_block = upload(
-            [order[tile_of].astype(np.int32), tile_block], snapshot.device
+        tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
+        self.addresses, *columns, chunks, repeats = upload(
+            [addresses, first_block, shifts, order[tile_of], tile_block, order, lengths],
+            snapshot.device,
         )
-        self.addresses, self.first_block, self.shifts, chunks, repeats = upload(
-            [addresses, first_block, shifts, order.astype(np.int32), lengths], snapshot.device
+        self.first_block, self.shifts, self.tile_chunk, self.tile_block = (
+            column.to(torch.int32) for column in columns
         )
-        self.chunk_of = torch.repeat_interleave(chunks, repeats, output_size=self.num_blocks)
+        self.chunk_of = torch.repeat_interleave(
+            chunks.to(torch.int32), repeats, output_size=self.num_blocks
+        )
 
     def before(self, counts: Ints) -> Ints:
         """int64[chunks]: changes in the blocks before a chunk's, where chunks have `counts`."""

@@ -25,7 +25,7 @@ from deltasync.delta.kernels import triton as kernels
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.digest import MASK
-from deltasync.wire.table import RowKind, Rows, block_offsets
+from deltasync.wire.table import RowKind, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class BatchedStaging:
                 raise LimitExceeded("the sync is larger than its begin declared")
         with device_of(self._weights.device):
             payload = bucket.payload.to(self._weights.device, copy=not self.in_place)
-            staged = _Staged(payload, self._parts(bucket.rows))
+            staged = _Staged(payload, self._parts(bucket))
             for part in staged.parts:
                 if isinstance(part, _Sparse) or not self.in_place:
                     self._check(part, payload)
@@ -165,36 +165,33 @@ class BatchedStaging:
         staged, written = Numbers(torch.stack((self._staged_sums, self._written_sums))).read()
         return _total(written[0]) - _total(staged[0])
 
-    def _parts(self, rows: Rows) -> tuple[_Sparse | _Dense, ...]:
+    def _parts(self, bucket: ReadBucket) -> tuple[_Sparse | _Dense, ...]:
+        rows = bucket.rows
         item_sizes = self._before.item_sizes[rows["parameter"]]
-        index_at, value_at, _ = block_offsets(rows)
+        ways = 2 * item_sizes + (rows["kind"] == RowKind.DENSE)
         parts: list[_Sparse | _Dense] = []
-        for item_size in np.unique(item_sizes).tolist():
-            for kind, part in ((RowKind.SPARSE, self._sparse), (RowKind.DENSE, self._dense)):
-                here = np.flatnonzero((item_sizes == item_size) & (rows["kind"] == kind))
-                if len(here):
-                    at = index_at[here] // INDEX_ITEM_BYTES, value_at[here] // item_size
-                    parts += part(rows[here], *at, item_size)
+        for way in np.flatnonzero(np.bincount(ways)).tolist():
+            here = np.flatnonzero(ways == way)
+            item_size, index_at, value_at = way // 2, bucket.index_at[here], bucket.value_at[here]
+            if way % 2:
+                parts += self._dense(rows[here], value_at // item_size, item_size)
+            else:
+                index_at //= INDEX_ITEM_BYTES
+                parts.append(self._sparse(rows[here], index_at, value_at // item_size, item_size))
         return tuple(parts)
 
-    def _sparse(self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int) -> list[_Sparse]:
-        parameter, count = rows["parameter"], rows["count"].astype(np.int64)
-        columns = (
-            index_at,
-            value_at,
-            count,
-            rows["span"].astype(np.int64),
-            rows["start"].astype(np.int64),
-            self._weights.pointers[parameter],
-            self._before.keys[parameter].view(np.int64),
-            self._before.first[parameter],
-            parameter.astype(np.int64),
-        )
-        row, begin = cut(count, kernels.SEGMENT)
-        there = upload([np.stack(columns), row.astype(np.int32), begin], self._weights.device)
-        return [_Sparse(item_size, *there)]
+    def _sparse(self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int) -> _Sparse:
+        parameter = rows["parameter"]
+        columns = np.empty((9, len(rows)), np.int64)
+        columns[0], columns[1], columns[2] = index_at, value_at, rows["count"]
+        columns[3], columns[4], columns[8] = rows["span"], rows["start"], parameter
+        columns[5] = self._weights.pointers[parameter]
+        columns[6] = self._before.keys[parameter].view(np.int64)
+        columns[7] = self._before.first[parameter]
+        segments = cut(columns[2], kernels.SEGMENT)
+        return _Sparse(item_size, *upload([columns, *segments], self._weights.device))
 
-    def _dense(self, rows: Rows, _: Ints, value_at: Ints, item_size: int) -> list[_Dense]:
+    def _dense(self, rows: Rows, value_at: Ints, item_size: int) -> list[_Dense]:
         """Pieces of the rows that are held here, none of which reaches into another chunk."""
         held = np.flatnonzero(self._weights.pointers[rows["parameter"]])
         rows, value_at = rows[held], value_at[held]
@@ -222,7 +219,7 @@ class BatchedStaging:
             place,
             is_whole.astype(np.int64),
         )
-        (pieces,) = upload([np.stack(columns)], self._weights.device)
+        (pieces,) = upload([np.array(columns)], self._weights.device)
         places = (columns[0] | columns[2]) * item_size | columns[3] | columns[1]
         is_aligned = not (places % ALIGNMENT).any()
         return [_Dense(item_size, pieces, blocks_in(high - low), is_aligned)]

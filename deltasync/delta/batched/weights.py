@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from deltasync.delta.kernels import triton as kernels
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
-
-_TORCH = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}
 
 
 class BatchedWeights:
@@ -111,28 +110,19 @@ def device_of(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in one copy that the host does not wait for.
-
-    Structured arrays become uint8, the others keep their dtypes and shapes.
-    """
-    pieces = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    ends = np.cumsum([-(-len(piece) // ALIGNMENT) * ALIGNMENT for piece in pieces]).tolist()
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, in one copy that the host does not wait for."""
+    # Kernels are compiled for addresses that are multiples of ALIGNMENT.
+    begins = [0, *accumulate(array.size + array.size % 2 for array in arrays)]
+    host = torch.empty(begins[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     view = host.numpy()
-    for piece, begin in zip(pieces, [0, *ends], strict=False):
-        view[begin : begin + len(piece)] = piece
+    for array, begin in zip(arrays, begins, strict=False):
+        view[begin : begin + array.size] = array.reshape(-1)
     there = host.to(device, non_blocking=True)
     return [
-        _like(array, there[begin : begin + len(piece)])
-        for array, piece, begin in zip(arrays, pieces, [0, *ends], strict=False)
+        there[begin : begin + array.size].view(array.shape)
+        for array, begin in zip(arrays, begins, strict=False)
     ]
-
-
-def _like(array: NDArray[np.generic], data: Tensor) -> Tensor:
-    if array.dtype.fields is not None:
-        return data
-    return data.view(_TORCH[array.dtype.name]).view(array.shape)
 
 
 class Numbers:
