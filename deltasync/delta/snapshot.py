@@ -103,8 +103,11 @@ class Snapshot:
         if device is None:
             return None
         from deltasync.delta.batched.differ import BatchedDiffer
+        from deltasync.delta.batched.warm_up import warm_up
         from deltasync.delta.batched.weights import BatchedWeights
 
+        formats = frozenset((reader.flat.dtype, reader.dtype) for reader in readers)
+        warm_up(formats, self.ledger.chunk_numel, device)
         return BatchedDiffer(BatchedWeights(dict(enumerate(self.flats)), self.ledger, device))
 
 

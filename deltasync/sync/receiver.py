@@ -345,8 +345,11 @@ class WeightReceiver:
         device = device_for_batches(flats.values(), self.options.kernels, need_contiguous=True)
         if device is None:
             return None
+        from deltasync.delta.batched.warm_up import warm_up
         from deltasync.delta.batched.weights import BatchedWeights
 
+        formats = frozenset((flat.dtype, flat.dtype) for flat in flats.values())
+        warm_up(formats, ledger.chunk_numel, device)
         self._stream = OwnStream(device)
         return BatchedWeights(flats, ledger, device)
 

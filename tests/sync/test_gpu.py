@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, SenderOptions, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    SenderOptions,
+    StagingThread,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import host, kernels_for, reference
 from deltasync.transports import inprocess
-from tests.sync.harness import Model, Serving, bits_equal
+from deltasync.transports.base import Frame
+from tests.sync.harness import Model, Serving, ThroughReceiver, bits_equal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,11 +30,12 @@ pytestmark = [
 ]
 
 
-def model(dtype: torch.dtype, seed: int) -> Model:
+def model(dtype: torch.dtype, seed: int, *, strided: bool = False) -> Model:
     generator = torch.Generator().manual_seed(seed)
+    other = torch.randn(300, 20, generator=generator)
     tensors = {
-        "matrix": torch.randn(700, 900, generator=generator),
-        "strided": torch.randn(300, 20, generator=generator).t(),
+        "matrix": torch.randn(1500, 1900, generator=generator),
+        "other": other.t() if strided else other.t().contiguous(),
         "scalar": torch.randn((), generator=generator),
         "empty": torch.randn(0, 4, generator=generator),
     }
@@ -32,10 +45,12 @@ def model(dtype: torch.dtype, seed: int) -> Model:
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("snapshot_device", [None, "cpu"])
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.7])
+@pytest.mark.parametrize("strided", [False, True])  # then the receiver works without batches
 def test_a_model_on_a_gpu_ends_bit_equal(
-    source_dtype: torch.dtype, snapshot_device: str | None, share: float
+    source_dtype: torch.dtype, snapshot_device: str | None, share: float, *, strided: bool
 ) -> None:
-    source, replica = model(source_dtype, 0), model(torch.bfloat16, 1)
+    source = model(source_dtype, 0, strided=strided)
+    replica = model(torch.bfloat16, 1, strided=strided)
     transport = inprocess.Sender(device="cuda")
     options = SenderOptions(snapshot_device=snapshot_device, bucket_bytes=1 << 18)
     sender = WeightSender(ModuleSource(source), transport, options=options)
@@ -55,6 +70,72 @@ def test_a_model_on_a_gpu_ends_bit_equal(
     finally:
         sender.close()
         serving.stop()
+
+
+class Late(ThroughReceiver):
+    """A receiver's link that takes its time before each frame."""
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        time.sleep(0.5)
+        return super().receive(timeout_s=timeout_s)
+
+
+def test_the_trainers_stream_goes_on_while_a_receiver_is_late() -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    transport = inprocess.Sender(device="cuda")
+    sender = WeightSender(ModuleSource(source), transport)
+    link = Late(transport.receiver())
+    serving = Serving(WeightReceiver(ModuleTarget(replica), link)).start()
+    try:
+        sender.wait_for_receivers(1)
+        sender.send_weights()
+        source.get_parameter("matrix").data[::7] *= 1.5
+        torch.cuda.synchronize()
+        took: list[float] = []
+
+        def train() -> None:
+            time.sleep(0.2)  # the sync is under way
+            began = time.monotonic()
+            torch.ones(1000, device="cuda").sum().item()
+            took.append(time.monotonic() - began)
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        began = time.monotonic()
+        sender.send_weights()
+        assert time.monotonic() - began > 1
+        trainer.join()
+        assert took[0] < 0.25
+        torch.cuda.synchronize()
+        assert bits_equal(source, replica)
+    finally:
+        sender.close()
+        serving.stop()
+
+
+def test_a_commit_is_ordered_by_the_callers_stream() -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    transport = inprocess.Sender(device="cuda")
+    sender = WeightSender(ModuleSource(source), transport)
+    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
+    with StagingThread(receiver) as staging, ThreadPoolExecutor(1) as trainer:
+        sender.wait_for_receivers(1)
+        engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for turn in range(3):
+            if turn:
+                source.get_parameter("matrix").data[turn::7] *= 1.5
+                torch.cuda.synchronize()
+            sent = trainer.submit(sender.send_weights)
+            assert staging.wait_staged(timeout_s=30)
+            with torch.cuda.stream(engine):
+                before = replica.get_parameter("matrix").clone()  # what the engine still computes
+                staging.commit()
+                after = replica.get_parameter("matrix").clone()
+            sent.result(30)
+            engine.synchronize()
+            assert torch.equal(after, source.get_parameter("matrix"))
+            assert not torch.equal(before, after)
+        sender.close()
 
 
 def test_kernels_agree_with_the_host() -> None:

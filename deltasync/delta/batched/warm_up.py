@@ -1,0 +1,92 @@
+"""Compiling kernels before they are needed: a first sync that compiles would pause an engine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.batched.differ import BatchedDiffer
+from deltasync.delta.batched.staging import BatchedStaging
+from deltasync.delta.batched.weights import BatchedWeights, device_of
+from deltasync.delta.bits import Flat, WireReader, torch_dtype
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.policy import Policy
+from deltasync.dtypes import Dtype
+from deltasync.wire.messages import ParameterSpec
+
+_NUMEL = 64
+_BUCKET_BYTES = 1 << 16
+
+
+@lru_cache
+def warm_up(
+    formats: frozenset[tuple[Dtype, Dtype]], chunk_numel: int, device: torch.device
+) -> None:
+    """Sync a tiny model in every way, once in a process. Triton keeps what it compiles on disk.
+
+    Args:
+        formats: (dtype of the source, wire dtype) of the parameters to come.
+        chunk_numel: Elements of a chunk.
+        device: Where kernels will run.
+    """
+    if device.type != "cuda":
+        return
+    with device_of(device):
+        pairs = sorted(formats, key=lambda pair: (pair[0].name, pair[1].name))
+        specs = tuple(
+            ParameterSpec((f"{number}",), (_NUMEL,), wire) for number, (_, wire) in enumerate(pairs)
+        )
+        readers = [WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs]
+        for dense_above in (1.0, 0.0):
+            for max_held_bytes in (_BUCKET_BYTES, 0):
+                policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
+                _sync(specs, readers, policy, chunk_numel, device, max_held_bytes)
+
+
+def _filled(dtype: Dtype, device: torch.device) -> Tensor:
+    data = torch.full((_NUMEL * dtype.item_size,), 1, dtype=torch.uint8, device=device)
+    return data.view(torch_dtype(dtype))
+
+
+def _sync(
+    specs: tuple[ParameterSpec, ...],
+    readers: list[WireReader],
+    policy: Policy,
+    chunk_numel: int,
+    device: torch.device,
+    max_held_bytes: int,
+) -> None:
+    snapshot, replica = (
+        {
+            number: Flat.of(torch.zeros(_NUMEL, dtype=torch_dtype(spec.dtype), device=device))
+            for number, spec in enumerate(specs)
+        }
+        for _ in range(2)
+    )
+    ledger = DigestLedger(specs, chunk_numel=chunk_numel)
+    weights = BatchedWeights(replica, ledger, device)
+    ledger.sums[:] = weights.digests()
+    delta = BatchedDiffer(BatchedWeights(snapshot, ledger, device)).compare(
+        readers,
+        ledger,
+        policy=policy,
+        bucket_bytes=_BUCKET_BYTES,
+        max_held_bytes=max_held_bytes,
+        base_version=0,
+        keep=lambda ledger: None,
+    )
+    staged = BatchedStaging(weights, ledger)
+    in_place = BatchedStaging(weights, ledger, in_place=True)
+    reader = BucketReader(specs)
+    for bucket in delta.buckets():
+        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        bucket.write(payload)
+        opened = reader.open(payload, bucket.num_rows)
+        staged.stage_bucket(opened)
+        in_place.stage_bucket(opened)
+    delta.decided()
+    staged.commit()
+    staged.undo()
