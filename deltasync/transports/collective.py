@@ -43,6 +43,7 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control import (
+    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
@@ -60,7 +61,6 @@ from deltasync.transports.process_group import (
     Plan,
     Slot,
     bounded,
-    busy_s_of,
     capabilities_of,
     device_of,
     serve_store,
@@ -113,7 +113,7 @@ class Sender:
         self._capabilities = capabilities_of(device, max_payload_bytes)
         listener = listen_tcp(host, port)
         self._host, self._port = listener.getsockname()[:2]
-        self._busy_s = busy_s_of(device)
+        self._busy_s = BUSY_S[device.type]
         self._gate = Gate(self._busy_s)
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)
         self._store_port, self._store = serve_store(host)

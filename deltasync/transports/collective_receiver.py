@@ -20,7 +20,7 @@ from deltasync.transports.collective_messages import (
     NO_PAYLOAD,
     TICKET,
 )
-from deltasync.transports.control import BrokenProtocol, Deadline, Kind, Message, Pace
+from deltasync.transports.control import BUSY_S, BrokenProtocol, Deadline, Kind, Message, Pace
 from deltasync.transports.endpoints import Client, Gate, check_secret
 from deltasync.transports.process_group import (
     BACKENDS,
@@ -31,7 +31,6 @@ from deltasync.transports.process_group import (
     Plan,
     Slot,
     bounded,
-    busy_s_of,
     capabilities_of,
     device_of,
 )
@@ -83,7 +82,7 @@ class Receiver:
         device = device_of(backend, device)
         self._capabilities = capabilities_of(device, max_payload_bytes)
         self._address = host, port
-        self._busy_s = busy_s_of(device)
+        self._busy_s = BUSY_S[device.type]
         self._gate = Gate(self._busy_s)
         self._client = Client(
             self._dial,

@@ -82,6 +82,14 @@ class Deadline:
         return Deadline(min(self.remaining_s, limit_s))
 
 
+BUSY_S = {"cuda": 0.002, "cpu": 0.0}
+"""For how long whoever waits for a payload on such a device, or for word of it, looks all the time.
+
+On GPUs what one end does between two words takes about as long, and waking up takes as long as a
+payload. On CPUs it would take time from those who copy.
+"""
+
+
 class Pace:
     """How long to wait between two looks at what only polling tells: ever longer."""
 

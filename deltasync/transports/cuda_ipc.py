@@ -42,11 +42,13 @@ from deltasync.errors import (
 )
 from deltasync.transports.base import Frame
 from deltasync.transports.control import (
+    BUSY_S,
     DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,
     Deadline,
     Kind,
     Message,
+    Pace,
 )
 from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, Mark
 from deltasync.transports.unix_socket import (
@@ -274,7 +276,7 @@ class Receiver(SlotReceiver):
                 raise
 
     def _next(self, deadline: Deadline) -> Frame:
-        pause_s = _MIN_POLL_S
+        pace = Pace(BUSY_S["cuda"])
         while True:
             self._send_releases(deadline)
             if (frame := self._take_ready()) is not None:
@@ -282,7 +284,7 @@ class Receiver(SlotReceiver):
             expired = deadline.passed
             wait_s = deadline.remaining_s
             if self._waiting or self._releases:  # on the GPU, which wakes no socket
-                wait_s, pause_s = min(wait_s, pause_s), min(2 * pause_s, _MAX_POLL_S)
+                wait_s = pace.pause_s(deadline)
             message = self._client.poll(wait_s)
             if message is not None:
                 self._handle(message)

@@ -40,9 +40,6 @@ class Group(Protocol):
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
-# What one end does between two words takes about as long on GPUs, and waking up takes as long as a
-# payload. On CPUs looking would take time from those who copy.
-_BUSY_S = {"cuda": 0.002, "cpu": 0.0}
 _WAY_OUT = {
     "gloo": "",
     "nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc",
@@ -73,11 +70,6 @@ def device_of(backend: Backend, device: torch.device | str | None) -> torch.devi
     if torch.device(device).type != type_:
         raise ConfigError(f"{backend} moves payloads on {type_}, not on {device}")
     return torch.device(device)
-
-
-def busy_s_of(device: torch.device) -> float:
-    """For how many seconds whoever waits for a payload on `device`, or for word of it, spins."""
-    return _BUSY_S[device.type]
 
 
 def capabilities_of(device: torch.device, max_payload_bytes: int) -> Capabilities:

@@ -27,6 +27,7 @@ from torch import Tensor
 from deltasync.errors import ConfigError, TransportClosed, TransportError
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import (
+    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
@@ -107,7 +108,7 @@ class SlotSender:
         self._path = Path(path)
         listener = _listen(self._path)
         self._inode = self._path.stat().st_ino
-        self._gate = Gate()
+        self._gate = Gate(BUSY_S[self._empty.device.type])
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE})
         self._lent: Slot | None = None
         self._sequence = 0
@@ -294,7 +295,7 @@ class SlotReceiver(ABC):
         """Connect to a sender that listens on `path`; larger segments are refused."""
         self._path = Path(path)
         self._capabilities = _capabilities(device_type, max_payload_bytes)
-        self._gate = Gate()
+        self._gate = Gate(BUSY_S[device_type])
         self._client = Client(self._dial, self._gate, kinds={Kind.FRAME, Kind.SEGMENT})
 
     @property

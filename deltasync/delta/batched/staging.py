@@ -92,10 +92,10 @@ class BatchedStaging:
         self._staged: list[_Staged] = []
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
         device = weights.device
-        # Changes of the digests, and the flag: its low half is what kernels look at.
+        # The flag, of which kernels look at the low half, and changes of the digests.
         self._numbers = torch.zeros(len(ledger.sums) + 1, dtype=torch.int64, device=device)
-        self._numbers[-1:].fill_(kernels.CLEAR)
-        self._change, self._flag = self._numbers[:-1], self._numbers[-1:].view(torch.int32)
+        self._numbers[:1].fill_(kernels.CLEAR)
+        self._flag, self._change = self._numbers[:1].view(torch.int32), self._numbers[1:]
         # Digests over all elements: of staged bits; of re-read bits, and of those they replaced.
         self._staged_sums, self._written_sums = torch.zeros(
             (2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device
@@ -127,7 +127,7 @@ class BatchedStaging:
         """
         with device_of(self._weights.device):
             numbers = Numbers(self._numbers).read()
-        bad, change = int(numbers[-1]), numbers[:-1]
+        bad, change = int(numbers[0]), numbers[1:]
         if bad != kernels.CLEAR:
             name = self._weights.ledger.specs[bad].name
             raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
