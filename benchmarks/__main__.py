@@ -1,7 +1,8 @@
-"""`python -m benchmarks`: cpu (the default), gpu, calibrate, table, plot, report."""
+"""`python -m benchmarks`: cpu (the default), gpu, calibrate, soak, table, plot, report."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
 from benchmarks.gpu.worker import run_groups
 from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
+from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
@@ -123,6 +125,37 @@ def calibrate(
     costs = measure(setup)
     out.write_text(costs.model_dump_json(indent=2) + "\n", encoding="utf-8")
     print(f"{out}: dense pays above {100 * costs.crossover:.3g} % changed ({costs.machine})")
+
+
+@app.command()
+def soak(
+    syncs: Annotated[int, typer.Option(min=1, help="Those that break off included.")] = 2000,
+    kill_every: Annotated[
+        int, typer.Option(min=2, help="The engine is killed in every sync of such a number.")
+    ] = 200,
+    geometry: Annotated[
+        str, typer.Option(help="The model that is synced; tiny for CPUs.")
+    ] = DEFAULT_GEOMETRY,
+    device: Device = None,
+    link: Link = None,
+    seed: Annotated[int, typer.Option(help="Of changes, densities and moments.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append that line to this file.")] = None,
+) -> None:
+    """Sync for long, kill and restart the engine, and check bits, memory and descriptors."""
+    found = run_soak(Plan(_setup("full", geometry, device, link), syncs, kill_every, seed))
+    line = json.dumps(found)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    if as_json:
+        print(line)
+    else:
+        Console(highlight=False).print("\n".join(f"{key}: {found[key]}" for key in found))
+    for failure in found["failures"]:
+        print(f"failed: {failure}", file=sys.stderr)
+    if found["failures"]:
+        raise typer.Exit(1)
 
 
 @app.command()

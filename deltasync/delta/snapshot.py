@@ -57,6 +57,7 @@ class Snapshot:
             kernels: What compares.
         """
         self.specs = tuple(specs)
+        self._sources = [reader.flat.line.device for reader in readers]
         self.flats = _empty_like(readers, device)
         self.ledger = DigestLedger(self.specs, chunk_numel=chunk_numel)
         self.ahead: set[int] = set()
@@ -69,6 +70,11 @@ class Snapshot:
         """Where it is compared in batches; None if it is not."""
         return None if self.differ is None else self.differ.device
 
+    def fits(self, specs: Sequence[ParameterSpec], readers: Sequence[WireReader]) -> bool:
+        """Whether it can capture this source: the same layout on the same devices."""
+        devices = [reader.flat.line.device for reader in readers]
+        return self.specs == tuple(specs) and self._sources == devices
+
     def capture(self, readers: Sequence[WireReader]) -> None:
         """Take the source's bits as they are now, all of them."""
         for parameter, reader in enumerate(readers):
@@ -76,6 +82,7 @@ class Snapshot:
                 self.flats[parameter].write(low, reader.read(low, high))
         self.ahead.clear()
         if self.differ is not None:
+            self.differ.ahead[:] = False
             self.ledger.sums[:] = self.differ.digests()
             return
         for parameter, flat in enumerate(self.flats):

@@ -140,7 +140,7 @@ class WeightReceiver:
         self._reader = BucketReader(())
         self._held_bytes = self._max_sync_bytes = 0
         self._weights: BatchedWeights | None = None
-        self._stream = OwnStream(None)
+        self._stream = OwnStream()
         self._staging: Applier | None = None
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
@@ -350,7 +350,7 @@ class WeightReceiver:
 
         formats = frozenset((flat.dtype, flat.dtype) for flat in flats.values())
         warm_up(formats, ledger.chunk_numel, device)
-        self._stream = OwnStream(device)
+        self._stream.move_to(device)
         return BatchedWeights(flats, ledger, device)
 
     def _measure(self, chunks: NDArray[np.int64]) -> NDArray[np.uint64]:

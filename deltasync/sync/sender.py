@@ -107,7 +107,7 @@ class WeightSender:
         self._session = SenderSession()
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None
-        self._stream = OwnStream(None)
+        self._stream = OwnStream()
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
@@ -200,8 +200,7 @@ class WeightSender:
     def _capture(self, engines: list[dict[int, Hello]]) -> None:
         """Start from the source as it is, in the dtypes that the first engine holds."""
         began = time.perf_counter()
-        self._snapshot = self._layout = None  # its memory first
-        device = self.options.snapshot_device
+        last, self._snapshot, self._layout = self._snapshot, None, None
         for hellos in engines:
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
@@ -210,18 +209,27 @@ class WeightSender:
                 self._lobby.refuse_all(hellos, error)
                 self._lost[next(iter(hellos.values())).engine] = f"refused: {error}"
                 continue
-            self._snapshot = Snapshot(
-                layout.specs,
-                layout.readers,
-                chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
-                device=None if device is None else torch.device(device),
-                kernels=self.options.kernels,
-            )
+            if last is not None and last.fits(layout.specs, layout.readers):
+                last.capture(layout.readers)
+            else:
+                last = None  # its memory first
+                last = self._new_snapshot(layout)
+            self._snapshot = last
             self._layout = layout
-            self._stream = OwnStream(self._snapshot.device)
+            self._stream.move_to(self._snapshot.device)
             self._session.captured()
             break
         self._capture_s = time.perf_counter() - began
+
+    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
+        device = self.options.snapshot_device
+        return Snapshot(
+            layout.specs,
+            layout.readers,
+            chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
+            device=None if device is None else torch.device(device),
+            kernels=self.options.kernels,
+        )
 
     def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
@@ -340,9 +348,11 @@ class WeightSender:
     def _on_own_stream(self) -> Iterator[None]:
         """The trainer's stream goes on meanwhile, and afterwards may change the source."""
         stream = self._stream
-        with stream.entered():
-            yield
-        stream.join()
+        try:
+            with stream.entered():
+                yield
+        finally:
+            stream.join()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -11,13 +11,18 @@ import torch
 class OwnStream:
     """A stream beside the one that a caller uses; nothing at all where there are no streams.
 
-    Args:
-        device: Whose stream; None, or a device that is no GPU, for none.
+    Memory that was allocated on a stream is used again on that stream only: so there is one for as
+    long as its device stays the same.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        if device is not None and device.type == "cuda":
+
+    def move_to(self, device: torch.device | None) -> None:
+        """Be a stream of `device`; none if that is None or no GPU."""
+        if device is None or device.type != "cuda":
+            self._stream = None
+        elif self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
