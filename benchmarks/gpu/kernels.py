@@ -43,6 +43,35 @@ def diff(run: Run) -> Iterator[Result]:
         yield run.record("diff", mine, copied_s, baseline=floor, **sizes)
         slow = "nonzero and a gather for each parameter"
         yield run.record("diff_over_usual", mine, usual, ratio_is=SPEED_UP, baseline=slow, **sizes)
+    del differ
+    if device.type == "cuda":
+        yield _from_host(run, module, device)
+
+
+def _from_host(run: Run, module: nn.Module, device: torch.device) -> Result:
+    """The diff against a snapshot in pinned host memory, against copying that to the GPU."""
+    density = 0.003
+    differ = ours.Differ(module, snapshot_device=torch.device("cpu"))
+    mutate(module, density, _SEED)
+    numel, parameters = num_elements(module), len(differ.old)
+    differ.changed = differ.count()
+    host = max(differ.old, key=torch.Tensor.numel)
+    room = torch.empty_like(host, device=device)
+    share = numel / host.numel()
+    copied = _seconds(run, partial(room.copy_, host, non_blocking=True), device)
+    mine = _seconds(run, differ.run, device)
+    mutate(module, density, _SEED)  # back again
+    floor = "the snapshot's copy from pinned memory to the GPU"
+    return run.record(
+        "diff_host_snapshot",
+        mine,
+        [share * s for s in copied],
+        baseline=floor,
+        numel=numel,
+        parameters=parameters,
+        density=density,
+        changed=differ.changed,
+    )
 
 
 def apply(run: Run) -> Iterator[Result]:

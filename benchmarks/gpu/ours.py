@@ -16,10 +16,10 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run, chunk_numel_on
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import plan_delta
+from deltasync.sync.plan import Delta, plan_delta
 from deltasync.sync.receiver import Applier
 
-BUCKET_BYTES = 64 << 20  # the default of SenderOptions
+BUCKET_BYTES = 256 << 20  # the default of SenderOptions
 _SPARSE_BYTES = 6  # of a changed bf16 element
 
 
@@ -32,20 +32,26 @@ class Differ:
             `max_inflight_bytes` suffice.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, snapshot_device: torch.device | None = None) -> None:
         specs, self._readers = layout_of(module)
         self.specs = tuple(specs)
         chunk_numel = chunk_numel_on(self._readers[0].flat.line.device.type)
-        self._snapshot = Snapshot(specs, self._readers, chunk_numel=chunk_numel)
+        self._snapshot = Snapshot(
+            specs, self._readers, chunk_numel=chunk_numel, device=snapshot_device
+        )
         self.old = [flat.tensor for flat in self._snapshot.flats]
         self.changed = 0
-        device = self.old[0].device
+        device = self._readers[0].flat.line.device
         self._payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
 
     def run(self) -> None:
         """Indices, values and the digests' change, into a payload that is used again."""
         for _ in self._payloads():
             pass
+
+    def count(self) -> int:
+        """How many elements have changed."""
+        return self._plan().nnz
 
     def found(self) -> Found:
         """The same, kept: (int32 indices, values) of each parameter."""
@@ -62,7 +68,16 @@ class Differ:
 
     def _payloads(self) -> Iterator[tuple[Tensor, int]]:
         """(payload, rows), valid until the next one is asked for."""
-        plan = plan_delta(
+        plan = self._plan()
+        for bucket in plan.buckets():
+            payload = self._payload[: bucket.num_bytes]
+            bucket.write(payload)
+            yield payload, bucket.num_rows
+        if plan.ledger.total == self._snapshot.ledger.total:
+            raise RuntimeError("nothing has changed")
+
+    def _plan(self) -> Delta:
+        return plan_delta(
             self._snapshot,
             self._readers,
             policy=ALWAYS_SPARSE,
@@ -70,12 +85,6 @@ class Differ:
             max_held_bytes=max(self._snapshot.num_bytes // 20, _SPARSE_BYTES * self.changed),
             base_version=0,
         )
-        for bucket in plan.buckets():
-            payload = self._payload[: bucket.num_bytes]
-            bucket.write(payload)
-            yield payload, bucket.num_rows
-        if plan.ledger.total == self._snapshot.ledger.total:
-            raise RuntimeError("nothing has changed")
 
 
 class Stager:

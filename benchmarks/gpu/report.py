@@ -23,6 +23,7 @@ TITLES = {
     "large_over_dense": "whole sync of a large model, against sending everything",
     "diff": "diff with values and digests, against a copy of the model",
     "diff_over_usual": "the same, against nonzero for each parameter",
+    "diff_host_snapshot": "diff against a snapshot in host memory, against its copy to the GPU",
     "apply_over_flat": "commit, against one bare index_copy_",
     "apply_over_each": "the same, against index_copy_ for each parameter",
     "apply_over_nan": "the same, against NaN-masked load_weights",

@@ -68,13 +68,12 @@ class SourceLayout:
     def _read(self, tensors: list[NamedTensor]) -> None:
         if tensors is self._tensors:
             return
-        self._tensors = tensors
         known: Sequence[WireReader | None] = self.readers or [None] * len(tensors)
         readers: list[WireReader] = []
+        identities = [identity(entry.tensor) for entry in tensors]
         for number, (spec, entry) in enumerate(zip(self.specs, tensors, strict=True)):
-            now = identity(entry.tensor)
             reader = known[number]
-            if reader is None or self._identities[number] != now:
+            if reader is None or self._identities[number] != identities[number]:
                 if tuple(entry.tensor.shape) != spec.shape:
                     raise SourceChanged(
                         f"{spec.name}: shape {spec.shape} became {tuple(entry.tensor.shape)}; "
@@ -82,8 +81,7 @@ class SourceLayout:
                     )
                 reader = WireReader.of(entry.tensor, spec.dtype, name=spec.name)
             readers.append(reader)
-            self._identities[number] = now
-        self.readers = readers
+        self.readers, self._identities, self._tensors = readers, identities, tensors
 
     @property
     def device_types(self) -> set[str]:

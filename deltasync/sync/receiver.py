@@ -96,7 +96,10 @@ class ReceiverOptions(BaseModel):
         64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
     )
     chunk_numel: int | None = Field(
-        None, ge=1, description="elements that one digest covers; None for what fits the device"
+        None,
+        ge=1,
+        lt=1 << 31,
+        description="elements that one digest covers; None for what fits the device",
     )
     kernels: Kernels = Field(
         "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
@@ -245,6 +248,7 @@ class WeightReceiver:
         """
         with self._lock:
             self._session.invalidate()
+            self._stream.synchronize()  # kernels of a bucket may still read
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""

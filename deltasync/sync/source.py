@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class WeightSource(Protocol):
     def tensors(self) -> list[NamedTensor]:
         """The live tensors as they are now, tied ones once, always in the same order.
 
-        Called at every sync; storage may have been replaced since the last call.
+        Called at every sync; storage may have been replaced since the last call. To return the
+        same list object again says that no tensor has moved and none was laid out anew.
         """
         ...
 
@@ -69,6 +70,16 @@ class ModuleSource:
         return self._tensors
 
 
+# What a tensor has to keep beside its identity. Sizes are not among them: they are slow to ask for,
+# and follow from these unless a tensor is not contiguous.
+_FACTS: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.data_ptr,
+    Tensor.numel,
+    Tensor.stride,
+    attrgetter("dtype"),
+)
+
+
 class ModuleWatch:
     """Says whether every tensor of a module is still where it was when this was made.
 
@@ -77,12 +88,9 @@ class ModuleWatch:
 
     Args:
         module: Looked at anew by every call.
-        facts: What has to stay the same of a tensor beside its identity; functions of one tensor.
     """
 
-    def __init__(
-        self, module: nn.Module, facts: Sequence[Callable[[Tensor], object]] = (Tensor.data_ptr,)
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         dicts: list[dict[str, Any]] = []
         for owner in module.modules():
             dicts += owner._parameters, owner._buffers, owner._modules
@@ -95,10 +103,10 @@ class ModuleWatch:
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._with_buffers = [owner for owner in module.modules() if owner._buffers]
         self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
-        self._facts = [(fact, list(map(fact, self._tensors))) for fact in facts]
+        self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
 
     def is_unmoved(self) -> bool:
-        """Whether there are the same tensors under the same names, with the same facts."""
+        """Whether there are the same tensors in the same storage, laid out in the same way."""
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths

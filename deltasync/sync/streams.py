@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -28,12 +28,20 @@ class OwnStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Make it the current stream: behind what the caller's holds now."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        entered = self._stream
+        if entered is not None:
+            entered.wait_stream(torch.cuda.current_stream(entered.device))
+        with nullcontext() if entered is None else torch.cuda.stream(entered):
+            try:
+                yield
+            finally:
+                if self._stream is not None and self._stream is not entered:  # it moved meanwhile
+                    self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def synchronize(self) -> None:
+        """Wait on the host until its work is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def join(self) -> None:
         """Let what the caller's stream is given from now on come after this stream's work."""

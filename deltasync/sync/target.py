@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.errors import LayoutMismatch, TargetMoved
@@ -20,9 +19,6 @@ from deltasync.sync.source import (
     tied_tensors,
 )
 from deltasync.wire.messages import ParameterSpec
-
-# What a tensor must keep while it is written to; a name's tensor itself is compared anyway.
-_FACTS = (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous, attrgetter("dtype"))
 
 
 class WeightTarget(Protocol):
@@ -62,7 +58,7 @@ class ModuleTarget:
         self._module = module
         self._rename = rename
         self._places: list[tuple[object, ...]] = []
-        self._watch = ModuleWatch(module, _FACTS)
+        self._watch = ModuleWatch(module)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The module's tensors as they are now."""
@@ -74,21 +70,21 @@ class ModuleTarget:
         _refuse_overlap(tensors)
         numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
         self._places = places(self._module, self._rename)
-        self._watch = ModuleWatch(self._module, _FACTS)
+        self._watch = ModuleWatch(self._module)
         return {
             number: Flat.of(tensor.tensor, name=tensor.name)
             for number, tensor in zip(numbers, tensors, strict=True)
         }
 
     def check_unmoved(self) -> None:
-        """Compare every tensor's address, size, contiguity and dtype with those bound."""
+        """Compare every tensor's address, size, strides and dtype with those bound."""
         if self._watch.is_unmoved():
             return
         now = places(self._module, self._rename)
         if now != self._places:
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
             raise TargetMoved(f"storage of {_some(moved)} was replaced; rejoin")
-        self._watch = ModuleWatch(self._module, _FACTS)
+        self._watch = ModuleWatch(self._module)
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))

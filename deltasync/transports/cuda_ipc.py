@@ -15,7 +15,9 @@ The receiver never makes a stream wait for an event of the sender, so that a sen
 leaves nothing that hangs. Who owns what: a slot's memory and event are the sender's, and live
 until the last receiver has unmapped them; a payload is the receiver's until its next `receive`.
 After `connect`, `disconnect`, `close` or PeerLost the memory behind a payload is unmapped, and to
-touch it is an illegal access. What a dead process allocated, the driver frees.
+touch it is an illegal access. What a dead process allocated, the driver frees. The socket lets in
+processes of the same user alone, and these trust each other: a payload is not copied before it is
+checked, so that a sender that wrote to it meanwhile could reach any memory of the receiver's GPU.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ Without a GPU they run under Triton's interpreter, which takes milliseconds for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import Policy, dtypes
+from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
@@ -284,6 +287,69 @@ def test_weights_that_do_not_keep_what_is_written_are_found() -> None:
     expected = staging.ledger.total
     assert staging.commit() == expected
     both.replica["w"][2] = 9  # somebody else wrote: undo finds other bits than it left
+    staging.undo()
+    assert not both.replica["w"].any()
+
+
+class Stop(BaseException):
+    """What no code expects: as if somebody had pressed Ctrl-C."""
+
+
+def stop_after(calls: int, work: Callable[..., None]) -> Callable[..., None]:
+    left = [calls]
+
+    def stopping(*args: Any, **kwargs: Any) -> None:
+        work(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Stop
+
+    return stopping
+
+
+def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = {
+        "w": torch.zeros(300, dtype=torch.int16),
+        "f": torch.zeros(300, dtype=torch.int32),
+    }
+    both = Ends(placed(model), placed(model), Policy(chunk_numel=100, dense_above=1.0), 100)
+    both.source["w"][5], both.source["w"][150], both.source["f"][3] = 1, 2, 9
+    delta = both.compare(bucket_bytes=1 << 16, max_held_bytes=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Masks, "_collect", stop_after(1, Masks._collect))
+        with pytest.raises(Stop):
+            both.staged(delta)
+    delta = both.compare(bucket_bytes=1 << 16, max_held_bytes=0)
+    assert both.staged(delta).commit() == delta.ledger.total
+    delta.decided()
+    assert equal(both.replica, both.source)
+    assert both.snapshot.ledger.total == ledger_of(both.source, 100).total
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_commit_that_breaks_off_is_taken_back(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"w": torch.zeros(400, dtype=torch.int16)}
+    both = Ends(placed(model), placed(model), Policy(chunk_numel=100, dense_above=0.0), 100)
+    both.source["w"][:] = 3
+    staging = both.staged(both.compare(bucket_bytes=300, max_held_bytes=0))
+    write = staging._write
+    left = [calls]
+
+    def stopping(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Stop
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_write", stopping)
+        with pytest.raises(Stop):
+            staging.commit()
+    assert both.replica["w"].any()
     staging.undo()
     assert not both.replica["w"].any()
 

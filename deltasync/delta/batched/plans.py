@@ -157,10 +157,10 @@ class BatchedDelta:
         if not bucket.is_sparse.any():
             return []
         snapshot = self._snapshot
-        begins = self._masks.find(self._source, snapshot, bucket)
-        if not self._masks.is_held:
+        if not self._masks.is_held:  # `find` writes to the snapshot
             chunks = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
             self._ahead[chunks] |= self._is_sparse[chunks]
+        begins = self._masks.find(self._source, snapshot, bucket)
         parameters = bucket.rows["parameter"].astype(np.int64)
         item_sizes = np.where(bucket.is_sparse, self._before.item_sizes[parameters], 0)
         found = []
@@ -294,6 +294,7 @@ class BatchedBucket:
         digests = None if self._delta is None else self._delta.digests
         num_pieces = pieces.shape[1]
         places = (planned[1] | planned[3]) * lane.item_size | planned[2]
+        places |= payload.data_ptr()
         is_aligned = lane.is_aligned and not (places % ALIGNMENT).any()
         blocks_each = blocks_in(planned[2])
         kernels.pack_dense[(num_pieces * blocks_each,)](

@@ -37,6 +37,10 @@ class _Sparse:
     segment_row: Tensor
     segment_begin: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + self.segment_row.nbytes + self.segment_begin.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
@@ -47,6 +51,10 @@ class _Dense:
     blocks_each: int
     is_aligned: bool
 
+    @property
+    def num_bytes(self) -> int:
+        return self.pieces.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
@@ -54,6 +62,9 @@ class _Staged:
 
     payload: Tensor
     parts: tuple[_Sparse | _Dense, ...]
+
+
+_MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 
 
 class BatchedStaging:
@@ -67,7 +78,7 @@ class BatchedStaging:
 
     Attributes:
         in_place: Whether it does so.
-        staged_bytes: Memory held: payloads.
+        staged_bytes: Memory held: payloads, and some 70 bytes for each of their rows.
     """
 
     def __init__(
@@ -90,6 +101,7 @@ class BatchedStaging:
         self._weights, self._before = weights, ledger
         self._max_bytes, self._data_bytes, self.in_place = max_bytes, 0, in_place
         self._staged: list[_Staged] = []
+        self._written: list[tuple[_Sparse | _Dense, Tensor]] = []
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
         device = weights.device
         # The flag, of which kernels look at the low half, and changes of the digests.
@@ -104,19 +116,20 @@ class BatchedStaging:
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
         if not self.in_place:
-            self.staged_bytes += len(bucket.payload)
             self._data_bytes += _data_bytes(bucket.rows)
             if self._max_bytes is not None and self._data_bytes > self._max_bytes:
                 raise LimitExceeded("the sync is larger than its begin declared")
         with device_of(self._weights.device):
             payload = bucket.payload.to(self._weights.device, copy=not self.in_place)
-            staged = _Staged(payload, self._parts(bucket))
+            staged = _Staged(payload, self._parts(bucket, payload.data_ptr()))
             for part in staged.parts:
                 if isinstance(part, _Sparse) or not self.in_place:
                     self._check(part, payload)
             if self.in_place:
-                self._write(staged, self._written_sums)
+                for part in staged.parts:
+                    self._write(part, payload, self._written_sums)
             else:
+                self.staged_bytes += payload.nbytes + sum(part.num_bytes for part in staged.parts)
                 self._staged.append(staged)
 
     @cached_property
@@ -145,7 +158,9 @@ class BatchedStaging:
             return expected
         with device_of(self._weights.device):
             for staged in self._staged:
-                self._write(staged, self._written_sums)
+                for part in staged.parts:
+                    self._write(part, staged.payload, self._written_sums)
+                    self._written.append((part, staged.payload))
             return (expected + self._surplus()) & MASK
 
     def undo(self) -> None:
@@ -154,8 +169,8 @@ class BatchedStaging:
             raise DigestMismatch("weights that were written in place cannot be put back")
         sums = torch.zeros_like(self._written_sums)
         with device_of(self._weights.device):
-            for staged in self._staged:
-                self._write(staged, sums)
+            for part, payload in self._written:
+                self._write(part, payload, sums)
             restored, replaced = Numbers(sums), Numbers(self._written_sums)
             if _total(restored.read()[0]) != _total(replaced.read()[1]):
                 raise DigestMismatch("undo failed: the weights are not what they were")
@@ -165,7 +180,8 @@ class BatchedStaging:
         staged, written = Numbers(torch.stack((self._staged_sums, self._written_sums))).read()
         return _total(written[0]) - _total(staged[0])
 
-    def _parts(self, bucket: ReadBucket) -> tuple[_Sparse | _Dense, ...]:
+    def _parts(self, bucket: ReadBucket, address: int) -> tuple[_Sparse | _Dense, ...]:
+        """How to read a bucket whose payload lies at `address` on the device."""
         rows = bucket.rows
         item_sizes = self._before.item_sizes[rows["parameter"]]
         ways = 2 * item_sizes + (rows["kind"] == RowKind.DENSE)
@@ -174,7 +190,7 @@ class BatchedStaging:
             here = np.flatnonzero(ways == way)
             item_size, index_at, value_at = way // 2, bucket.index_at[here], bucket.value_at[here]
             if way % 2:
-                parts += self._dense(rows[here], value_at // item_size, item_size)
+                parts += self._dense(rows[here], value_at // item_size, item_size, address)
             else:
                 index_at //= INDEX_ITEM_BYTES
                 parts.append(self._sparse(rows[here], index_at, value_at // item_size, item_size))
@@ -191,7 +207,7 @@ class BatchedStaging:
         segments = cut(columns[2], kernels.SEGMENT)
         return _Sparse(item_size, *upload([columns, *segments], self._weights.device))
 
-    def _dense(self, rows: Rows, value_at: Ints, item_size: int) -> list[_Dense]:
+    def _dense(self, rows: Rows, value_at: Ints, item_size: int, address: int) -> list[_Dense]:
         """Pieces of the rows that are held here, none of which reaches into another chunk."""
         held = np.flatnonzero(self._weights.pointers[rows["parameter"]])
         rows, value_at = rows[held], value_at[held]
@@ -220,7 +236,10 @@ class BatchedStaging:
             is_whole.astype(np.int64),
         )
         (pieces,) = upload([np.array(columns)], self._weights.device)
+        if len(low) * blocks_in(high - low) > _MAX_PROGRAMS:
+            raise LimitExceeded("more dense rows of different lengths than one launch can take")
         places = (columns[0] | columns[2]) * item_size | columns[3] | columns[1]
+        places |= address
         is_aligned = not (places % ALIGNMENT).any()
         return [_Dense(item_size, pieces, blocks_in(high - low), is_aligned)]
 
@@ -254,38 +273,37 @@ class BatchedStaging:
                 num_warps=4,
             )
 
-    def _write(self, staged: _Staged, sums: Tensor) -> None:
-        """Write a bucket; unless in place, the old bits take the place of the new ones in it."""
-        for part in staged.parts:
-            if isinstance(part, _Sparse):
-                kernels.write[(len(part.segment_row),)](
-                    part.rows,
-                    part.segment_row,
-                    part.segment_begin,
-                    staged.payload,
-                    self._flag,
-                    sums,
-                    part.rows.shape[1],
-                    TYPE=kernels.TYPES[part.item_size],
-                    KEEP=not self.in_place,
-                    SEGMENT=kernels.SEGMENT,
-                    num_warps=4,
-                )
-            else:
-                kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](
-                    part.pieces,
-                    staged.payload,
-                    self._flag,
-                    self._change,
-                    sums,
-                    part.pieces.shape[1],
-                    part.blocks_each,
-                    TYPE=kernels.TYPES[part.item_size],
-                    IN_PLACE=self.in_place,
-                    ALIGNED=part.is_aligned,
-                    BLOCK=kernels.SPAN,
-                    num_warps=4,
-                )
+    def _write(self, part: _Sparse | _Dense, payload: Tensor, sums: Tensor) -> None:
+        """Write a part; unless in place, the old bits take the place of the new ones in it."""
+        if isinstance(part, _Sparse):
+            kernels.write[(len(part.segment_row),)](
+                part.rows,
+                part.segment_row,
+                part.segment_begin,
+                payload,
+                self._flag,
+                sums,
+                part.rows.shape[1],
+                TYPE=kernels.TYPES[part.item_size],
+                KEEP=not self.in_place,
+                SEGMENT=kernels.SEGMENT,
+                num_warps=4,
+            )
+        else:
+            kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](
+                part.pieces,
+                payload,
+                self._flag,
+                self._change,
+                sums,
+                part.pieces.shape[1],
+                part.blocks_each,
+                TYPE=kernels.TYPES[part.item_size],
+                IN_PLACE=self.in_place,
+                ALIGNED=part.is_aligned,
+                BLOCK=kernels.SPAN,
+                num_warps=4,
+            )
 
 
 def _data_bytes(rows: Rows) -> int:
