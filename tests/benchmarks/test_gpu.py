@@ -79,7 +79,12 @@ def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_case_is_measured(results: list[Result]) -> None:
-    elsewhere = {"adamw", "large", "large_over_dense"}  # "large" needs two devices
+    elsewhere = {
+        "adamw",
+        "large",
+        "large_over_dense",
+        "diff_host_snapshot",
+    }  # "large" needs two devices
     assert {r.case for r in results} | elsewhere == set(report.TITLES)
     assert {(r.model, r.numel) for r in results if r.case == "commit_growth"} == {
         (name, GEOMETRIES[name].numel) for name in SCALES["tiny"].commits
