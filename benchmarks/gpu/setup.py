@@ -127,7 +127,7 @@ SCALES = {
         moe=("qwen3-1.7b", "moe-small"),
         moe_density=0.003,
         memory=(0.003, 0.05, 1.0),
-        bucket_bytes=64 << 20,
+        bucket_bytes=256 << 20,  # the default on GPUs
         large="qwen3-30b-a3b",
     ),
     "quick": Scale(
@@ -142,7 +142,7 @@ SCALES = {
         moe=("qwen3-1.7b", "moe-small"),
         moe_density=0.003,
         memory=(0.003, 1.0),
-        bucket_bytes=64 << 20,
+        bucket_bytes=256 << 20,  # the default on GPUs
         large=None,
     ),
     "tiny": Scale(
