@@ -19,11 +19,14 @@ from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import RowKind
 
+_LEAST_ROOM_BYTES = 16 << 20
+
 
 class BatchedDiffer:
     """Finds what differs between a source and the snapshot on one GPU.
 
-    Memory beside the snapshot: an eighth of a byte an element for masks, four bytes an index.
+    Memory beside the snapshot: an eighth of a byte an element for masks, and `max_held_bytes` for
+    indices and values.
 
     Attributes:
         ahead: bool[chunks], whose bits in the snapshot are not those of its version, because a
@@ -66,7 +69,9 @@ class BatchedDiffer:
         """
         with device_of(self._snapshot.device):
             source = self._live.look_up(readers)
-            masks = self._masks_for(source, bucket_bytes, max_held_bytes)
+            # Sparse changes of one bucket at least have to find room.
+            room = max(max_held_bytes, min(bucket_bytes, _LEAST_ROOM_BYTES))
+            masks = self._masks_for(source, room)
             masks.compare(source, self._snapshot)
             return BatchedDelta(
                 self._snapshot,
@@ -74,8 +79,9 @@ class BatchedDiffer:
                 masks,
                 ledger,
                 ahead=self.ahead,
-                kinds=self._kinds(masks.counts, policy, bucket_bytes),
+                kinds=self._kinds(masks.counts, policy, min(bucket_bytes, room)),
                 bucket_bytes=bucket_bytes,
+                sparse_bucket_bytes=min(bucket_bytes, room),
                 max_held_bytes=max_held_bytes,
                 base_version=base_version,
                 keep=keep,
@@ -89,12 +95,12 @@ class BatchedDiffer:
         """The whole snapshot, whose digests are `ledger`."""
         return BatchedFull(self._snapshot, ledger, bucket_bytes)
 
-    def _masks_for(self, source: BatchedSource, bucket_bytes: int, max_held_bytes: int) -> Masks:
-        """The masks of last time if they fit; any bucket and all that is held can be located."""
+    def _masks_for(self, source: BatchedSource, room: int) -> Masks:
+        """The masks of last time if they fit, with `room` bytes for indices and values."""
         sizes = self._snapshot.item_sizes
         least = INDEX_ITEM_BYTES + int(sizes.min())
         numel = int(self._snapshot.table.numel.sum())
-        capacity = min(numel, max(bucket_bytes, max_held_bytes) // least)
+        capacity = min(numel, room // least)
         masks = self._masks
         if masks is None or (masks.num_blocks, masks.capacity) != (source.num_blocks, capacity):
             masks = self._masks = None  # its memory first

@@ -61,6 +61,7 @@ class BatchedDelta:
         ahead: NDArray[np.bool_],
         kinds: Ints,
         bucket_bytes: int,
+        sparse_bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
         keep: Callable[[DigestLedger], None],
@@ -75,6 +76,7 @@ class BatchedDelta:
             ahead: bool[chunks], what is ahead; kept up to date.
             kinds: int64[chunks], UNCHANGED or a RowKind.
             bucket_bytes: Largest payload.
+            sparse_bucket_bytes: Largest one that the masks have room for.
             max_held_bytes: Memory for what is kept until the decision.
             base_version: The snapshot's version.
             keep: Called at the decision with the snapshot's new digests.
@@ -91,6 +93,8 @@ class BatchedDelta:
         hold = self.sparse_bytes <= max_held_bytes
         masks.choose(source, snapshot, self._is_sparse, hold=hold)
         self.held_bytes = self.sparse_bytes if masks.is_held else 0
+        if self.sparse_bytes and not masks.is_held:
+            self._bucket_bytes = sparse_bucket_bytes
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
         self._held: list[tuple[int, list[Tensor]]] = []
