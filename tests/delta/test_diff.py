@@ -17,7 +17,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, WireReader, as_bits, dtype_of, integer_dtype, torch_dtype
 from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL, Run
-from deltasync.delta.policy import Costs, Policy
+from deltasync.delta.policy import DEFAULT_COSTS, Costs, Policy
 from deltasync.errors import ConfigError
 from deltasync.testing import strategies as own
 
@@ -157,7 +157,8 @@ def test_crossover_is_where_the_costs_meet(
 
 def test_costs_differ_by_device() -> None:
     assert Policy().crossover("cpu") == 5.7 / 38.0
-    assert Policy().crossover("cuda") == Policy().crossover("xpu") == 0.3
+    assert Policy().crossover("cuda") == DEFAULT_COSTS["cuda"].crossover < 1
+    assert Policy().crossover("xpu") == Policy().crossover("cuda")
 
 
 def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
