@@ -70,6 +70,7 @@ class Masks:
                 num_warps=4,
             )
         arriving = Numbers(counts)
+        self._begin()
         self._collect_all(source, snapshot)
         self.counts = arriving.read().astype(np.int64)
 
@@ -83,17 +84,15 @@ class Masks:
     ) -> None:
         """Say which chunks are sparse, and whether their changes are to be held together."""
         counts = self.counts
-        fits_all = int(counts.sum()) <= self.capacity
-        if not (hold and fits_all):
+        self.is_held = hold and int(counts.sum()) <= self.capacity
+        if not self.is_held:  # with what goes dense left out they may fit
             counts = np.where(is_sparse, counts, 0)
-            self.is_held = hold and int(counts.sum()) <= self.capacity
             (there,) = upload([is_sparse.astype(np.int64)], self.indices.device)
             self._block_counts.mul_(there[source.chunk_of])
-            torch.cumsum(self._block_counts, 0, out=self._ends[1:])
-            self.changes.zero_()
+            self._begin()
+            self.is_held = hold and int(counts.sum()) <= self.capacity
             if self.is_held:
                 self._collect_all(source, snapshot)
-        self.is_held = hold and int(counts.sum()) <= self.capacity
         self._collected, self._before = counts, source.before(counts)
 
     def find(self, source: BatchedSource, snapshot: BatchedWeights, bucket: PlannedBucket) -> Ints:
@@ -108,20 +107,22 @@ class Masks:
                 continue
             begin, end = part.first_block, part.first_block + part.num_blocks
             self._locate(source, begin, end, out=out)
-            self._collect(source, snapshot, part, begin, end, out=out)
+            self._collect(source, snapshot, part, begin, end, out=out, ahead=True)
             here = source.lane_of[bucket.first_chunk] == number
             before = self._before[bucket.first_chunk[here]] - self._before[part.chunks[0]]
             begins[here] = out + before
             out += int(self._collected[part.chunks].sum())
         return begins
 
-    def _collect_all(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
+    def _begin(self) -> None:
+        """Nothing is collected yet of what the blocks' counts say."""
         torch.cumsum(self._block_counts, 0, out=self._ends[1:])
         self.changes.zero_()
-        self.is_held = True  # while it is not known that it is not
+
+    def _collect_all(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         self._locate(source, 0, self.num_blocks, out=0)
         for lane in source.lanes:
-            self._collect(source, snapshot, lane, 0, self.num_blocks, out=0)
+            self._collect(source, snapshot, lane, 0, self.num_blocks, out=0, ahead=False)
 
     def _locate(self, source: BatchedSource, begin: int, end: int, *, out: int) -> None:
         kernels.locate[(-(-(end - begin) // kernels.GROUP),)](
@@ -149,8 +150,12 @@ class Masks:
         end: int,
         *,
         out: int,
+        ahead: bool,
     ) -> None:
-        """Collect the changes of a lane, which are among those located in blocks [begin, end)."""
+        """Collect the changes of a lane, which are among those located in blocks [begin, end).
+
+        With `ahead` they are written to the snapshot.
+        """
         kernels.collect[(int(lane.tiles[-1] - lane.tiles[0]),)](
             source.addresses,
             snapshot.addresses_there,
@@ -170,7 +175,7 @@ class Masks:
             out,
             TYPE=kernels.TYPES[lane.item_size],
             NARROW=lane.narrow,
-            AHEAD=not self.is_held,
+            AHEAD=ahead,
             STRIDE=self.value_bytes // lane.item_size,
             SEGMENT=kernels.SEGMENT // 2,
             num_warps=4,

@@ -235,13 +235,14 @@ class BatchedStaging:
             place,
             is_whole.astype(np.int64),
         )
-        (pieces,) = upload([np.array(columns)], self._weights.device)
-        if len(low) * blocks_in(high - low) > _MAX_PROGRAMS:
+        blocks_each = blocks_in(high - low)
+        if len(low) * blocks_each > _MAX_PROGRAMS:
             raise LimitExceeded("more dense rows of different lengths than one launch can take")
+        (pieces,) = upload([np.array(columns)], self._weights.device)
         places = (columns[0] | columns[2]) * item_size | columns[3] | columns[1]
         places |= address
         is_aligned = not (places % ALIGNMENT).any()
-        return [_Dense(item_size, pieces, blocks_in(high - low), is_aligned)]
+        return [_Dense(item_size, pieces, blocks_each, is_aligned)]
 
     def _check(self, part: _Sparse | _Dense, payload: Tensor) -> None:
         if isinstance(part, _Sparse):

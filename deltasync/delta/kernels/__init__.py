@@ -1,6 +1,7 @@
 """What touches every element, chosen by device.
 
-Each module of this folder has the same functions, held together by a parity test:
+`host` and `reference` have the same functions, held together by a parity test. The kernels of
+`triton` go over a whole model in one launch; `delta.batched` calls them.
 
 - `changed(new, old, limit)`: how many of int[n] differ, and the int32 positions unless that is
   more than `limit`.

@@ -115,6 +115,10 @@ def compare(
     new_at, old_at, numels, first_block, chunk_of, words, counts, chunk_counts, begin,
     TYPE: tl.constexpr, NARROW: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A mask and a count for each block from `begin` on, and the counts added up by chunk.
+
+    PAIRS: The elements have 2 bytes, and every chunk begins at a multiple of 16 on both sides.
+    """
     block = begin + tl.program_id(0)
     chunk = tl.load(chunk_of + block)
     offset = (block - tl.load(first_block + chunk)) * BLOCK
@@ -353,6 +357,12 @@ def check(
     rows, segment_row, segment_begin, payload, flag, digests, sums, num_rows,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
+    """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
+
+    rows: int64[9, num_rows]: where indices begin in the payload, in int32 units; where values
+        begin, in elements; their number; span; flat position that indices count from; address
+        of the parameter, 0 if it is not held; digest key; its first digest; its number.
+    """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
     lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
@@ -382,6 +392,10 @@ def write(
     rows, segment_row, segment_begin, payload, flag, sums, num_rows,
     TYPE: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
+    """Write rows, as `check` takes them, unless `flag` is raised, and read them back.
+
+    KEEP: What they replace takes their place in the payload.
+    """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
     address = tl.load(row + 5 * num_rows)
