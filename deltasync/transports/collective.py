@@ -11,7 +11,8 @@ A frame with a payload takes one round over the control plane before its broadca
 
 Nothing is broadcast before the payload is packed and every member is ready: a broadcast that waits
 for one of them would hold up the GPUs of all others. `send` returns as soon as the broadcast has
-started, so that one payload travels while the next is packed and the last is read. Its end at the
+started, so that one payload travels while the next is packed and the last is read: a receiver that
+knows of a next one keeps a frame back for a moment, to join that broadcast first. Its end at the
 root proves no delivery; who needs proof asks for replies, as a sync does.
 
 A group is formed in a round like this (GROUP, READY, START, READY) by the first payload. One that

@@ -1,9 +1,14 @@
-"""The receiver's end of the collective transport; the protocol is told in collective.py."""
+"""The receiver's end of the collective transport; the protocol is told in collective.py.
+
+Two frames at most wait here to be handed out. So a payload can be on its way while the one before
+is read, although nothing runs between two calls of `receive`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +42,9 @@ from deltasync.transports.process_group import (
 
 _ANSWER_TIMEOUT_S = 5.0
 _DIAL_TIMEOUT_S = 1.0
+# How long a frame that has arrived may be kept back for the start of the next one, which then
+# travels while this one is read. The next one was announced: it is being packed.
+_LINGER_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -52,13 +60,29 @@ class _Announced:
 
 
 @dataclass(slots=True)
-class _Landing:
-    """A frame whose payload is on its way, and how long to wait for it."""
+class _Arrival:
+    """A frame that has not been handed out.
+
+    Attributes:
+        frame: The frame.
+        slot: Where its payload comes; None for a frame that has none.
+        deadline: How long to wait for the payload; once it is there, for the start of the next.
+        is_cut_off: No other payload follows, and this one comes soon or never.
+    """
 
     frame: Frame
-    flight: Broadcast
+    slot: Slot | None
     deadline: Deadline
     is_cut_off: bool = False
+
+    @property
+    def flight(self) -> Broadcast | None:
+        """What its payload comes with, until that is there."""
+        return None if self.slot is None else self.slot.flight
+
+    def land(self) -> None:
+        assert self.slot is not None
+        self.slot.flight, self.deadline = None, Deadline(_LINGER_S)
 
 
 class Receiver:
@@ -97,7 +121,7 @@ class Receiver:
         self._ticket = 0
         self._plan: Plan | None = None
         self._announced: _Announced | None = None
-        self._landing: _Landing | None = None
+        self._arrivals: deque[_Arrival] = deque()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,8 +130,7 @@ class Receiver:
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """With a secret, waits for the sender to poll."""
         with self._gate.entered():
-            self._take_back()
-            self._leave()
+            self._dispose()
             self._client.connect(greeting, Deadline(timeout_s))
 
     def receive(self, *, timeout_s: float) -> Frame:
@@ -116,17 +139,16 @@ class Receiver:
         with self._gate.entered():
             self._take_back()
             while True:
-                if (frame := self._advance()) is not None:
-                    return frame
-                wait_s = pace.pause_s(deadline) if self._is_busy else deadline.remaining_s
-                is_expired = deadline.passed
-                message = self._next(wait_s)
-                if message is not None and (frame := self._handle(message)) is not None:
-                    return frame
-                if message is not None:
+                self._advance()
+                if (message := self._next()) is not None:
+                    self._handle(message)
                     pace = Pace(self._busy_s)
-                elif is_expired:
+                elif (frame := self._hand_out(deadline)) is not None:
+                    return frame
+                elif deadline.passed:
                     raise TransportTimeout("nothing came in time")
+                else:
+                    self._gate.wait(self._pause_s(pace, deadline))
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
@@ -140,20 +162,24 @@ class Receiver:
         self._gate.close(self._dispose)
 
     def _dispose(self) -> None:
+        """Be connected no more, and expect no frame."""
         self._client.hang_up()
+        self._take_back()
         self._leave()
+        self._arrivals.clear()
 
     def _dial(self) -> socket.socket:
         # The timeout keeps a host that swallows packets from outlasting the caller's.
         return socket.create_connection(self._address, timeout=_DIAL_TIMEOUT_S)
 
     def _leave(self) -> None:
-        """Be in no group and expect no frame."""
+        """Be in no group; what is on its way does not arrive."""
+        self._arrivals = deque(a for a in self._arrivals if a.flight is None)
         for slot in self._slots:
             slot.abandon()
         self._membership.leave()
         self._ticket = 0
-        self._plan = self._announced = self._landing = None
+        self._plan = self._announced = None
 
     def _take_back(self) -> None:
         """The payload that was handed out last is the caller's no more."""
@@ -166,28 +192,34 @@ class Receiver:
         self._client.write(Kind.READY, data, Deadline(_ANSWER_TIMEOUT_S))
 
     @property
-    def _is_busy(self) -> bool:
-        """Whether something is under way that no message tells the end of."""
-        is_waiting = self._announced is not None and not self._announced.is_answered
-        return is_waiting or self._landing is not None or self._membership.join is not None
+    def _is_flying(self) -> bool:
+        """Whether a payload is on its way."""
+        return any(arrival.flight is not None for arrival in self._arrivals)
 
-    def _next(self, wait_s: float) -> Message | None:
-        """The next message; all but ABANDON come after the payload that is on its way."""
-        if self._landing is None:
-            return self._client.poll(wait_s)
+    def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
+        """How long to wait for a message: briefly if no message tells the end of what goes on."""
+        is_waiting = self._announced is not None and not self._announced.is_answered
+        if is_waiting or self._arrivals or self._membership.join is not None:
+            return pace.pause_s(deadline)
+        return deadline.remaining_s
+
+    def _next(self) -> Message | None:
+        """A message that has come; only ABANDON while there is no room for another frame."""
+        is_full = len(self._arrivals) >= len(self._slots)
+        is_full = is_full or any(arrival.is_cut_off for arrival in self._arrivals)
         try:
-            return self._client.poll(wait_s, Kind.ABANDON)
+            return self._client.poll(0.0, Kind.ABANDON if is_full else None)
         except PeerLost:
-            self._cut_off(self._landing)
-            self._gate.wait(wait_s)
+            if not self._arrivals:
+                raise
+            self._cut_off()
             return None
 
-    def _handle(self, message: Message) -> Frame | None:
-        """Act on one message; returns a frame that is complete."""
+    def _handle(self, message: Message) -> None:
         try:
             match message.kind:
                 case Kind.FRAME:
-                    return self._on_frame(message.data)
+                    self._on_frame(message.data)
                 case Kind.GROUP:
                     self._on_group(message.data)
                 case Kind.START:
@@ -197,34 +229,33 @@ class Receiver:
         except BrokenProtocol:
             self._dispose()
             raise
-        return None
 
-    def _on_frame(self, data: bytes) -> Frame | None:
+    def _on_frame(self, data: bytes) -> None:
         if len(data) < FRAME.size:
             raise BrokenProtocol("a frame of the wrong size")
         ticket, num_bytes, timeout_s = FRAME.unpack_from(data)
         header = data[FRAME.size :]
         if bool(header) == (num_bytes > 0):
             raise BrokenProtocol("a frame without a header, or with one too early")
-        if num_bytes == NO_PAYLOAD:
-            return Frame(header)
         limit = self._capabilities.max_payload_bytes
-        if num_bytes < 0 or (limit is not None and num_bytes > limit):
+        if num_bytes < NO_PAYLOAD or (limit is not None and num_bytes > limit):
             raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes up to {limit}")
-        if num_bytes == 0:
-            return Frame(header, self._slots[self._turn].view(0))
-        if self._membership.group is None:
+        if header:
+            payload = None if num_bytes == NO_PAYLOAD else self._slots[self._turn].view(0)
+            self._arrivals.append(_Arrival(Frame(header, payload), None, Deadline(0.0)))
+        elif self._membership.group is None:
             self._answer(ticket, "is in no group")
         else:
             self._ticket = ticket
             # It is the sender that gives up first: only it can tell who is to blame.
             patience_s = bounded(2 * timeout_s + GRACE_S)
             self._announced = _Announced(num_bytes, patience_s)
-        return None
 
     def _on_group(self, data: bytes) -> None:
         if len(data) <= GROUP.size:
             raise BrokenProtocol("a group without a name")
+        if self._is_flying:
+            raise BrokenProtocol("a group while a payload is on its way")
         self._leave()
         self._ticket, rank, size, store_port, backend, timeout_s = GROUP.unpack_from(data)
         if not 0 < rank < size or backend >= len(BACKENDS):
@@ -255,40 +286,41 @@ class Receiver:
             self._membership.join, self._plan = Join(self._plan), None
         elif announced is not None and announced.is_answered and header:
             slot = self._slots[self._turn]
+            self._turn = 1 - self._turn
             payload = slot.view(announced.num_bytes)
             slot.flight = self._membership.broadcast(payload, announced.patience_s)
             deadline = Deadline(announced.patience_s)
-            self._landing = _Landing(Frame(header, payload), slot.flight, deadline)
+            self._arrivals.append(_Arrival(Frame(header, payload), slot, deadline))
         else:
             raise BrokenProtocol("the start of nothing")
 
     def _on_abandon(self, data: bytes) -> None:
         ticket = _ticket_in(data)
-        if self._landing is not None:
-            self._cut_off(self._landing)
+        if self._is_flying:
+            self._cut_off()
         else:
             self._leave()
         self._answer(ticket)
 
-    def _cut_off(self, landing: _Landing) -> None:
-        landing.deadline, landing.is_cut_off = landing.deadline.sooner(MOMENT_S), True
+    def _cut_off(self) -> None:
+        """What is on its way arrives soon or never."""
+        for arrival in self._arrivals:
+            if arrival.flight is not None:
+                arrival.deadline, arrival.is_cut_off = arrival.deadline.sooner(MOMENT_S), True
 
-    def _advance(self) -> Frame | None:
-        """Go on with what is under way; returns a frame that is complete."""
-        if self._landing is not None:
-            return self._land(self._landing)
+    def _advance(self) -> None:
+        """Go on with what no message tells the end of."""
         if self._announced is not None and not self._announced.is_answered:
             self._answer_announced(self._announced)
         elif (join := self._membership.join) is not None and join.is_done():
             ticket, self._membership.join = self._ticket, None
             self._membership.group = join.group
             self._answer(ticket, join.error or "")
-        return None
 
     def _answer_announced(self, announced: _Announced) -> None:
         """Be ready once nobody reads the memory that the payload goes to."""
         slot = self._slots[self._turn]
-        if not slot.mark.is_done():
+        if not slot.mark.is_done() or any(arrival.slot is slot for arrival in self._arrivals):
             return
         if slot.fits(announced.num_bytes):
             announced.is_answered = True
@@ -296,24 +328,35 @@ class Receiver:
         else:
             slot.view(announced.num_bytes)  # grows, and is marked anew
 
-    def _land(self, landing: _Landing) -> Frame | None:
-        """The frame if its payload has arrived. Raises PeerLost if it will not."""
-        is_done, error = landing.flight.is_done(), landing.flight.error
-        if is_done and error is None:
-            self._landing, self._read = None, self._slots[self._turn]
-            self._read.flight = None
-            self._turn = 1 - self._turn
-            if landing.is_cut_off:
-                self._leave()
-            return landing.frame
-        if is_done:  # the sender is to say that somebody was lost; if it does not, we are
-            landing.deadline = landing.deadline.sooner(0.0 if landing.is_cut_off else GRACE_S)
-        if landing.deadline.passed and landing.is_cut_off:
+    def _hand_out(self, deadline: Deadline) -> Frame | None:
+        """The oldest frame if its payload has arrived. Raises PeerLost if it will not."""
+        if not self._arrivals:
+            return None
+        first = self._arrivals[0]
+        if first.flight is not None and not self._land(first, first.flight):
+            return None
+        if self._announced is not None and not (first.deadline.passed or deadline.passed):
+            return None
+        self._arrivals.popleft()
+        self._read = first.slot
+        if first.is_cut_off and not self._is_flying:
             self._leave()
-        elif landing.deadline.passed:
+        return first.frame
+
+    def _land(self, arrival: _Arrival, flight: Broadcast) -> bool:
+        is_done = flight.is_done()
+        if is_done and flight.error is None:
+            arrival.land()
+        elif is_done:  # the sender is to say that somebody was lost; if it does not, we are
+            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else GRACE_S)
+        if arrival.flight is None:
+            return True
+        if arrival.deadline.passed and arrival.is_cut_off:
+            self._leave()
+        elif arrival.deadline.passed:
             self._dispose()
-            raise PeerLost(f"a payload did not arrive: {error or 'it took too long'}")
-        return None
+            raise PeerLost(f"a payload did not arrive: {flight.error or 'it took too long'}")
+        return False
 
 
 def _ticket_in(data: bytes) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -273,6 +274,51 @@ def test_a_payload_is_not_waited_for_by_the_send_that_started_it(link: Link) -> 
         link.sender.send(frame, timeout_s=PATIENCE_S)
         assert frame.payload is not None
     assert all(map(same_frame, received.result(PATIENCE_S), frames))
+
+
+@pytest.mark.timeout(60)
+def test_a_payload_travels_before_the_last_is_handed_out(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(1)
+    link.open()
+    frames = [Frame(b"%d" % n, payload_of(100_000, seed=n)) for n in range(3)]
+    land = Receiver._land
+
+    def land_when_two_fly(receiver: Receiver, *args: Any) -> bool:
+        return len(receiver._arrivals) == 2 and land(receiver, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Receiver, "_land", land_when_two_fly)
+        received = link.receive_later()
+        for frame in frames[:2]:
+            link.sender.send(frame, timeout_s=PATIENCE_S)
+        assert same_frame(received[0].result(PATIENCE_S), frames[0])
+    third = background(lambda: link.sender.send(frames[2], timeout_s=PATIENCE_S))
+    time.sleep(0.1)
+    assert not third.done()  # its buffer is still being read
+    for frame in frames[1:]:
+        assert same_frame(link.receivers[0].receive(timeout_s=PATIENCE_S), frame)
+    third.result(PATIENCE_S)
+
+
+@pytest.mark.timeout(60)
+def test_a_frame_is_not_kept_back_for_one_that_never_starts(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(1)
+    link.open()
+    frame = Frame(b"x", payload_of(100))
+    land = Receiver._land
+
+    def land_when_next_is_known(receiver: Receiver, *args: Any) -> bool:
+        return receiver._announced is not None and land(receiver, *args)
+
+    monkeypatch.setattr(Receiver, "_land", land_when_next_is_known)
+    received = link.receive_later()
+    link.sender.send(frame, timeout_s=PATIENCE_S)
+    link.sender.buffer(100, timeout_s=PATIENCE_S)
+    assert same_frame(received[0].result(PROMPT_S), frame)
 
 
 def slow_look(receiver: ReceiveTransport) -> Frame:
