@@ -80,6 +80,10 @@ _FACTS: tuple[Callable[[Tensor], object], ...] = (
 )
 
 
+# Modules that are looked at together: what is read of them stays in a core's own cache meanwhile.
+_PART = 256
+
+
 class ModuleWatch:
     """Says whether every tensor of a module is still where it was when this was made.
 
@@ -91,8 +95,21 @@ class ModuleWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        owners = list(module.modules())
+        begins = range(0, len(owners), _PART)
+        self._parts = [_Part(owners[begin : begin + _PART]) for begin in begins]
+
+    def is_unmoved(self) -> bool:
+        """Whether there are the same tensors in the same storage, laid out in the same way."""
+        return all(part.is_unmoved() for part in self._parts)
+
+
+class _Part:
+    """What a watch knows of some modules, without those inside them."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
         dicts: list[dict[str, Any]] = []
-        for owner in module.modules():
+        for owner in modules:
             dicts += owner._parameters, owner._buffers, owner._modules
         self._filled = [entries for entries in dicts if entries]
         self._empty = [entries for entries in dicts if not entries]
@@ -101,12 +118,11 @@ class ModuleWatch:
         self._keys = [key for entries in self._filled for key in entries]
         self._values = [value for entries in self._filled for value in entries.values()]
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._with_buffers = [owner for owner in module.modules() if owner._buffers]
+        self._with_buffers = [owner for owner in modules if owner._buffers]
         self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
         self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
 
     def is_unmoved(self) -> bool:
-        """Whether there are the same tensors in the same storage, laid out in the same way."""
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
