@@ -73,13 +73,14 @@ class BatchedDiffer:
             room = max(max_held_bytes, min(bucket_bytes, _LEAST_ROOM_BYTES))
             masks = self._masks_for(source, room)
             masks.compare(source, self._snapshot)
+            most = self._most_sparse(policy, min(bucket_bytes, room))  # meanwhile
             return BatchedDelta(
                 self._snapshot,
                 source,
                 masks,
                 ledger,
                 ahead=self.ahead,
-                kinds=self._kinds(masks.counts, policy, min(bucket_bytes, room)),
+                kinds=self._kinds(masks.counts, most),
                 bucket_bytes=bucket_bytes,
                 sparse_bucket_bytes=min(bucket_bytes, room),
                 max_held_bytes=max_held_bytes,
@@ -109,11 +110,17 @@ class BatchedDiffer:
             )
         return masks
 
-    def _kinds(self, counts: Ints, policy: Policy, bucket_bytes: int) -> Ints:
+    def _most_sparse(self, policy: Policy, bucket_bytes: int) -> NDArray[np.float64]:
+        """float64[chunks]: the most changes that a chunk is sent sparse with."""
         snapshot = self._snapshot
         limit = policy.crossover(snapshot.device.type) * snapshot.table.numel
-        fits = counts <= np.minimum(limit, most_sparse(bucket_bytes, snapshot.item_sizes))
-        kinds = np.where(fits, int(RowKind.SPARSE), int(RowKind.DENSE))
+        most: NDArray[np.float64] = np.minimum(
+            limit, most_sparse(bucket_bytes, snapshot.item_sizes)
+        )
+        return most
+
+    def _kinds(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
+        kinds = np.where(counts <= most, int(RowKind.SPARSE), int(RowKind.DENSE))
         kinds[counts == 0] = UNCHANGED
         kinds[self.ahead] = RowKind.DENSE
         return kinds

@@ -20,12 +20,13 @@ class Masks:
     Attributes:
         num_blocks: Blocks of the source.
         capacity: Elements that `indices` and `values` have room for.
-        counts: int64[chunks], elements that differ.
         is_held: Whether all changes of sparse chunks are in `indices` and `values`. Otherwise
             `find` collects those of a bucket there, and writes them to the snapshot.
         indices: int32[capacity] on the device, in the order of the source's blocks.
         values: uint8[capacity value_bytes] on the device, a value every `value_bytes`.
+        digests: int64[chunks] on the device, of what was packed dense.
         changes: int64[chunks] on the device: by how much what was collected changes the digests.
+        sums: int64[2, n] on the device: both, and what keeps them aligned.
     """
 
     def __init__(
@@ -37,17 +38,27 @@ class Masks:
         device: torch.device,
     ) -> None:
         self.num_blocks, self.capacity, self.value_bytes = num_blocks, capacity, value_bytes
-        self.counts = self._before = self._collected = np.zeros(0, np.int64)
+        self._counts = self._before = self._collected = np.zeros(0, np.int64)
+        self._arriving: Numbers | None = None
         self.is_held = False
         self.indices = torch.empty(capacity, dtype=torch.int32, device=device)
         self.values = torch.empty(capacity * value_bytes, dtype=torch.uint8, device=device)
-        self.changes = torch.empty(num_chunks, dtype=torch.int64, device=device)
+        padded = num_chunks + num_chunks % 2  # kernels are compiled for aligned addresses
+        self.sums = torch.empty((2, padded), dtype=torch.int64, device=device)
+        self.digests, self.changes = self.sums[0, :num_chunks], self.sums[1, :num_chunks]
         self._words = torch.empty(num_blocks * _WORDS, dtype=torch.int32, device=device)
         self._block_counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
         self._ends = torch.zeros(num_blocks + 1, dtype=torch.int64, device=device)
 
+    @property
+    def counts(self) -> Ints:
+        """int64[chunks], elements that differ. Waits for them."""
+        if self._arriving is not None:
+            self._counts, self._arriving = self._arriving.read().astype(np.int64), None
+        return self._counts
+
     def compare(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
-        """Find what differs. Waits for the counts.
+        """Find what differs. Waits for nothing.
 
         Changes are collected even before it is known whether they fit: most of the time they do.
         """
@@ -69,10 +80,9 @@ class Masks:
                 BLOCK=kernels.BLOCK,
                 num_warps=4,
             )
-        arriving = Numbers(counts)
+        self._arriving = Numbers(counts)
         self._begin()
         self._collect_all(source, snapshot)
-        self.counts = arriving.read().astype(np.int64)
 
     def choose(
         self,
@@ -115,9 +125,9 @@ class Masks:
         return begins
 
     def _begin(self) -> None:
-        """Nothing is collected yet of what the blocks' counts say."""
+        """Nothing is collected or packed yet of what the blocks' counts say."""
         torch.cumsum(self._block_counts, 0, out=self._ends[1:])
-        self.changes.zero_()
+        self.sums.zero_()
 
     def _collect_all(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         self._locate(source, 0, self.num_blocks, out=0)

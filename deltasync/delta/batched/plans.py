@@ -48,7 +48,6 @@ class BatchedDelta:
         sparse_bytes, dense_bytes: Bytes of all indices and values, of sparse and dense chunks.
         held_bytes: Memory kept until the decision, beside the masks.
         base_version: The snapshot's version.
-        digests: int64[chunks] on the device: of dense chunks, complete when all are packed.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class BatchedDelta:
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
         self._held: list[tuple[int, list[Tensor]]] = []
-        self.digests = torch.zeros(len(counts), dtype=torch.int64, device=snapshot.device)
         self._packed: Numbers | None = None
 
     @property
@@ -127,14 +125,19 @@ class BatchedDelta:
             self._ahead[bucket.dense[0]] = True
             yield BatchedBucket(bucket, snapshot, self._source, delta=self)
         with device_of(snapshot.device):
-            self._packed = Numbers(torch.stack((self.digests, self._masks.changes)))
+            self._packed = Numbers(self._masks.sums)
+
+    @property
+    def digests(self) -> Tensor:
+        """int64[chunks] on the device: of dense chunks, complete when all are packed."""
+        return self._masks.digests
 
     @cached_property
     def ledger(self) -> DigestLedger:
         """The digests of the source. Waits until all buckets are packed."""
         ledger = self._before.copy()
         if self._packed is not None:
-            dense, sparse = self._packed.read().view(np.uint64)
+            dense, sparse = self._packed.read().view(np.uint64)[:, : len(ledger.sums)]
             ledger.sums[self._is_dense] = dense[self._is_dense]
             ledger.sums[self._is_sparse] += sparse[self._is_sparse]
         return ledger
