@@ -36,11 +36,13 @@ def diff(run: Run) -> Iterator[Result]:
         differ.changed = sizes["changed"]
         _same(differ.found(), found)
         del found
-        mine = _seconds(run, differ.run, device)
+        mine = _seconds(run, differ.find, device)
+        packed = _seconds(run, differ.pack, device)
         usual = _seconds(run, partial(_find, module, differ.old), device)
         mutate(module, density, _SEED)  # back again
         floor = "a copy of the model, device to device"
         yield run.record("diff", mine, copied_s, baseline=floor, **sizes)
+        yield run.record("diff_packed", packed, copied_s, baseline=floor, **sizes)
         slow = "nonzero and a gather for each parameter"
         yield run.record("diff_over_usual", mine, usual, ratio_is=SPEED_UP, baseline=slow, **sizes)
     del differ
@@ -59,7 +61,7 @@ def _from_host(run: Run, module: nn.Module, device: torch.device) -> Result:
     room = torch.empty_like(host, device=device)
     share = numel / host.numel()
     copied = _seconds(run, partial(room.copy_, host, non_blocking=True), device)
-    mine = _seconds(run, differ.run, device)
+    mine = _seconds(run, differ.find, device)
     mutate(module, density, _SEED)  # back again
     floor = "the snapshot's copy from pinned memory to the GPU"
     return run.record(

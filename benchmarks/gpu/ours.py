@@ -44,8 +44,12 @@ class Differ:
         device = self._readers[0].flat.line.device
         self._payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
 
-    def run(self) -> None:
-        """Indices, values and the digests' change, into a payload that is used again."""
+    def find(self) -> None:
+        """Indices, values and the digests' change, on the device."""
+        self._plan()
+
+    def pack(self) -> None:
+        """The same, packed into a payload that is used again."""
         for _ in self._payloads():
             pass
 
@@ -74,10 +78,10 @@ class Differ:
             bucket.write(payload)
             yield payload, bucket.num_rows
         if plan.ledger.total == self._snapshot.ledger.total:
-            raise RuntimeError("nothing has changed")
+            raise RuntimeError("the digest has not changed")
 
     def _plan(self) -> Delta:
-        return plan_delta(
+        plan = plan_delta(
             self._snapshot,
             self._readers,
             policy=ALWAYS_SPARSE,
@@ -85,6 +89,9 @@ class Differ:
             max_held_bytes=max(self._snapshot.num_bytes // 20, _SPARSE_BYTES * self.changed),
             base_version=0,
         )
+        if self.changed and plan.held_bytes < _SPARSE_BYTES * plan.nnz:
+            raise RuntimeError("not all changes were kept")
+        return plan
 
 
 class Stager:
