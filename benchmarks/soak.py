@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from benchmarks.descriptors import descriptors
 from benchmarks.gpu.engine import FAILURES, synchronize
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workload import mutate
@@ -192,7 +194,7 @@ class Soak:
         # At ends of lives as many processes use the devices, and as many pipes are open.
         self._ends: list[Usage] = []
         self._engine_ends: list[Usage] = []
-        self._descriptors: list[int] = []
+        self._descriptors: list[Counter[str]] = []
         self.delta_ms: dict[float, list[float]] = {density: [] for density in _WEIGHTS}
         self.full_ms: list[float] = []
         self._module = plan.setup.model.build(self._device)
@@ -245,7 +247,7 @@ class Soak:
         self._compare()
         self._spare.wait_until_warm()
         self._sample(is_end=True)
-        self._descriptors.append(len(os.listdir("/proc/self/fd")))
+        self._descriptors.append(descriptors())
 
     def _change(self) -> float:
         """Change weights in place. Returns the share that was drawn, and waits for the device."""
@@ -346,8 +348,8 @@ class Soak:
         engine["device"] = growth(self._engine_ends)["device"]
         rss = {"trainer": trainer.pop("rss"), "engine": engine.pop("rss")}
         gpu = {"trainer": trainer, "engine": engine}
-        descriptors = self._descriptors[-1] - self._descriptors[0] if self._descriptors else 0
-        failures += grown(rss, gpu, descriptors)
+        more = self._descriptors[-1] - self._descriptors[0] if self._descriptors else Counter()
+        failures += grown(rss, gpu, more)
         delta_ms = {density: ms for density, ms in self.delta_ms.items() if ms}
         medians = {f"{100 * density:g}": round(median(ms), 3) for density, ms in delta_ms.items()}
         return {
@@ -368,7 +370,7 @@ class Soak:
             "digests_equal": self.digests_equal,
             "gpu_bytes_growth": gpu,
             "rss_growth": rss,
-            "descriptors_growth": descriptors,
+            "descriptors_growth": dict(more),
             "failures": failures,
         }
 
@@ -404,7 +406,7 @@ def _check(stats: SyncStats, base: int, density: float, *, is_new: bool) -> None
         raise SoakFailed(f"{stats.nnz} elements were sent, {density} of them have changed")
 
 
-def grown(rss: dict[str, int], gpu: dict[str, dict[str, int]], descriptors: int) -> Iterator[str]:
+def grown(rss: dict[str, int], gpu: dict[str, dict[str, int]], more: Counter[str]) -> Iterator[str]:
     """What has grown by more than it may, in words."""
     for end, num_bytes in rss.items():
         if num_bytes > _MAX_RSS_GROWTH:
@@ -413,8 +415,9 @@ def grown(rss: dict[str, int], gpu: dict[str, dict[str, int]], descriptors: int)
         for count, num_bytes in counts.items():
             if num_bytes > _MAX_GPU_GROWTH:
                 yield f"GPU memory of the {end} ({count}) grew by {num_bytes} bytes"
-    if descriptors > _MAX_DESCRIPTORS:
-        yield f"the trainer has {descriptors} more descriptors open"
+    if more.total() > _MAX_DESCRIPTORS:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
+        yield f"the trainer has more descriptors open: {kinds}"
 
 
 def _listen(setup: Setup, folder: Path) -> tuple[SendTransport, list[Any]]:

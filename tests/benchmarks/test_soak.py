@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import soak
 from benchmarks.__main__ import app
+from benchmarks.descriptors import descriptors
 from benchmarks.soak import Usage, grown, growth
 
 ON_CPU = ["soak", "--geometry", "tiny", "--device", "cpu", "--json"]
@@ -21,7 +25,7 @@ ON_CPU = ["soak", "--geometry", "tiny", "--device", "cpu", "--json"]
 
 def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path) -> None:
     path = tmp_path / "soak.jsonl"
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = descriptors()
     options = ["--link", "local", "--syncs", "30", "--kill-every", "10", "--out", str(path)]
     done = CliRunner().invoke(app, [*ON_CPU, *options])
     assert done.exit_code == 0, done.output
@@ -37,7 +41,7 @@ def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path
     assert found["digests_compared"] == 6
     assert list(found["median_ms"]) == ["0", "0.01", "0.1", "0.3", "1", "5", "20", "100"]
     assert found["failures"] == []
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert descriptors() == open_before
 
 
 def test_different_bytes_end_it_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +75,23 @@ def test_what_has_grown_too_much_is_a_failure() -> None:
     little = {"allocated": 64 << 20, "reserved": -(1 << 40), "device": 0}
     much = {"allocated": 0, "reserved": 0, "device": 65 << 20}
     rss = {"trainer": 200 << 20, "engine": 201 << 20}
-    assert list(grown(rss, {"trainer": little, "engine": much}, 9)) == [
+    sockets = Counter(tcp=8, pipe=1)
+    assert list(grown(rss, {"trainer": little, "engine": much}, sockets)) == [
         f"host memory of the engine grew by {201 << 20} bytes",
         f"GPU memory of the engine (device) grew by {65 << 20} bytes",
-        "the trainer has 9 more descriptors open",
+        "the trainer has more descriptors open: 8 tcp, 1 pipe",
     ]
-    assert not list(grown({"trainer": 0}, {"trainer": little}, 8))
+    assert not list(grown({"trainer": 0}, {"trainer": little}, Counter(tcp=8)))
+
+
+def test_descriptors_are_told_apart() -> None:
+    with ExitStack() as stack:
+        before = descriptors()
+        stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context(Path(__file__).open(encoding="utf-8"))
+        for end in socket.socketpair():
+            stack.enter_context(end)
+        for number in os.pipe():
+            stack.callback(os.close, number)
+        assert descriptors() - before == Counter(tcp=1, unix=2, pipe=2) + Counter([__file__])
+    assert descriptors() == before
