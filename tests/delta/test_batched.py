@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deltasync import Policy, dtypes
 from deltasync.delta.batched.masks import Masks
-from deltasync.delta.batched.staging import BatchedStaging
+from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.bucket import BucketReader
@@ -328,14 +328,30 @@ def test_a_snapshot_that_is_ahead_when_packing_breaks_off_is_known_to_be(
     assert both.snapshot.ledger.total == ledger_of(both.source, 100).total
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_commit_that_breaks_off_is_taken_back(
-    calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = {"w": torch.zeros(400, dtype=torch.int16)}
-    both = Ends(placed(model), placed(model), Policy(chunk_numel=100, dense_above=0.0), 100)
-    both.source["w"][:] = 3
+def in_parts(dense_above: float, receiver_chunk: int) -> tuple[Ends, BatchedStaging]:
+    """Several parts: sparse rows, or dense ones that are whole chunks or not."""
+    model = {"w": torch.arange(400, dtype=torch.int16)}
+    policy = Policy(chunk_numel=100, dense_above=dense_above)
+    both = Ends(placed(model), placed(model), policy, receiver_chunk)
+    both.source["w"][::4] = 3
     staging = both.staged(both.compare(bucket_bytes=300, max_held_bytes=0))
+    assert {type(part) for part, _ in staging._all_parts()} == {
+        _Dense if dense_above == 0 else _Sparse
+    }
+    return both, staging
+
+
+every_kind = pytest.mark.parametrize(
+    ("dense_above", "receiver_chunk"), [(1.0, 150), (0.0, 150), (0.0, 100), (0.0, 1000)]
+)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@every_kind
+def test_a_commit_that_breaks_off_is_taken_back(
+    calls: int, dense_above: float, receiver_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, staging = in_parts(dense_above, receiver_chunk)
     write = staging._write
     left = [calls]
 
@@ -349,9 +365,36 @@ def test_a_commit_that_breaks_off_is_taken_back(
         patch.setattr(staging, "_write", stopping)
         with pytest.raises(Stop):
             staging.commit()
-    assert both.replica["w"].any()
+    before = torch.arange(400, dtype=torch.int16)
+    assert torch.equal(both.replica["w"].cpu(), before) == (calls == 0)
     staging.undo()
-    assert not both.replica["w"].any()
+    assert torch.equal(both.replica["w"].cpu(), before)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@every_kind
+def test_a_write_that_nobody_counted_is_not_taken_for_undone(
+    calls: int, dense_above: float, receiver_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, staging = in_parts(dense_above, receiver_chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_write", stop_after(calls, staging._write))
+        with pytest.raises(Stop):
+            staging.commit()
+    with pytest.raises(DigestMismatch):
+        staging.undo()
+
+
+@pytest.mark.parametrize(("dense_above", "receiver_chunk"), [(1.0, 150), (0.0, 1000)])
+def test_weights_that_changed_after_they_were_checked_cannot_be_put_back(
+    dense_above: float, receiver_chunk: int
+) -> None:
+    both, staging = in_parts(dense_above, receiver_chunk)
+    assert staging.ledger.total == ledger_of(both.source, 7).total
+    both.replica["w"][352] = 9
+    assert staging.commit() == staging.ledger.total
+    with pytest.raises(DigestMismatch):
+        staging.undo()
 
 
 def test_batches_that_are_not_possible_are_refused() -> None:

@@ -101,14 +101,15 @@ class BatchedStaging:
         self._weights, self._before = weights, ledger
         self._max_bytes, self._data_bytes, self.in_place = max_bytes, 0, in_place
         self._staged: list[_Staged] = []
-        self._written: list[tuple[_Sparse | _Dense, Tensor]] = []
+        self._num_written = 0  # parts
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
         device = weights.device
         # The flag, of which kernels look at the low half, and changes of the digests.
         self._numbers = torch.zeros(len(ledger.sums) + 1, dtype=torch.int64, device=device)
         self._numbers[:1].fill_(kernels.CLEAR)
         self._flag, self._change = self._numbers[:1].view(torch.int32), self._numbers[1:]
-        # Digests over all elements: of staged bits; of re-read bits, and of those they replaced.
+        # Digests over all elements: of staged bits; of re-read bits, and of those they replaced in
+        # dense rows that make up whole chunks. What others replaced follows from the changes.
         self._staged_sums, self._written_sums = torch.zeros(
             (2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device
         )
@@ -157,23 +158,36 @@ class BatchedStaging:
         if self.in_place:
             return expected
         with device_of(self._weights.device):
-            for staged in self._staged:
-                for part in staged.parts:
-                    self._write(part, staged.payload, self._written_sums)
-                    self._written.append((part, staged.payload))
+            self._write_rest()
             return (expected + self._surplus()) & MASK
 
     def undo(self) -> None:
         """Put the old bits back and check that they are there. Raises DigestMismatch."""
         if self.in_place:
             raise DigestMismatch("weights that were written in place cannot be put back")
-        sums = torch.zeros_like(self._written_sums)
         with device_of(self._weights.device):
-            for part, payload in self._written:
+            numbers = Numbers(self._numbers).read()
+            if int(numbers[0]) != kernels.CLEAR:  # nothing was written
+                return
+            self._write_rest()  # so that the sums are of everything
+            sums = torch.zeros_like(self._written_sums)
+            for part, payload in self._all_parts():
                 self._write(part, payload, sums)
-            restored, replaced = Numbers(sums), Numbers(self._written_sums)
-            if _total(restored.read()[0]) != _total(replaced.read()[1]):
-                raise DigestMismatch("undo failed: the weights are not what they were")
+            all_sums = Numbers(torch.stack((self._staged_sums, self._written_sums, sums))).read()
+        staged, written, restored = all_sums
+        replaced = _total(staged[0]) - _total(numbers[1:]) + _total(written[1])
+        if (_total(restored[0]) - replaced) & MASK:
+            raise DigestMismatch("undo failed: the weights are not what they were")
+
+    def _all_parts(self) -> list[tuple[_Sparse | _Dense, Tensor]]:
+        """(part, payload) of all that is staged."""
+        return [(part, staged.payload) for staged in self._staged for part in staged.parts]
+
+    def _write_rest(self) -> None:
+        """Write the parts that are not written yet."""
+        for part, payload in self._all_parts()[self._num_written :]:
+            self._write(part, payload, self._written_sums)
+            self._num_written += 1
 
     def _surplus(self) -> int:
         """How the digest of what was re-read differs from that of what was staged."""

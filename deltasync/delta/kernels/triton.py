@@ -410,10 +410,7 @@ def write(
         seed = _seed(key, position)
         new = tl.load(values, mask=there, other=0)
         if KEEP:
-            old = tl.load(target, mask=there, other=0)
-            tl.store(values, old, mask=there)
-            lost = tl.where(there, _mix(seed, old), 0)
-            _add(sums, _ACCUMULATORS + segment % _ACCUMULATORS, lost)
+            tl.store(values, tl.load(target, mask=there, other=0), mask=there)
         tl.store(target, new, mask=there)
         read = tl.load(target, mask=there, other=0, volatile=True)
         _add(sums, segment % _ACCUMULATORS, tl.where(there, _mix(seed, read), 0))
@@ -469,26 +466,31 @@ def write_dense(
     """Write dense pieces, unless `flag` is raised, and read them back.
 
     IN_PLACE: Account for them in `digests`, which `check_dense` has not done. Otherwise what they
-        replace takes their place in the payload.
+        replace takes their place in the payload; the second half of `sums` takes the digests of
+        what only this kernel looks at: old bits of pieces that make up all of a digest.
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
+    nth = tl.program_id(0) % _ACCUMULATORS
     is_here = block * BLOCK < tl.load(pieces + num_pieces + piece)
     if is_here & (tl.load(flag) == _CLEAR):
         values, weights, seed, there = _piece(
             pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED, BLOCK
         )
         new = tl.load(values, mask=there, other=0)
+        is_part = tl.load(pieces + 6 * num_pieces + piece) == 0
         lost = tl.zeros((BLOCK,), tl.uint64)
-        if (not IN_PLACE) or tl.load(pieces + 6 * num_pieces + piece) == 0:
+        if IN_PLACE:
+            if is_part:
+                lost = tl.where(there, _mix(seed, tl.load(weights, mask=there, other=0)), 0)
+        else:
             old = tl.load(weights, mask=there, other=0)
-            lost = tl.where(there, _mix(seed, old), 0)
-            if not IN_PLACE:
-                tl.store(values, old, mask=there)
+            tl.store(values, old, mask=there)
+            if not is_part:
+                _add(sums, _ACCUMULATORS + nth, tl.where(there, _mix(seed, old), 0))
         tl.store(weights, new, mask=there)
         read = tl.load(weights, mask=there, other=0, volatile=True)
         gained = tl.where(there, _mix(seed, read), 0)
         if IN_PLACE:
             _add(digests, tl.load(pieces + 5 * num_pieces + piece), gained - lost)
         else:
-            _add(sums, tl.program_id(0) % _ACCUMULATORS, gained)
-            _add(sums, _ACCUMULATORS + tl.program_id(0) % _ACCUMULATORS, lost)
+            _add(sums, nth, gained)
