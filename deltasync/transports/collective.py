@@ -6,14 +6,17 @@ A frame with a payload takes one round over the control plane before its broadca
     sender                                  receivers
     FRAME(size) ------------------------->  find a buffer that nobody reads any more
     pack        <---------------- READY --
+    PACKED ------------------------------>
     START(header) ----------------------->  broadcast; the frame is handed out when it has arrived
     ABANDON ----------------------------->  or: leave the group; what has not arrived soon is lost
 
 Nothing is broadcast before the payload is packed and every member is ready: a broadcast that waits
-for one of them would hold up the GPUs of all others. `send` returns as soon as the broadcast has
-started, so that one payload travels while the next is packed and the last is read: a receiver that
-knows of a next one keeps a frame back for a moment, to join that broadcast first. Its end at the
-root proves no delivery; who needs proof asks for replies, as a sync does.
+for one of them would hold up the GPUs of all others. So whoever is ready stays in `receive` until
+START, and who has a frame to hand out is ready for the next one only once that is packed.
+
+`send` returns as soon as the broadcast has started: one payload travels while the next is packed
+and the last is read. Its end at the root proves no delivery; who needs proof asks for replies, as
+a sync does.
 
 A group is formed in a round like this (GROUP, READY, START, READY) by the first payload. One that
 lost a member is abandoned, never repaired; the next payload forms a new one. The control plane can
@@ -173,6 +176,7 @@ class Sender:
         with self._gate.entered():
             if frame.payload is None or frame.payload.numel() == 0:
                 num_bytes = NO_PAYLOAD if frame.payload is None else 0
+                self._announced = None  # to receivers that are to be handed this one first
                 self._write(Kind.FRAME, FRAME.pack(0, num_bytes, 0.0) + frame.header)
                 failures = self._server.flush(self._members, deadline)
             else:
@@ -257,10 +261,13 @@ class Sender:
         if self._announced is None or self._announced[1] != payload.numel():
             self._announced = self._announce(payload.numel(), deadline)
         (ticket, _), self._announced = self._announced, None
+        self._write(Kind.PACKED, TICKET.pack(ticket))
         if failures := self._round(ticket, deadline, slot.mark):
             return failures
         self._write(Kind.START, TICKET.pack(ticket) + header)
-        slot.flight = self._membership.broadcast(payload, bounded(deadline.remaining_s))
+        # Longer than it may take, so that it is we who find out who is late.
+        patience_s = bounded(2 * deadline.remaining_s + GRACE_S)
+        slot.flight = self._membership.broadcast(payload, patience_s)
         self._turn = 1 - self._turn
         return self._server.flush(self._members, deadline)
 

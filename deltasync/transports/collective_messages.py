@@ -11,7 +11,8 @@ FRAME = struct.Struct("<Qqd")
 NO_PAYLOAD = -1
 # Ticket, rank, size, store port, place in BACKENDS, timeout; the name follows.
 GROUP = struct.Struct("<QIIHBd")
-# Of START, after which a frame's header follows; of ABANDON; of READY, where what is wrong follows.
+# Of START, after which a frame's header follows; of READY, where what is wrong follows; of PACKED
+# and ABANDON.
 TICKET = struct.Struct("<Q")
 MAX_COMPLAINT_BYTES = 2000
 # How long ABANDON, or the loss that made a broadcast fail, may take to show.

@@ -1,7 +1,8 @@
 """The receiver's end of the collective transport; the protocol is told in collective.py.
 
 Two frames at most wait here to be handed out. So a payload can be on its way while the one before
-is read, although nothing runs between two calls of `receive`.
+is read, although nothing runs between two calls of `receive`: a frame that has arrived is kept back
+until the next payload has started, if that is about to.
 """
 
 from __future__ import annotations
@@ -42,20 +43,24 @@ from deltasync.transports.process_group import (
 
 _ANSWER_TIMEOUT_S = 5.0
 _DIAL_TIMEOUT_S = 1.0
-# How long a frame that has arrived may be kept back for the start of the next one, which then
-# travels while this one is read. The next one was announced: it is being packed.
+# How long a frame that has arrived is kept back for a payload that was announced to be packed.
 _LINGER_S = 0.0005
 
 
 @dataclass(slots=True)
 class _Announced:
-    """A payload that has not started. The sender waits until `is_answered`.
+    """A payload that has not started.
 
-    `patience_s` is how long the payload may then be on its way.
+    Attributes:
+        num_bytes: Its length.
+        patience_s: How long it may be on its way.
+        is_packed: The sender waits for nothing but answers.
+        is_answered: It may start at any moment.
     """
 
     num_bytes: int
     patience_s: float
+    is_packed: bool = False
     is_answered: bool = False
 
 
@@ -66,7 +71,7 @@ class _Arrival:
     Attributes:
         frame: The frame.
         slot: Where its payload comes; None for a frame that has none.
-        deadline: How long to wait for the payload; once it is there, for the start of the next.
+        deadline: How long to wait for the payload; once it is there, for the next to be packed.
         is_cut_off: No other payload follows, and this one comes soon or never.
     """
 
@@ -111,7 +116,7 @@ class Receiver:
         self._client = Client(
             self._dial,
             self._gate,
-            kinds={Kind.FRAME, Kind.GROUP, Kind.START, Kind.ABANDON},
+            kinds={Kind.FRAME, Kind.GROUP, Kind.PACKED, Kind.START, Kind.ABANDON},
             secret=secret,
         )
         self._membership = Membership(device)
@@ -188,8 +193,14 @@ class Receiver:
             self._read = None
 
     def _answer(self, ticket: int, complaint: str = "") -> None:
+        """Raises PeerLost, unless something has arrived that is to be handed out first."""
         data = TICKET.pack(ticket) + complaint.encode()[:MAX_COMPLAINT_BYTES]
-        self._client.write(Kind.READY, data, Deadline(_ANSWER_TIMEOUT_S))
+        try:
+            self._client.write(Kind.READY, data, Deadline(_ANSWER_TIMEOUT_S))
+        except PeerLost:
+            if not self._arrivals:
+                raise
+            self._cut_off()
 
     @property
     def _is_flying(self) -> bool:
@@ -222,6 +233,8 @@ class Receiver:
                     self._on_frame(message.data)
                 case Kind.GROUP:
                     self._on_group(message.data)
+                case Kind.PACKED:
+                    self._on_packed(message.data)
                 case Kind.START:
                     self._on_start(message.data)
                 case Kind.ABANDON:
@@ -241,6 +254,7 @@ class Receiver:
         if num_bytes < NO_PAYLOAD or (limit is not None and num_bytes > limit):
             raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes up to {limit}")
         if header:
+            self._announced = None  # a payload that was is announced anew
             payload = None if num_bytes == NO_PAYLOAD else self._slots[self._turn].view(0)
             self._arrivals.append(_Arrival(Frame(header, payload), None, Deadline(0.0)))
         elif self._membership.group is None:
@@ -276,6 +290,10 @@ class Receiver:
             own_host=self._client.local_host,
         )
         self._answer(self._ticket)
+
+    def _on_packed(self, data: bytes) -> None:
+        if _ticket_in(data) == self._ticket and self._announced is not None:
+            self._announced.is_packed = True
 
     def _on_start(self, data: bytes) -> None:
         header = data[TICKET.size :]
@@ -318,7 +336,12 @@ class Receiver:
             self._answer(ticket, join.error or "")
 
     def _answer_announced(self, announced: _Announced) -> None:
-        """Be ready once nobody reads the memory that the payload goes to."""
+        """Be ready once nobody reads the memory that the payload goes to.
+
+        Who is ready stays until the payload starts, and one that is not packed can take its time.
+        """
+        if self._arrivals and not announced.is_packed:
+            return
         slot = self._slots[self._turn]
         if not slot.mark.is_done() or any(arrival.slot is slot for arrival in self._arrivals):
             return
@@ -335,13 +358,18 @@ class Receiver:
         first = self._arrivals[0]
         if first.flight is not None and not self._land(first, first.flight):
             return None
-        if self._announced is not None and not (first.deadline.passed or deadline.passed):
+        if self._expects_start(first) and not deadline.passed:
             return None
         self._arrivals.popleft()
         self._read = first.slot
         if first.is_cut_off and not self._is_flying:
             self._leave()
         return first.frame
+
+    def _expects_start(self, first: _Arrival) -> bool:
+        """Whether `first` is kept back for the next payload."""
+        announced = self._announced
+        return announced is not None and (announced.is_answered or not first.deadline.passed)
 
     def _land(self, arrival: _Arrival, flight: Broadcast) -> bool:
         is_done = flight.is_done()

@@ -56,6 +56,7 @@ class Kind(IntEnum):
     READY = 8
     START = 9
     ABANDON = 11  # 10 was in use once
+    PACKED = 12
 
 
 class Deadline:

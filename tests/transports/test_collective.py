@@ -191,6 +191,7 @@ def test_receivers_refuse_payloads_beyond_their_limit() -> None:
         (Kind.START, bytes(8)),
         (Kind.START, struct.pack("<Q", 7)),
         (Kind.ABANDON, b"short"),
+        (Kind.PACKED, b"short"),
     ],
 )
 def test_a_sender_that_lies_is_lost(kind: Kind, data: bytes) -> None:
@@ -314,11 +315,51 @@ def test_a_frame_is_not_kept_back_for_one_that_never_starts(
     def land_when_next_is_known(receiver: Receiver, *args: Any) -> bool:
         return receiver._announced is not None and land(receiver, *args)
 
-    monkeypatch.setattr(Receiver, "_land", land_when_next_is_known)
-    received = link.receive_later()
-    link.sender.send(frame, timeout_s=PATIENCE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(Receiver, "_land", land_when_next_is_known)
+        received = link.receive_later()
+        link.sender.send(frame, timeout_s=PATIENCE_S)
+        payload = link.sender.buffer(100, timeout_s=PATIENCE_S)
+        assert same_frame(received[0].result(PROMPT_S), frame)
+    # Who reads a frame is not ready for another: its broadcast would wait inside the back end.
+    sent = background(lambda: link.sender.send(Frame(b"y", payload.fill_(7)), timeout_s=PATIENCE_S))
+    time.sleep(0.1)
+    assert not sent.done()
+    assert link.receivers[0].receive(timeout_s=PATIENCE_S).header == b"y"
+    sent.result(PROMPT_S)
+
+
+@pytest.mark.timeout(60)
+def test_headers_that_follow_an_announcement_arrive_before_the_end(link: Link) -> None:
+    link.add(1)
+    link.open()
+    for size in (100, 100):  # of which both buffers are then
+        link.exchange(Frame(b"x", payload_of(size)))
+    receiver = link.receivers[0]
     link.sender.buffer(100, timeout_s=PATIENCE_S)
-    assert same_frame(received[0].result(PROMPT_S), frame)
+    for header in (b"1", b"2"):
+        link.sender.send(Frame(header), timeout_s=PATIENCE_S)
+    link.sender.buffer(100, timeout_s=PATIENCE_S)
+    link.sender.close()
+    for header in (b"1", b"2"):
+        assert receiver.receive(timeout_s=PATIENCE_S).header == header
+    with pytest.raises(PeerLost):
+        receiver.receive(timeout_s=PATIENCE_S)
+
+
+@pytest.mark.timeout(60)
+def test_a_payload_is_announced_anew_after_a_header(link: Link) -> None:
+    link.add(1)
+    link.open()
+    for number in range(4):
+        payload = link.sender.buffer(100, timeout_s=PATIENCE_S).fill_(number)
+        received = background(lambda: [link.receivers[0].receive(timeout_s=9) for _ in range(2)])
+        time.sleep(0.01 * number)  # it may have answered before the header comes
+        link.sender.send(Frame(b"header"), timeout_s=PATIENCE_S)
+        link.sender.send(Frame(b"payload", payload), timeout_s=PATIENCE_S)
+        first, second = received.result(PATIENCE_S)
+        assert first.header == b"header"
+        assert same_frame(second, Frame(b"payload", payload))
 
 
 def slow_look(receiver: ReceiveTransport) -> Frame:
