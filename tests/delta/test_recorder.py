@@ -1,0 +1,352 @@
+"""A loader is watched: its copies are known, what it computes is refused, nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from deltasync.delta.bits import dtype_of
+from deltasync.delta.recorder import Checkpoint, Recording, record
+from deltasync.delta.route import Piece, covers, joined
+from deltasync.errors import ConfigError
+
+Weights = dict[str, Tensor]
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+def entries(weights: Mapping[str, Tensor]) -> list[Checkpoint]:
+    return [Checkpoint(name, tuple(t.shape), dtype_of(t)) for name, t in weights.items()]
+
+
+def watched(load: Load, weights: Weights, live: Weights) -> Recording:
+    """Record, with proof that nothing was written."""
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    pointers = [tensor.data_ptr() for tensor in live.values()]
+    recording = record(load, entries(weights), live)
+    assert all(torch.equal(live[name], before[name]) for name in live)
+    assert pointers == [tensor.data_ptr() for tensor in live.values()]
+    return recording
+
+
+def scattered(recording: Recording, weights: Weights, live: Weights) -> Weights:
+    """What the pieces make of the live tensors."""
+    made = {name: tensor.detach().clone() for name, tensor in live.items()}
+    for name, pieces in recording.pieces.items():
+        flat = weights[name].to(live[pieces[0].live].dtype).reshape(-1) if pieces else None
+        for piece in pieces:
+            assert flat is not None
+            box = flat.as_strided(piece.shape, piece.strides, piece.start)
+            piece.view(made[piece.live]).copy_(box)
+    return made
+
+
+def loads_as_recorded(load: Load, weights: Weights, live: Weights) -> Recording:
+    """Record, load in earnest, and compare."""
+    recording = watched(load, weights, live)
+    made = scattered(recording, weights, live)
+    with torch.no_grad():
+        load(weights.items())
+    assert all(torch.equal(made[name], tensor) for name, tensor in live.items())
+    return recording
+
+
+# Any chain of views
+
+
+def narrowed(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    dim = draw(st.integers(0, tensor.dim() - 1))
+    begin = draw(st.integers(0, tensor.shape[dim] - 1))
+    count = draw(st.integers(1, tensor.shape[dim] - begin))
+    return lambda t: t.narrow(dim, begin, count)
+
+
+def transposed(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    first, second = draw(st.integers(0, tensor.dim() - 1)), draw(st.integers(0, tensor.dim() - 1))
+    return lambda t: t.transpose(first, second)
+
+
+def chunked(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    dim, parts = draw(st.integers(0, tensor.dim() - 1)), draw(st.integers(1, 3))
+    nth = draw(st.integers(0, len(tensor.chunk(parts, dim)) - 1))
+    return lambda t: t.chunk(parts, dim)[nth]
+
+
+def split(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    dim = draw(st.integers(0, tensor.dim() - 1))
+    sizes = [s for s in range(1, tensor.shape[dim] + 1) if tensor.shape[dim] % s == 0]
+    size = draw(st.sampled_from(sizes))
+    return lambda t: t.unflatten(dim, (-1, size))  # type: ignore[no-untyped-call]
+
+
+def strided(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    step = draw(st.integers(1, 3))
+    return lambda t: t[::step]
+
+
+def repeated(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    count = draw(st.integers(1, 3))
+    return lambda t: t.unsqueeze(0).expand(count, *t.shape)
+
+
+def copied(draw: st.DrawFn, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    moved: Callable[[Tensor], Tensor] = partial(Tensor.to, device="cpu")
+    return draw(st.sampled_from([Tensor.contiguous, Tensor.clone, Tensor.detach, moved]))
+
+
+steps = st.sampled_from([narrowed, transposed, chunked, split, strided, repeated, copied])
+
+
+@st.composite
+def loaders(draw: st.DrawFn) -> tuple[Load, Weights, Weights]:
+    """A loader of a few tensors: each goes through views into a part of a live tensor."""
+    weights: Weights = {}
+    live: Weights = {}
+    ways: dict[str, tuple[list[Callable[[Tensor], Tensor]], tuple[slice, ...]]] = {}
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        weights[name] = view = torch.randint(1, 1 << 14, shape, dtype=torch.int16)
+        chain = []
+        for step in draw(st.lists(steps, max_size=4)):
+            chain.append(step(draw, view))
+            view = chain[-1](view)
+        pads = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in view.shape]
+        order = draw(st.permutations(range(view.dim())))
+        room = [low + n + high for n, (low, high) in zip(view.shape, pads, strict=True)]
+        tensor = torch.zeros([room[dim] for dim in order], dtype=torch.int16)
+        inverse = [order.index(dim) for dim in range(view.dim())]
+        live[f"live {name}"] = tensor.permute(inverse)
+        place = tuple(slice(low, low + n) for n, (low, _) in zip(view.shape, pads, strict=True))
+        ways[name] = chain, place
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in given:
+            chain, place = ways[name]
+            for step in chain:
+                tensor = step(tensor)
+            live[f"live {name}"][place].copy_(tensor)
+
+    return load, weights, live
+
+
+@given(loader=loaders())
+def test_pieces_do_what_the_loader_does(loader: tuple[Load, Weights, Weights]) -> None:
+    load, weights, live = loader
+    recording = loads_as_recorded(load, weights, live)
+    assert not recording.refused
+    for name, tensor in live.items():
+        written = (tensor != 0).all()  # no weight is 0
+        assert (name not in recording.uncovered) == written
+    for name, pieces in recording.pieces.items():
+        for piece in pieces:
+            if piece.is_whole(weights[name].numel()):
+                view = piece.view(live[piece.live]).reshape(-1)
+                assert torch.equal(view, weights[name].reshape(-1))
+
+
+# What engines do
+
+
+def test_fused_stacked_transposed_and_padded_parameters_are_followed() -> None:
+    live: Weights = {
+        "qkv": nn.Parameter(torch.zeros(12, 8)),
+        "o": nn.Parameter(torch.zeros(8, 8)),
+        "embed": nn.Parameter(torch.zeros(16, 8)),
+        "w13": nn.Parameter(torch.zeros(2, 8, 8)),
+        "cache": torch.zeros(3),
+    }
+    weights = {
+        "q": torch.randn(8, 8),
+        "k": torch.randn(2, 8),
+        "v": torch.randn(2, 8),
+        "o": torch.randn(8, 8),
+        "embed": torch.randn(13, 8),
+        "experts": torch.randn(2, 8, 8),
+        "ignored": torch.randn(3),
+    }
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        begins = {"q": 0, "k": 8, "v": 10}
+        for name, tensor in given:
+            if name in begins:
+                live["qkv"].data.narrow(0, begins[name], len(tensor)).copy_(tensor)
+            elif name == "o":
+                live["o"].data.copy_(tensor.t().contiguous())
+            elif name == "embed":
+                live["embed"].data[:13].copy_(tensor)
+                live["embed"].data[13:].fill_(0)
+            elif name == "experts":
+                for expert, part in enumerate(tensor.unbind()):
+                    live["w13"].data[expert, :4] = part[4:]
+                    live["w13"].data[expert, 4:] = part[:4]
+
+    recording = loads_as_recorded(load, weights, live)
+    assert recording.refused == recording.uncovered == {}
+    assert recording.untouched == ("cache",)
+    assert recording.pieces["ignored"] == ()
+    assert recording.padding == {"embed": (Piece("embed", (24,), 104, (1,), 104, (1,)),)}
+    assert recording.pieces["k"] == (Piece("qkv", (16,), 0, (1,), 64, (1,)),)
+    assert recording.pieces["o"] == (Piece("o", (8, 8), 0, (8, 1), 0, (1, 8)),)
+    assert [p.numel for p in recording.pieces["experts"]] == [32] * 4  # halves change places
+    whole = {n for n, p in recording.pieces.items() if [q.numel for q in p] == [weights[n].numel()]}
+    assert whole == {"q", "k", "v", "o", "embed"}
+
+
+def test_a_tensor_that_is_kept_in_another_dtype_is_to_be_sent_as_that() -> None:
+    live: Weights = {"router": torch.zeros(4), "scale": torch.zeros(4)}
+    weights = {name: torch.randn(4, dtype=torch.bfloat16) for name in live}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in given:
+            live[name].copy_(tensor if name == "router" else tensor.to(torch.float32))
+
+    recording = loads_as_recorded(load, weights, live)
+    assert recording.refused == recording.uncovered == {}
+    assert {name: dtype.name for name, dtype in recording.dtypes.items()} == {
+        "router": "float32",
+        "scale": "float32",
+    }
+
+
+def test_tied_names_stand_for_one_tensor() -> None:
+    shared = torch.zeros(4)
+    live = {"embed": shared, "head": shared}
+    recording = watched(
+        lambda given: [shared.copy_(t) for _, t in given], {"w": torch.randn(4)}, live
+    )
+    assert (recording.uncovered, recording.untouched) == ({}, ())
+    assert [piece.live for piece in recording.pieces["w"]] == ["embed"]
+
+
+def in_place(w: Tensor, live: Tensor) -> None:
+    live.copy_(w.mul_(2))
+
+
+def through_a_buffer(w: Tensor, live: Tensor) -> None:
+    buffer = torch.empty(4)
+    buffer.copy_(w)
+    live.copy_(buffer)
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "sum": lambda w, live: live.copy_(w + 1),
+    "exponential": lambda w, live: live.copy_(-torch.exp(w)),
+    "concatenation": lambda w, live: live.copy_(torch.cat((w[2:], w[:2]))),
+    "index": lambda w, live: live.copy_(w[torch.tensor([3, 2, 1, 0])]),
+    "view of a sum": lambda w, live: live.copy_((w + 1).flip(0)),
+    "in place": in_place,
+    "buffer": through_a_buffer,
+    "addition": lambda w, live: live.add_(w),
+    "two dtypes": lambda w, live: (live[:2].copy_(w[:2].half()), live[2:].copy_(w[2:].double())),
+    "other bits": lambda w, live: live.view(torch.int32).copy_(w.view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("way", COMPUTED.values(), ids=COMPUTED)
+def test_what_is_not_only_copied_is_refused(way: Callable[[Tensor, Tensor], object]) -> None:
+    live = {"good": torch.zeros(4), "bad": torch.zeros(4)}
+    weights = {name: torch.randn(4) for name in live}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in given:
+            if name == "good":
+                live[name].copy_(tensor)
+            else:
+                way(tensor, live[name])
+
+    recording = watched(load, weights, live)
+    assert set(recording.refused) == {"bad"}
+    assert set(recording.pieces) == {"good"}
+    assert "bad" in {*recording.uncovered, *recording.untouched}
+    assert "good" not in {*recording.uncovered, *recording.untouched}
+
+
+def filled_twice(w: Tensor, live: Tensor) -> None:
+    live.zero_()
+    live.copy_(w)
+
+
+OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "half": lambda w, live: live[:2].copy_(w[:2]),
+    "twice": lambda w, live: (live.copy_(w), live[:1].copy_(w[:1])),
+    "filled and written": filled_twice,
+    "random": lambda w, live: (live.copy_(w), live[:1].normal_()),
+    "real values": lambda w, live: (live[:2].copy_(w[:2]), live[2:].copy_(torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("way", OVERWRITTEN.values(), ids=OVERWRITTEN)
+def test_live_tensors_that_do_not_follow_the_checkpoint_alone_are_named(
+    way: Callable[[Tensor, Tensor], object],
+) -> None:
+    live = {"w": torch.zeros(4)}
+    recording = watched(
+        lambda given: [way(t, live["w"]) for _, t in given], {"w": torch.randn(4)}, live
+    )
+    assert set(recording.uncovered) == {"w"}
+
+
+def test_storage_that_the_loader_exchanges_is_put_back() -> None:
+    live: Weights = {"w": nn.Parameter(torch.zeros(4))}
+    pointer = live["w"].data_ptr()
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in given:
+            live["w"].data = torch.ones(4)
+
+    recording = record(load, entries({"w": torch.ones(4)}), live)
+    assert live["w"].data_ptr() == pointer
+    assert recording.uncovered == {"w": "the loader replaces its storage"}
+
+
+def test_a_loader_that_reads_values_is_said_with_the_tensor() -> None:
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in given:
+            if tensor.sum() > 0:
+                return
+
+    live = {"w": torch.zeros(4)}
+    with pytest.raises(ConfigError, match=r"at 'first' it raised .*leave that tensor out"):
+        record(load, entries({"first": torch.ones(4), "second": torch.ones(4)}), live)
+    assert not live["w"].any()
+
+
+# Pieces
+
+
+def test_rows_that_stand_at_equal_distances_are_one_piece() -> None:
+    rows = [Piece("w", (4,), 4 * n, (1,), 100 + 8 * n, (1,)) for n in range(5)]
+    assert joined(rows[::-1]) == (Piece("w", (5, 4), 0, (4, 1), 100, (8, 1)),)
+
+
+def test_parts_that_continue_each_other_are_one_piece() -> None:
+    parts = [Piece("w", (b - a,), a, (1,), 7 + a, (1,)) for a, b in ((0, 4), (4, 13), (13, 15))]
+    assert joined(parts) == (Piece("w", (15,), 0, (1,), 7, (1,)),)
+    assert len(joined([*parts, Piece("v", (1,), 15, (1,), 22, (1,))])) == 2
+
+
+@given(
+    cuts=st.lists(st.integers(0, 20), max_size=4),
+    drop=st.integers(0, 4),
+    shift=st.integers(-1, 1),
+)
+def test_regions_cover_a_tensor_or_do_not(cuts: list[int], drop: int, shift: int) -> None:
+    live = torch.zeros(30)[5:25]
+    ends = [0, *sorted(cuts), 20]
+    regions = [Piece("w", (high - low,), 0, (1,), 5 + low, (1,)) for low, high in pairwise(ends)]
+    assert covers(live, regions)
+    changed = [r for n, r in enumerate(regions) if n != drop or shift]
+    if drop < len(regions) and shift:
+        moved = regions[drop]
+        changed[drop] = Piece("w", moved.shape, 0, (1,), moved.live_start + shift, (1,))
+    same = [(r.live_start, r.numel) for r in changed if r.numel] == [
+        (r.live_start, r.numel) for r in regions if r.numel
+    ]
+    assert covers(live, changed) == same
+    assert covers(live.view(4, 5).t(), changed) == same
