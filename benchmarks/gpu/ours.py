@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases.kernels import ALWAYS_SPARSE, layout_of
 from benchmarks.gpu.baselines import Found
-from deltasync.delta.apply import Staging
+from deltasync.delta.apply import Applier, Staging
 from deltasync.delta.batched import device_for_batches
 from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader
@@ -17,7 +17,6 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run, chunk_numel_on
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.plan import Delta, plan_delta
-from deltasync.sync.receiver import Applier
 
 BUCKET_BYTES = 256 << 20  # the default of SenderOptions
 _SPARSE_BYTES = 6  # of a changed bf16 element

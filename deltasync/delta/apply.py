@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,33 @@ def check_indices(run: Run, *, name: str) -> None:
         return
     if not kernels_for(run.indices.device).is_increasing(run.indices, run.span):
         raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+
+
+class Applier(Protocol):
+    """Brings one sync into the weights: staged, or in place."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `stage_bucket` writes."""
+        ...
+
+    @property
+    def staged_bytes(self) -> int: ...
+
+    @property
+    def ledger(self) -> DigestLedger:
+        """The digests after `commit`."""
+        ...
+
+    def stage_bucket(self, bucket: ReadBucket) -> None: ...
+
+    def commit(self) -> int:
+        """Write. Returns the digest of the weights as re-read."""
+        ...
+
+    def undo(self) -> None:
+        """Put the old bits back, or raise DigestMismatch."""
+        ...
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from deltasync.delta.apply import InPlace, Staging, staged_bytes_of
+from deltasync.delta.apply import Applier, InPlace, Staging, staged_bytes_of
 from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat
-from deltasync.delta.bucket import BucketReader, ReadBucket
+from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import (
@@ -48,33 +48,6 @@ if TYPE_CHECKING:  # imports Triton, which need not be there
     from deltasync.delta.batched.weights import BatchedWeights
 
 _MIN_STAGED_BYTES = 64 << 20
-
-
-class Applier(Protocol):
-    """Brings one sync into the weights: staged, or in place."""
-
-    @property
-    def in_place(self) -> bool:
-        """Whether `stage_bucket` writes."""
-        ...
-
-    @property
-    def staged_bytes(self) -> int: ...
-
-    @property
-    def ledger(self) -> DigestLedger:
-        """The digests after `commit`."""
-        ...
-
-    def stage_bucket(self, bucket: ReadBucket) -> None: ...
-
-    def commit(self) -> int:
-        """Write. Returns the digest of the weights as re-read."""
-        ...
-
-    def undo(self) -> None:
-        """Put the old bits back, or raise DigestMismatch."""
-        ...
 
 
 class ReceiverOptions(BaseModel):
