@@ -4,9 +4,11 @@ from deltasync.delta.apply import apply_patch
 from deltasync.delta.diff import diff
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
 from deltasync.delta.policy import Costs, Policy
+from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import DeltaSyncError
 from deltasync.sync.hook import StepHook, sync_after_step
 from deltasync.sync.receiver import ReceiverOptions, WeightReceiver
+from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.sender import SenderOptions, WeightSender
 from deltasync.sync.session import ReceiverState
 from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
@@ -15,6 +17,7 @@ from deltasync.sync.stats import SyncStats
 from deltasync.sync.target import ModuleTarget, WeightTarget
 
 __all__ = [
+    "CheckpointTensor",
     "Chunk",
     "ChunkedPatch",
     "Costs",
@@ -27,6 +30,7 @@ __all__ = [
     "Policy",
     "ReceiverOptions",
     "ReceiverState",
+    "RoutedTarget",
     "SenderOptions",
     "SparsePatch",
     "StagingThread",

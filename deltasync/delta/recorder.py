@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync.delta.bits import dtype_of, identity, torch_dtype
+from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.route import Piece, covers, joined
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -27,12 +28,16 @@ _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointTensor:
     """One tensor of a checkpoint, as a loader knows it."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: Dtype
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ class Recording:
     padding: dict[str, tuple[Piece, ...]]
 
 
-def record(load: Load, checkpoint: Sequence[Checkpoint], live: Mapping[str, Tensor]) -> Recording:
+def record(
+    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+) -> Recording:
     """Run `load` on tensors without data. Live tensors are not written, and nothing is copied.
 
     A tensor that the engine keeps in another dtype is recorded as of that dtype.
@@ -76,12 +83,14 @@ def record(load: Load, checkpoint: Sequence[Checkpoint], live: Mapping[str, Tens
     recorder = _run(load, checkpoint, live)
     if recorder.casts:
         casts = {name: dtypes.pop() for name, dtypes in recorder.casts.items() if len(dtypes) == 1}
-        again = [Checkpoint(c.name, c.shape, casts.get(c.name, c.dtype)) for c in checkpoint]
+        again = [CheckpointTensor(c.name, c.shape, casts.get(c.name, c.dtype)) for c in checkpoint]
         recorder = _run(load, again, live)
     return recorder.recording()
 
 
-def _run(load: Load, checkpoint: Sequence[Checkpoint], live: Mapping[str, Tensor]) -> _Recorder:
+def _run(
+    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+) -> _Recorder:
     recorder = _Recorder(live)
     before = {name: tensor.detach() for name, tensor in live.items()}
     try:
@@ -108,12 +117,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = ""
-        self.casts: dict[str, set[Dtype]] = defaultdict(set)
+        self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         self._live_in: dict[int, list[str]] = defaultdict(list)
         for name, tensor in live.items():
             self._live_in[_storage(tensor)].append(name)
-        self._checkpoint: dict[str, Checkpoint] = {}
+        self._checkpoint: dict[str, CheckpointTensor] = {}
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._padding: dict[str, list[Piece]] = defaultdict(list)
         self._refused: dict[str, str] = {}
@@ -123,10 +132,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[Tensor] = []  # so that no storage is taken for one that is gone
 
-    def give(self, checkpoint: Sequence[Checkpoint]) -> Iterator[tuple[str, Tensor]]:
+    def give(self, checkpoint: Sequence[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of each, as the loader asks for them."""
         for one in checkpoint:
-            tensor = torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="meta")
+            tensor = torch.empty(one.shape, dtype=one.dtype, device="meta")
             self._checkpoint[one.name] = one
             self._is[_storage(tensor)] = self.given = one.name
             self._kept.append(tensor)
@@ -159,7 +168,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._uncovered.setdefault(name, why)
         return Recording(
             pieces=pieces,
-            dtypes={name: self._checkpoint[name].dtype for name in pieces},
+            dtypes={
+                name: dtype_of(torch.empty(0, dtype=self._checkpoint[name].dtype))
+                for name in pieces
+            },
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
@@ -212,7 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names, how = self._made_of.get(_storage(source), (frozenset(), "something unknown"))
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
-        elif region is None or source.dtype != torch_dtype(self._checkpoint[name].dtype):
+        elif region is None or source.dtype != self._checkpoint[name].dtype:
             self._refuse([name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
             self._cast(name, target.dtype)
@@ -239,7 +251,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _cast(self, name: str, dtype: torch.dtype) -> None:
-        self.casts[name].add(dtype_of(torch.empty(0, dtype=dtype)))
+        self.casts[name].add(dtype)
         self._refuse([name], f"is converted to {dtype}, and to other dtypes elsewhere")
 
     def _refuse(self, names: Iterable[str], why: str) -> None:

@@ -97,7 +97,7 @@ def _row_of(pieces: Sequence[Piece]) -> Piece | None:
         for a, b in pairwise(pieces)
     }
     step, live_step, same_live, same_dims = steps.pop()
-    if steps or not (same_live and same_dims and step):
+    if steps or not (same_live and same_dims and step > 0 and live_step > 0):
         return None
     dims = [(len(pieces), step, live_step), *first.dims]
     return Piece.of(first.live, first.start, first.live_start, dims)

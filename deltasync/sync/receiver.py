@@ -19,6 +19,7 @@ from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.loading import Loading
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import (
     DeltaSyncError,
@@ -291,6 +292,8 @@ class WeightReceiver:
         match message:
             case messages.Layout():
                 self._bind(message)
+            case messages.Welcome() if not self._is_waiting:
+                self._target.proved()
             case messages.Begin():
                 self._begin(message)
             case messages.Bucket():
@@ -340,7 +343,11 @@ class WeightReceiver:
         if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
             raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
         self._reader.begin()
-        self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
+        loader = self._target.loader() if begin.base_version is None else None
+        if loader is None:
+            self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
+        else:
+            self._staging = Loading(loader, self._flats, self._ledger, self._measure)
 
     def _applier(self, sparse_bytes: int, dense_bytes: int) -> Applier:
         limit = self._max_staged_bytes()
@@ -399,6 +406,8 @@ class WeightReceiver:
             self._undo(staging)
             raise
         self._ledger = staging.ledger
+        if isinstance(staging, Loading):
+            self._target.proved()
         committed = messages.Committed(
             version=version,
             digest=messages.digest_text(digest),

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from deltasync.delta.bits import Flat, dtype_of
+from deltasync.delta.loading import Loader
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.source import (
     ModuleWatch,
@@ -40,6 +41,14 @@ class WeightTarget(Protocol):
 
     def check_unmoved(self) -> None:
         """Raises TargetMoved if live storage is not where `bind` found it."""
+        ...
+
+    def loader(self) -> Loader | None:
+        """What has to write a full sync, or None if that can go to what `bind` returned."""
+        ...
+
+    def proved(self) -> None:
+        """What `bind` returned holds the trainer's bits: after joining, or as `loader` wrote."""
         ...
 
 
@@ -85,6 +94,13 @@ class ModuleTarget:
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
             raise TargetMoved(f"storage of {_some(moved)} was replaced; rejoin")
         self._watch = ModuleWatch(self._module)
+
+    def loader(self) -> Loader | None:
+        """None: the module's tensors are the checkpoint's."""
+        return None
+
+    def proved(self) -> None:
+        """Nothing has to be."""
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))

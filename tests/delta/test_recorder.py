@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deltasync.delta.bits import dtype_of
-from deltasync.delta.recorder import Checkpoint, Recording, record
+from deltasync.delta.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.route import Piece, covers, joined
 from deltasync.errors import ConfigError
 
@@ -21,8 +20,8 @@ Weights = dict[str, Tensor]
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
-def entries(weights: Mapping[str, Tensor]) -> list[Checkpoint]:
-    return [Checkpoint(name, tuple(t.shape), dtype_of(t)) for name, t in weights.items()]
+def entries(weights: Mapping[str, Tensor]) -> list[CheckpointTensor]:
+    return [CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in weights.items()]
 
 
 def watched(load: Load, weights: Weights, live: Weights) -> Recording:
@@ -148,6 +147,33 @@ def test_pieces_do_what_the_loader_does(loader: tuple[Load, Weights, Weights]) -
             if piece.is_whole(weights[name].numel()):
                 view = piece.view(live[piece.live]).reshape(-1)
                 assert torch.equal(view, weights[name].reshape(-1))
+
+
+@given(
+    order=st.integers(1, 6).flatmap(lambda count: st.permutations(range(count))),
+    rows=st.integers(1, 3),
+    gap=st.integers(0, 2),
+    across=st.booleans(),
+)
+def test_parts_in_any_order_do_what_the_loader_does(
+    order: list[int], rows: int, gap: int, across: bool
+) -> None:
+    weights = {"w": torch.randint(1, 99, (len(order) * rows, 6), dtype=torch.int16)}
+    live = {"live": torch.zeros(len(order) * (rows + gap), 6, dtype=torch.int16)}
+    if across:
+        live["live"] = live["live"].T.contiguous().T
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in given:
+            for part, place in zip(torch.split(tensor, rows), order, strict=True):
+                begin = place * (rows + gap)
+                live["live"][begin : begin + rows].copy_(part)
+
+    recording = loads_as_recorded(load, weights, live)
+    assert not recording.refused
+    assert set(recording.uncovered) == ({"live"} if gap else set())
+    if order == sorted(order):
+        assert [piece.is_whole(weights["w"].numel()) for piece in recording.pieces["w"]] == [True]
 
 
 # What engines do

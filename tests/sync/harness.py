@@ -17,6 +17,7 @@ from deltasync import (
     SenderOptions,
     WeightReceiver,
     WeightSender,
+    WeightTarget,
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import TransportClosed, TransportError, TransportTimeout
@@ -159,7 +160,7 @@ class Fleet:
 
     def add(
         self,
-        module: nn.Module,
+        target: nn.Module | WeightTarget,
         *,
         engine: str = "engine",
         rank: int = 0,
@@ -169,7 +170,7 @@ class Fleet:
     ) -> Serving:
         """Start a receiver in a thread; it greets on its own."""
         receiver = WeightReceiver(
-            ModuleTarget(module),
+            ModuleTarget(target) if isinstance(target, nn.Module) else target,
             wrap(self.transport.receiver()),
             engine=engine,
             rank=rank,
