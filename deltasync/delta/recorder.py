@@ -22,7 +22,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's `load_weights`: takes (checkpoint name, tensor) pairs."""
 
 _aten = torch.ops.aten
-# They copy, and what they return has the same elements: here the same tensor does for both.
+# What they return has the same elements.
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
@@ -106,6 +106,77 @@ def _run(
     return recorder
 
 
+Dims = list[tuple[int, int, int]]
+"""(size, stride in the checkpoint tensor, stride elsewhere) of each dimension of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """The elements of a checkpoint tensor in some order: it itself, or a copy of a view of it.
+
+    Attributes:
+        name: The checkpoint tensor.
+        start: Which of its elements comes first.
+        dims: (size, stride in the checkpoint tensor), the outermost first.
+    """
+
+    name: str
+    start: int
+    dims: tuple[tuple[int, int], ...]
+
+    def box(self, view: Tensor, strides: Iterable[int]) -> tuple[int, Dims] | None:
+        """Start and dimensions of the elements of a view of this storage.
+
+        None if they are no box of the checkpoint tensor.
+
+        Args:
+            view: Part of this storage.
+            strides: Of the view's dimensions elsewhere.
+        """
+        if not view.numel():
+            return self.start, [(0, 0, 0)]
+        spaces = [prod(size for size, _ in self.dims[n + 1 :]) for n in range(len(self.dims))]
+        offset = int(view.storage_offset())
+        digits = [
+            offset // space % size for space, (size, _) in zip(spaces, self.dims, strict=True)
+        ]
+        start = self.start + sum(
+            digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True)
+        )
+        found: Dims = []
+        for size, step, stride in zip(view.shape, view.stride(), strides, strict=True):
+            dims = self._split(size, step, stride, spaces, digits)
+            if dims is None:
+                return None
+            found += dims
+        return start, found
+
+    def _split(
+        self, count: int, step: int, stride: int, spaces: list[int], digits: list[int]
+    ) -> Dims | None:
+        """One dimension of a view, along the dimensions of this storage that it runs through.
+
+        `digits` are how far the view has gone in each of these.
+        """
+        found: Dims = []
+        while count > 1 and step > 0:
+            place = next(n for n, space in enumerate(spaces) if space <= step)
+            size, source_stride = self.dims[place]
+            leap, odd = divmod(step, spaces[place])
+            fits = digits[place] + (count - 1) * leap < size
+            here = count if fits else size // leap  # else it goes on in the next one outwards
+            digits[place] += (here - 1) * leap
+            if (
+                odd
+                or digits[place] >= size
+                or (not fits and (here < 2 or size % leap or count % here))
+            ):
+                return None
+            found.insert(0, (here, leap * source_stride, stride))
+            count, step, stride = count // here, step * here, stride * here
+        return [(count, 0, stride), *found] if count > 1 else found or [(1, 0, stride)]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies from checkpoint tensors into live ones, and lets no live tensor be written.
 
@@ -127,8 +198,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._padding: dict[str, list[Piece]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._uncovered: dict[str, str] = {}
-        # By storage: the checkpoint tensor it is, or those it was computed from and how.
-        self._is: dict[int, str] = {}
+        # By storage: the checkpoint tensor it holds, or those it was computed from and how.
+        self._is: dict[int, _Storage] = {}
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[Tensor] = []  # so that no storage is taken for one that is gone
 
@@ -137,8 +208,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in checkpoint:
             tensor = torch.empty(one.shape, dtype=one.dtype, device="meta")
             self._checkpoint[one.name] = one
-            self._is[_storage(tensor)] = self.given = one.name
-            self._kept.append(tensor)
+            self.given = one.name
+            self._hold(tensor, _Storage(one.name, 0, ((one.numel, 1),)))
             yield one.name, tensor
 
     def put_back(self, before: Mapping[str, Tensor]) -> None:
@@ -193,18 +264,49 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _COPIES and _storage(args[0]) in self._is:
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and sources and _storage(tensor) not in self._is:
-                self._made_of[_storage(tensor)] = (frozenset(sources), str(func))
-                self._kept.append(tensor)
+        if sources:
+            self._derive(tree_leaves((args, kwargs)), tree_leaves(result), sources, str(func))
         return result
 
+    def _derive(
+        self, given: Sequence[Any], made: Sequence[Any], sources: set[str], how: str
+    ) -> None:
+        """Remember of what `made` was computed, and by what at first."""
+        earlier = [
+            self._made_of[_storage(t)][1]
+            for t in given
+            if isinstance(t, Tensor) and _storage(t) in self._made_of
+        ]
+        for tensor in made:
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._is:
+                self._made_of.setdefault(_storage(tensor), (frozenset(sources), [*earlier, how][0]))
+                self._kept.append(tensor)
+
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        dtype = kwargs.get("dtype")
-        if dtype is None or dtype == tensor.dtype:
-            return _aten.alias.default(tensor)  # type: ignore[no-any-return]
-        self._cast(self._is[_storage(tensor)], dtype)
-        return torch.empty_like(tensor, dtype=dtype)
+        """A copy without data, of which it is known where its elements come from."""
+        held = self._is[_storage(tensor)]
+        dtype = kwargs.get("dtype") or tensor.dtype
+        copy: Tensor = _aten.clone.default(tensor, memory_format=kwargs.get("memory_format"))
+        if dtype != tensor.dtype:
+            self._cast(held.name, dtype)
+            return copy.to(dtype)
+        box = None if self._is_reinterpreted(tensor) else held.box(tensor, copy.stride())
+        dims = sorted(box[1] if box else (), key=lambda dim: (-dim[2], dim[0]))
+        strides = [prod(size for size, _, _ in dims[n + 1 :]) for n in range(len(dims))]
+        if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
+            self._derive([], [copy], {held.name}, "a rearrangement that cannot be followed")
+        else:
+            self._hold(copy, _Storage(held.name, box[0], tuple(dim[:2] for dim in dims)))
+        return copy
+
+    def _hold(self, tensor: Tensor, elements: _Storage) -> None:
+        self._is[_storage(tensor)] = elements
+        self._kept.append(tensor)
+
+    def _is_reinterpreted(self, tensor: Tensor) -> bool:
+        """Whether bits of a checkpoint tensor are seen as something else."""
+        own = self._checkpoint[self._is[_storage(tensor)].name].dtype
+        return tensor.dtype != own or tensor.is_neg() or tensor.is_conj()
 
     def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
         """Note a write to live tensors, which is not done."""
@@ -218,21 +320,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        name = self._is.get(_storage(source))
+        held = self._is.get(_storage(source))
         region = self._region(target)
-        if name is None:
+        if held is None:
             names, how = self._made_of.get(_storage(source), (frozenset(), "something unknown"))
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
-        elif region is None or source.dtype != self._checkpoint[name].dtype:
-            self._refuse([name], "is read or kept as another dtype than its own")
+        elif region is None or self._is_reinterpreted(source):
+            self._refuse([held.name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
-            self._cast(name, target.dtype)
+            self._cast(held.name, target.dtype)
+        elif (box := held.box(source.expand(target.shape), target.stride())) is None:
+            self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
         else:
-            strides = source.expand(target.shape).stride()
-            dims = zip(target.shape, strides, target.stride(), strict=True)
-            start, live_start = _extent(source)[0], _extent(target)[0]
-            self._pieces[name].append(Piece.of(region.live, start, live_start, dims))
+            live_start = int(target.storage_offset())
+            self._pieces[held.name].append(Piece.of(region.live, box[0], live_start, box[1]))
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
@@ -264,7 +366,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 key = _storage(leaf)
-                found |= {self._is[key]} if key in self._is else set()
+                found |= {self._is[key].name} if key in self._is else set()
                 found |= self._made_of.get(key, (frozenset[str](), ""))[0]
         return found
 

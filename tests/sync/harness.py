@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -40,6 +41,14 @@ def bits_equal(left: nn.Module, right: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(
         torch.equal(as_bits(ours[name]), as_bits(theirs[name])) for name in ours
     )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is to do."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Serving:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from triton.runtime.interpreter import GridExecutor
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.batched import Kernels
 from deltasync.errors import SyncAborted
-from tests.sync.harness import Model, bits_equal, fleet
+from tests.sync.harness import Model, bits_equal, fleet, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,13 +42,6 @@ def model(dtype: torch.dtype, seed: int) -> Model:
         "empty": torch.randn(0, 4, generator=generator),
     }
     return Model({name: tensor.to(dtype) for name, tensor in tensors.items()})
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def step(source: Model, share: float) -> None:

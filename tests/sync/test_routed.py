@@ -16,7 +16,7 @@ from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from deltasync.sync.routed import RoutedTarget
 from deltasync.testing.target import TargetContract
-from tests.sync.harness import Model, bits_equal, fleet
+from tests.sync.harness import Model, bits_equal, fleet, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,7 +166,8 @@ def test_a_layout_that_changes_after_loading_is_found_before_a_delta() -> None:
         here.wait(1)
         with pytest.raises(SyncAborted, match=r"gate0.* the engine changes its layout"):
             here.sender.send_weights()
-        assert any(isinstance(error, DigestMismatch) for error in serving.errors)
+        until(lambda: bool(serving.errors))
+        assert isinstance(serving.errors[0], DigestMismatch)
         assert serving.receiver.is_dirty
         assert target.loader() is not None
 
