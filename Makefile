@@ -2,13 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+ENGINES := .venv-engines
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 CHECKED := deltasync tests $(if $(wildcard benchmarks/*.py),benchmarks)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
 
-.PHONY: demo test lint types layers docs notebooks bench clean
+.PHONY: demo test test-engines lint types layers docs notebooks bench clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -38,6 +39,18 @@ notebooks: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Engines live in an environment of their own: they are large, and pin what others do not want.
+test-engines: $(ENGINES)/.installed
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
+	  tests/engines
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt
+	test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --disable-pip-version-check "$(TORCH)"
+	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps -r constraints-engines.txt
+	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps -e .
+	touch $@
 
 clean:
 	rm -rf .venv build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis \

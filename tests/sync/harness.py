@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from deltasync import (
     SenderOptions,
     WeightReceiver,
     WeightSender,
+    WeightSource,
     WeightTarget,
 )
 from deltasync.delta.bits import as_bits
@@ -161,10 +163,13 @@ Wrap = Callable[[ReceiveTransport], ReceiveTransport]
 class Fleet:
     """A sender and receivers of one process."""
 
-    def __init__(self, source: nn.Module, *, options: SenderOptions | None = None) -> None:
+    def __init__(
+        self, source: nn.Module | WeightSource, *, options: SenderOptions | None = None
+    ) -> None:
         self.transport = inprocess.Sender()
-        self.source = source
-        self.sender = WeightSender(ModuleSource(source), self.transport, options=options)
+        self.source: Any = source
+        source = ModuleSource(source) if isinstance(source, nn.Module) else source
+        self.sender = WeightSender(source, self.transport, options=options)
         self.serving: dict[str, Serving] = {}
 
     def add(
@@ -199,7 +204,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(source: nn.Module, *, options: SenderOptions | None = None) -> Iterator[Fleet]:
+def fleet(
+    source: nn.Module | WeightSource, *, options: SenderOptions | None = None
+) -> Iterator[Fleet]:
     made = Fleet(source, options=options)
     try:
         yield made

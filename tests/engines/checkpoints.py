@@ -1,0 +1,110 @@
+"""Small checkpoints of many architectures, each with a loader of its own in an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SMALL = {
+    "vocab_size": 1000,  # engines pad it to a multiple of 64
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+_LLAMA = _SMALL | {"num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": _LLAMA | {"model_type": "llama"},
+    # Tied embeddings.
+    "Qwen3ForCausalLM": _LLAMA
+    | {"model_type": "qwen3", "head_dim": 64, "tie_word_embeddings": True},
+    # Biases of fused projections.
+    "Qwen2ForCausalLM": _LLAMA | {"model_type": "qwen2"},
+    # Fused in the checkpoint already.
+    "Phi3ForCausalLM": _LLAMA | {"model_type": "phi3", "original_max_position_embeddings": 128},
+    # Experts that are stacked.
+    "Qwen3MoeForCausalLM": _LLAMA
+    | _EXPERTS
+    | {"model_type": "qwen3_moe", "head_dim": 64, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    # Shared experts beside them.
+    "Qwen2MoeForCausalLM": _LLAMA
+    | _EXPERTS
+    | {
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 256,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "MixtralForCausalLM": _LLAMA
+    | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Latent attention.
+    "DeepseekV2ForCausalLM": _LLAMA
+    | {
+        "model_type": "deepseek_v2",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    },
+    # Matrices that are transposed.
+    "GPT2LMHeadModel": _SMALL
+    | {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    | {"tie_word_embeddings": True},
+    # Heads of q, k and v that take turns: a copy in another order on the way.
+    "BloomForCausalLM": _SMALL
+    | {"model_type": "bloom", "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+    "GPTNeoXForCausalLM": _SMALL | {"model_type": "gpt_neox", "rotary_pct": 0.25},
+    # Concatenates what it took apart.
+    "FalconForCausalLM": _SMALL
+    | {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}
+    | {"alibi": False, "bias": False, "parallel_attn": True, "tie_word_embeddings": True},
+    # Exponentiates.
+    "MambaForCausalLM": _SMALL
+    | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}
+    | {"time_step_rank": 16, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu"},
+}
+
+
+def write_config(architecture: str, folder: Path) -> Path:
+    """A folder that a model can be made from."""
+    config = CONFIGS[architecture] | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def checkpoint(folder: Path, seed: int) -> dict[str, Tensor]:
+    """Random weights by checkpoint name, as transformers writes them."""
+    import transformers
+    from safetensors.torch import load_file
+
+    if not (folder / "model.safetensors").exists():
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model.save_pretrained(folder / "saved")
+        (folder / "saved" / "model.safetensors").rename(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in sorted(load_file(folder / "model.safetensors").items())
+    }

@@ -1,0 +1,138 @@
+"""vLLM's own model classes hold, bit for bit, what vLLM's own loader would load."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltasync import CheckpointTensor, NamedTensor, RoutedTarget, SenderOptions, WeightSource
+from deltasync.errors import ConfigError
+from deltasync.testing.processes import run_ranks
+from tests.engines.checkpoints import CONFIGS, checkpoint, write_config
+from tests.sync.harness import fleet
+
+REFUSED = {"FalconForCausalLM": r"aten\.cat", "MambaForCausalLM": r"aten\.exp"}
+
+
+class Weights(WeightSource):
+    """A trainer's weights by checkpoint name."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
+
+
+@contextmanager
+def vllm_models(folder: Path, count: int) -> Iterator[list[Any]]:
+    """Models of vLLM's own class, not loaded, in a process that serves nothing else."""
+    from vllm.config import (
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    model_config = ModelConfig(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        enforce_eager=True,
+    )
+
+    def config() -> VllmConfig:
+        return VllmConfig(
+            model_config=model_config,
+            parallel_config=ParallelConfig(tensor_parallel_size=1),
+            device_config=DeviceConfig(device="cpu"),
+        )
+
+    with set_current_vllm_config(config()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
+        initialize_model_parallel(1)
+    models = []
+    for _ in range(count):
+        with set_current_vllm_config(vllm := config()), set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(vllm_config=vllm, model_config=model_config)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        models.append(model)
+    with set_current_vllm_config(config()):
+        yield models
+
+
+def target_of(model: nn.Module, weights: dict[str, Tensor]) -> RoutedTarget:
+    return RoutedTarget(
+        model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
+    )
+
+
+def assert_as_loaded(model: nn.Module, fresh: Any, weights: dict[str, Tensor]) -> None:
+    fresh.load_weights(iter(weights.items()))
+    held = dict(model.named_parameters())
+    for name, parameter in fresh.named_parameters():
+        ours, theirs = held[name].view(torch.uint8), parameter.view(torch.uint8)
+        assert torch.equal(ours, theirs), name
+
+
+def follow(_: int, architecture: str, folder: Path, *, joins_equal: bool) -> None:
+    weights = checkpoint(folder, 0)
+    generator = torch.Generator().manual_seed(1)
+    with vllm_models(folder, 2) as (model, fresh):
+        model.load_weights(iter(checkpoint(folder, 0 if joins_equal else 1).items()))
+        with fleet(Weights(weights), options=SenderOptions(bucket_bytes=1 << 18)) as here:
+            here.add(target_of(model, weights))
+            here.wait(1)
+            assert here.sender.send_weights().full_synced == (0 if joins_equal else 1)
+            assert_as_loaded(model, fresh, weights)
+            for share in (0.001, 0.0, 0.3, 1.0, 0.01):
+                for tensor in weights.values():
+                    mask = torch.rand(tensor.shape, generator=generator) < share
+                    tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
+                stats = here.sender.send_weights()
+                assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
+                assert_as_loaded(model, fresh, weights)
+
+
+def refuse(_: int, architecture: str, folder: Path) -> None:
+    weights = checkpoint(folder, 0)
+    with vllm_models(folder, 1) as [model]:
+        with pytest.raises(ConfigError, match=REFUSED[architecture]):
+            target_of(model, weights).parameters()
+        assert not any(parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("joins_equal", [True, False], ids=["same weights", "other weights"])
+@pytest.mark.parametrize("architecture", sorted(CONFIGS.keys() - REFUSED.keys()))
+def test_any_history_leaves_what_vllm_would_load(
+    architecture: str, joins_equal: bool, tmp_path: Path
+) -> None:
+    folder = write_config(architecture, tmp_path)
+    run_ranks(_follow, 1, architecture, folder, joins_equal, timeout_s=280)
+
+
+def _follow(rank: int, architecture: str, folder: Path, joins_equal: bool) -> None:
+    follow(rank, architecture, folder, joins_equal=joins_equal)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_loaders_that_compute_are_refused(architecture: str, tmp_path: Path) -> None:
+    folder = write_config(architecture, tmp_path)
+    run_ranks(refuse, 1, architecture, folder, timeout_s=280)
