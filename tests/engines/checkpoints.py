@@ -48,6 +48,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "MixtralForCausalLM": _LLAMA
     | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "OlmoeForCausalLM": _LLAMA | _EXPERTS | {"model_type": "olmoe"},
+    # Norms beside what they normalise, tied.
+    "Gemma2ForCausalLM": _LLAMA
+    | {
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 64,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "Starcoder2ForCausalLM": _LLAMA
+    | {"model_type": "starcoder2", "use_bias": True, "norm_epsilon": 1e-5}
+    | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     # Latent attention.
     "DeepseekV2ForCausalLM": _LLAMA
     | {
@@ -67,6 +83,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
         "routed_scaling_factor": 1.0,
     },
+    "OPTForCausalLM": _SMALL
+    | {"model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 256}
+    | {"do_layer_norm_before": True, "activation_function": "relu", "tie_word_embeddings": True},
     # Matrices that are transposed.
     "GPT2LMHeadModel": _SMALL
     | {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
