@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run
-from deltasync.delta.recorder import Load
 from deltasync.errors import DigestMismatch, InvalidTable
 
 Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
@@ -25,13 +24,12 @@ Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 class Loader(Protocol):
     """How an engine takes a checkpoint."""
 
-    @property
-    def load(self) -> Load:
-        """Called with a few checkpoint tensors at a time, each of them once."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> object:
+        """Take a few checkpoint tensors, under the layout's names. Each comes once, whole."""
         ...
 
     def finish(self) -> None:
-        """Called when all have been loaded."""
+        """All have been loaded."""
         ...
 
 

@@ -77,9 +77,9 @@ def record(
     Raises:
         ConfigError: The loader raised; the text names the checkpoint tensor it was given last.
     """
-    # Of names that lead to one tensor the first stands for all.
+    # Of names that lead to one tensor the first stands for all. Empty ones share the null pointer.
     first = {identity(tensor): name for name, tensor in reversed(list(live.items()))}
-    live = {name: tensor for name, tensor in live.items() if first[identity(tensor)] == name}
+    live = {n: t for n, t in live.items() if not t.numel() or first[identity(t)] == n}
     recorder = _run(load, checkpoint, live)
     if recorder.casts:
         casts = {name: dtypes.pop() for name, dtypes in recorder.casts.items() if len(dtypes) == 1}
@@ -96,6 +96,7 @@ def _run(
     try:
         with torch.no_grad(), recorder:
             load(recorder.give(checkpoint))
+        recorder.miss(checkpoint)
     except Exception as error:
         raise ConfigError(
             f"the loader cannot be watched: at {recorder.given!r} it raised "
@@ -201,7 +202,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By storage: the checkpoint tensor it holds, or those it was computed from and how.
         self._is: dict[int, _Storage] = {}
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
-        self._kept: list[Tensor] = []  # so that no storage is taken for one that is gone
+        self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
     def give(self, checkpoint: Sequence[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of each, as the loader asks for them."""
@@ -211,6 +212,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.given = one.name
             self._hold(tensor, _Storage(one.name, 0, ((one.numel, 1),)))
             yield one.name, tensor
+
+    def miss(self, checkpoint: Sequence[CheckpointTensor]) -> None:
+        """Refuse what the loader never asked for."""
+        self._refuse(
+            (c.name for c in checkpoint if c.name not in self._checkpoint), "is not asked for"
+        )
 
     def put_back(self, before: Mapping[str, Tensor]) -> None:
         """Undo what goes past the dispatcher: storage that was exchanged."""
@@ -280,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in made:
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._is:
                 self._made_of.setdefault(_storage(tensor), (frozenset(sources), [*earlier, how][0]))
-                self._kept.append(tensor)
+                self._kept.append(tensor.untyped_storage())
 
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A copy without data, of which it is known where its elements come from."""
@@ -301,7 +308,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, tensor: Tensor, elements: _Storage) -> None:
         self._is[_storage(tensor)] = elements
-        self._kept.append(tensor)
+        self._kept.append(tensor.untyped_storage())
 
     def _is_reinterpreted(self, tensor: Tensor) -> bool:
         """Whether bits of a checkpoint tensor are seen as something else."""
@@ -312,10 +319,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a write to live tensors, which is not done."""
         if func is _aten.copy_.default and args[1].is_meta:
             self._copy(args[0], args[1])
+        elif sources := self._sources(tree_leaves(args)):
+            self._refuse(sources, f"is not only copied: {func}")
+            for tensor in written:
+                self._spoil(tensor, f"the loader computes it: {func}")
         elif func in _FILLS and (piece := self._region(args[0])) is not None:
             self._padding[piece.live].append(piece)
         else:
-            self._refuse(self._sources(tree_leaves(args)), f"is not only copied: {func}")
             for tensor in written:
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
@@ -343,6 +353,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _region(self, target: Tensor) -> Piece | None:
         """The live tensor that `target` is a part of, and which; None if it is seen as another."""
+        if target.is_neg() or target.is_conj():
+            return None
         begin, end = _extent(target)
         for name in self._live_in[_storage(target)]:
             live = self._live[name]

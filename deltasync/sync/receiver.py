@@ -292,8 +292,6 @@ class WeightReceiver:
         match message:
             case messages.Layout():
                 self._bind(message)
-            case messages.Welcome() if not self._is_waiting:
-                self._target.proved()
             case messages.Begin():
                 self._begin(message)
             case messages.Bucket():
@@ -401,13 +399,13 @@ class WeightReceiver:
             digest = staging.commit()
             if digest != staging.ledger.total:
                 raise DigestMismatch("the weights read back are not those that were written")
+            if not isinstance(staging, Loading):  # which has finished before it read back
+                self._target.finish()
             self._session.committed()
         except BaseException:
             self._undo(staging)
             raise
         self._ledger = staging.ledger
-        if isinstance(staging, Loading):
-            self._target.proved()
         committed = messages.Committed(
             version=version,
             digest=messages.digest_text(digest),
@@ -420,6 +418,7 @@ class WeightReceiver:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
         with suppress(DeltaSyncError, RuntimeError):  # torch's own failures are RuntimeErrors
             staging.undo()
+            self._target.finish()
             self._session.restored()
 
     def _wait_for_engine(self, staging: Applier) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, identity
+from deltasync.delta.bits import Flat
 from deltasync.delta.loading import Loader
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.source import ModuleWatch
-from deltasync.sync.target import match_parameters
+from deltasync.sync.source import ModuleWatch, tied_tensors
+from deltasync.sync.target import match_parameters, refuse_overlap
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -19,17 +20,21 @@ class RoutedTarget:
     """An engine whose parameters are not the checkpoint's: fused, stacked, transposed, padded.
 
     The engine's loader is run once on tensors without data, which shows where the elements of each
-    checkpoint tensor are kept; deltas are written there. That is believed once it is proved: by
-    weights that have the trainer's digest when they are read back through it, after joining or
-    after a full sync that the loader itself has written.
+    checkpoint tensor are kept; deltas are written there. That is proved before any of them: a
+    receiver joins by weights that have the trainer's digest when they are read back through the
+    routes, or by a full sync, which the loader itself writes and which is then read back.
+
+    A loader that writes in another thread, through numpy or dlpack, is not seen to do so: it must
+    not be given here.
 
     Args:
-        module: The engine's model, loaded. It must keep its storage between syncs; if it is
-            released, reloaded or replaced, call the receiver's `invalidate`.
+        module: The engine's model. It must keep its storage between syncs; if it is released,
+            reloaded or replaced, call the receiver's `invalidate`.
         checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
         load: The loader; by default the module's `load_weights`. It is called with a few tensors at
             a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
-        finish: Called after each full sync: what the engine does to weights once they are loaded.
+        finish: Called in the pause after every sync, full or not: brings up to date what the engine
+            derives from its weights. It must leave them where they were loaded.
     """
 
     def __init__(
@@ -41,10 +46,10 @@ class RoutedTarget:
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
-        self.load: Load = load or module.load_weights  # type: ignore[assignment]
+        self._load: Load = load or module.load_weights  # type: ignore[assignment]
         self._finish = finish
         self._watch = ModuleWatch(module)
-        self._proved_for: object = None  # the storage
+        self._own_name: dict[str, str] = {}  # by the sender's
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The checkpoint tensors that the loader takes something of.
@@ -60,7 +65,9 @@ class RoutedTarget:
         held = self._specs(recording)
         numbers = match_parameters(held, layout)
         live = self._live()
+        refuse_overlap(tied_tensors(iter(live.items())))
         self._watch = ModuleWatch(self._module)
+        self._own_name = {layout[n].name: s.name for n, s in zip(numbers, held, strict=True)}
         flats: dict[int, Flat] = {}
         for number, spec in zip(numbers, held, strict=True):
             [piece] = recording.pieces[spec.name]
@@ -73,15 +80,15 @@ class RoutedTarget:
             raise TargetMoved("storage of the engine was replaced; rejoin")
 
     def loader(self) -> Loader | None:
-        """What writes full syncs until the routes are proved."""
-        return None if self._proved_for == self._storage() else self
+        """The engine's own, which fills padding too."""
+        return self
 
-    def proved(self) -> None:
-        """Weights were read back through the routes and are the trainer's."""
-        self._proved_for = self._storage()
+    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        """Give the engine's loader what the sender calls by its names."""
+        self._load([(self._own_name[name], tensor) for name, tensor in weights])
 
     def finish(self) -> None:
-        """What the engine does once weights are loaded. Raises TargetMoved if that moves them."""
+        """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""
         self._finish()
         self.check_unmoved()
 
@@ -95,12 +102,10 @@ class RoutedTarget:
             if recording.pieces[one.name]
         )
 
-    def _storage(self) -> list[tuple[object, ...]]:
-        return [identity(tensor) for tensor in self._live().values()]
-
     def _recorded(self) -> Recording:
         """Where things are now. Raises ConfigError unless that is known of everything."""
-        recording = record(self.load, self._checkpoint, self._live())
+        with self._kept():
+            recording = record(self._load, self._checkpoint, self._live())
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
         for one in self._checkpoint:
@@ -110,3 +115,22 @@ class RoutedTarget:
         if whys:
             raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
         return recording
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Put back parameters and buffers that the loader registers anew, and refuse it."""
+        watch = ModuleWatch(self._module)
+        owners = list(self._module.modules())
+        before = [(dict(owner._parameters), dict(owner._buffers)) for owner in owners]
+        moved = False
+        try:
+            yield
+        finally:
+            moved = not watch.is_unmoved()
+            for owner, (parameters, buffers) in zip(owners, before, strict=True) if moved else ():
+                owner._parameters.clear()
+                owner._parameters.update(parameters)
+                owner._buffers.clear()
+                owner._buffers.update(buffers)
+        if moved:
+            raise ConfigError("the loader replaces parameters; one that fills them is needed")

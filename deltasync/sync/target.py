@@ -47,8 +47,8 @@ class WeightTarget(Protocol):
         """What has to write a full sync, or None if that can go to what `bind` returned."""
         ...
 
-    def proved(self) -> None:
-        """What `bind` returned holds the trainer's bits: after joining, or as `loader` wrote."""
+    def finish(self) -> None:
+        """Weights were written: bring up to date what the engine has derived from them."""
         ...
 
 
@@ -76,7 +76,7 @@ class ModuleTarget:
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
         """Find each parameter of the layout in the module."""
         tensors = self._tensors()
-        _refuse_overlap(tensors)
+        refuse_overlap(tensors)
         numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
         self._places = places(self._module, self._rename)
         self._watch = ModuleWatch(self._module)
@@ -99,8 +99,8 @@ class ModuleTarget:
         """None: the module's tensors are the checkpoint's."""
         return None
 
-    def proved(self) -> None:
-        """Nothing has to be."""
+    def finish(self) -> None:
+        """Nothing is derived."""
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))
@@ -144,8 +144,8 @@ def _spec(tensor: NamedTensor) -> ParameterSpec:
     return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
 
 
-def _refuse_overlap(tensors: Sequence[NamedTensor]) -> None:
-    """Two tensors over the same bytes: each write would undo one that was read back as good.
+def refuse_overlap(tensors: Sequence[NamedTensor]) -> None:
+    """Raise LayoutMismatch for two tensors over the same bytes: a write to one changes the other.
 
     Strided views may interleave without sharing a byte, so only contiguous ones are compared.
     """

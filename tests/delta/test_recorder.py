@@ -307,6 +307,8 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "view of a sum": lambda w, live: live.copy_((w + 1).flip(0)),
     "in place": in_place,
     "buffer": through_a_buffer,
+    "filled with it": lambda w, live: live.fill_(w[0]),
+    "negated view": lambda w, live: torch._neg_view(live).copy_(w),
     "addition": lambda w, live: live.add_(w),
     "two dtypes": lambda w, live: (live[:2].copy_(w[:2].half()), live[2:].copy_(w[2:].double())),
     "other bits": lambda w, live: live.view(torch.int32).copy_(w.view(torch.int32)),
@@ -330,6 +332,38 @@ def test_what_is_not_only_copied_is_refused(way: Callable[[Tensor, Tensor], obje
     assert set(recording.pieces) == {"good"}
     assert "bad" in {*recording.uncovered, *recording.untouched}
     assert "good" not in {*recording.uncovered, *recording.untouched}
+
+
+def test_storage_that_is_freed_is_not_taken_for_another() -> None:
+    live = {"w": torch.zeros(4, 4)}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in given:
+            tensor.data = tensor.data.t().contiguous()
+            live["w"].copy_(torch.exp(tensor))
+
+    for _ in range(20):
+        assert set(watched(load, {"w": torch.randn(4, 4)}, live).refused) == {"w"}
+
+
+def test_what_the_loader_does_not_ask_for_is_refused() -> None:
+    live = {"a": torch.zeros(4), "b": torch.zeros(4)}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        live["a"].copy_(next(iter(given))[1])
+
+    recording = watched(load, {name: torch.randn(4) for name in live}, live)
+    assert recording.refused == {"b": "is not asked for"}
+
+
+def test_empty_tensors_are_not_tied() -> None:
+    live = {"a": torch.zeros(0, 4), "b": torch.zeros(0, 4)}
+    weights = {name: torch.zeros(0, 4) for name in live}
+    recording = loads_as_recorded(
+        lambda given: [live[name].copy_(tensor) for name, tensor in given], weights, live
+    )
+    assert recording.refused == recording.uncovered == {}
+    assert {name: piece.live for name, [piece] in recording.pieces.items()} == {"a": "a", "b": "b"}
 
 
 def filled_twice(w: Tensor, live: Tensor) -> None:

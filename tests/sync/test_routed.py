@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -140,21 +141,59 @@ def test_any_history_leaves_what_the_loader_would_load(
     assert engine.loaded == (0 if same else len(SHAPES))
 
 
-def test_a_second_full_sync_needs_no_loader() -> None:
+def test_a_full_sync_restores_what_no_route_leads_to() -> None:
     source, engine = trainer(0), engine_of(trainer(1))
     with fleet(source) as here:
         serving = here.add(RoutedTarget(engine, CHECKPOINT))
         here.wait(1)
         here.sender.send_weights()
         serving.receiver.invalidate()
-        engine.get_parameter("qkv").data.zero_()
+        for parameter in engine.parameters():  # padding too
+            parameter.data.fill_(torch.nan)
         full_synced = 0
         while not full_synced:  # it is first found to have left
             here.wait(1)
             with suppress(SyncAborted):
                 full_synced = here.sender.send_weights().full_synced
         assert bits_equal(engine, engine_of(source))
-    assert engine.loaded == len(SHAPES)
+    assert engine.loaded == 2 * len(SHAPES)
+
+
+def test_what_is_derived_is_brought_up_to_date_by_every_sync() -> None:
+    source, engine = trainer(0), engine_of(trainer(1))
+    norms: list[float] = []
+
+    def finish() -> None:
+        norms.append(float(engine.get_parameter("norm").sum()))
+
+    with fleet(source) as here:
+        here.add(RoutedTarget(engine, CHECKPOINT, finish=finish))
+        here.wait(1)
+        for _ in range(3):
+            here.sender.send_weights()
+            assert norms[-1] == float(engine.get_parameter("norm").sum())
+            source.get_parameter("norm").data += 1
+    assert len(norms) == 3
+
+
+def test_tied_names_reach_the_loader_as_it_knows_them() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok = nn.Parameter(torch.zeros(4, 3))
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                if name == "tok":
+                    self.tok.data.copy_(tensor)
+
+    source, engine = Model({"head": torch.randn(4, 3)}), Tied()
+    source.register_parameter("tok", source.get_parameter("head"))
+    with fleet(source) as here:
+        here.add(RoutedTarget(engine, [CheckpointTensor("tok", (4, 3), torch.float32)]))
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert torch.equal(engine.tok, source.get_parameter("tok"))
 
 
 def test_a_layout_that_changes_after_loading_is_found_before_a_delta() -> None:
@@ -169,7 +208,6 @@ def test_a_layout_that_changes_after_loading_is_found_before_a_delta() -> None:
         until(lambda: bool(serving.errors))
         assert isinstance(serving.errors[0], DigestMismatch)
         assert serving.receiver.is_dirty
-        assert target.loader() is not None
 
 
 def test_an_engine_that_moves_its_weights_when_it_finishes_is_told() -> None:
@@ -190,6 +228,32 @@ class Computing(Engine):
         super().load_weights((n, t + 1 if n == "norm" else t) for n, t in weights)
 
 
+class Replacing(Engine):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm = nn.Parameter(tensor, requires_grad=False)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+class Lazy(Engine):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        yield from weights
+
+
+class Overlapping(Engine):
+    def __init__(self) -> None:
+        super().__init__()
+        self._add("part", self.get_parameter("w2").data[0])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "down0":
+                self.get_parameter("part").data.copy_(tensor)
+
+
 class Interleaving(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
@@ -206,18 +270,25 @@ class Interleaving(Engine):
         (Computing, CHECKPOINT, r"2 tensors have no route: 'norm' is not only copied: aten.add"),
         (Interleaving, CHECKPOINT, "'q' is kept in parts"),
         (Engine, CHECKPOINT[:-1], None),  # the router is left as it is
+        (Replacing, CHECKPOINT, "the loader replaces parameters"),
+        (Lazy, CHECKPOINT, "'down0' is not asked for"),
+        (Overlapping, CHECKPOINT, "'part'|'w2'"),
         (Engine, [c for c in CHECKPOINT if c.name != "k"], "'qkv': the loader does not copy"),
     ],
 )
 def test_what_has_no_route_is_refused_by_name(
     engine: type[Engine], checkpoint: list[CheckpointTensor], why: str | None
 ) -> None:
-    target = RoutedTarget(engine(), checkpoint)
+    made = engine()
+    before = dict(made.named_parameters())
+    target = RoutedTarget(made, checkpoint)
     if why is None:
         assert len(target.parameters()) == len(checkpoint)
     else:
         with pytest.raises(ConfigError, match=why):
             target.parameters()
+    after = dict(made.named_parameters())
+    assert all(before[name] is after[name] and not after[name].any() for name in before)
 
 
 class Loaded(nn.Module):
