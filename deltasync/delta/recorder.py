@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.route import Piece, covers, joined
@@ -93,9 +94,10 @@ def _run(
 ) -> _Recorder:
     recorder = _Recorder(live)
     before = {name: tensor.detach() for name, tensor in live.items()}
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in checkpoint]
     try:
         with torch.no_grad(), recorder:
-            load(recorder.give(checkpoint))
+            load(recorder.give(checkpoint, tensors))
         recorder.miss(checkpoint)
     except Exception as error:
         raise ConfigError(
@@ -106,6 +108,8 @@ def _run(
         recorder.put_back(before)
     return recorder
 
+
+_MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is refused
 
 Dims = list[tuple[int, int, int]]
 """(size, stride in the checkpoint tensor, stride elsewhere) of each dimension of a box."""
@@ -191,9 +195,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.given = ""
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
-        self._live_in: dict[int, list[str]] = defaultdict(list)
+        # By storage: where live tensors begin and end in it, in order, and their names.
+        self._live_in: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, tensor in live.items():
-            self._live_in[_storage(tensor)].append(name)
+            self._live_in[_storage(tensor)].append((*_extent(tensor), name))
+        for places in self._live_in.values():
+            places.sort()
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._padding: dict[str, list[Piece]] = defaultdict(list)
@@ -204,10 +211,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def give(self, checkpoint: Sequence[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
+    def give(
+        self, checkpoint: Sequence[CheckpointTensor], tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of each, as the loader asks for them."""
-        for one in checkpoint:
-            tensor = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for one, tensor in zip(checkpoint, tensors, strict=True):
             self._checkpoint[one.name] = one
             self.given = one.name
             self._hold(tensor, _Storage(one.name, 0, ((one.numel, 1),)))
@@ -246,10 +254,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._uncovered.setdefault(name, why)
         return Recording(
             pieces=pieces,
-            dtypes={
-                name: dtype_of(torch.empty(0, dtype=self._checkpoint[name].dtype))
-                for name in pieces
-            },
+            dtypes={name: _known(self._checkpoint[name].dtype) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
@@ -264,7 +269,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_storage(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
             return _as_returned(func, written)
-        sources = self._sources(tree_leaves((args, kwargs)))
+        sources = self._sources([*_tensors(args), *_tensors(kwargs)])
         if sources and written:
             self._refuse(sources, f"is changed in place, or put into a buffer, by {func}")
             return _as_returned(func, written)
@@ -272,7 +277,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
         if sources:
-            self._derive(tree_leaves((args, kwargs)), tree_leaves(result), sources, str(func))
+            self._derive([*_tensors(args), *_tensors(kwargs)], _tensors(result), sources, str(func))
         return result
 
     def _derive(
@@ -319,7 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a write to live tensors, which is not done."""
         if func is _aten.copy_.default and args[1].is_meta:
             self._copy(args[0], args[1])
-        elif sources := self._sources(tree_leaves(args)):
+        elif sources := self._sources(_tensors(args)):
             self._refuse(sources, f"is not only copied: {func}")
             for tensor in written:
                 self._spoil(tensor, f"the loader computes it: {func}")
@@ -348,7 +353,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
-        for name in self._live_in.get(_storage(target), ()):
+        for _, _, name in self._live_in.get(_storage(target), ()):
             self._uncovered[name] = why
 
     def _region(self, target: Tensor) -> Piece | None:
@@ -356,10 +361,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.is_neg() or target.is_conj():
             return None
         begin, end = _extent(target)
-        for name in self._live_in[_storage(target)]:
-            live = self._live[name]
-            first, last = _extent(live)
-            if live.dtype == target.dtype and first <= begin and end <= last:
+        places = self._live_in[_storage(target)]
+        before = bisect_right(places, begin, key=lambda place: place[0])
+        for _, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
+            if self._live[name].dtype == target.dtype and end <= last:
                 dims = zip(target.shape, target.stride(), target.stride(), strict=True)
                 return Piece.of(name, begin, begin, dims)
         return None
@@ -383,6 +388,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+@cache
+def _known(dtype: torch.dtype) -> Dtype:
+    return dtype_of(torch.empty(0, dtype=dtype))
+
+
 def _storage(tensor: Tensor) -> int:
     """What two tensors over the same storage share."""
     return int(tensor.untyped_storage()._cdata)
@@ -395,13 +405,33 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (reach if tensor.numel() else 0)
 
 
+def _tensors(value: object) -> list[Tensor]:
+    """The tensors in the arguments or results of an operation."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for one in value for t in _tensors(one)] if isinstance(value, list | tuple) else []
+
+
+@cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes, by its schema: places and names."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes, by its schema."""
-    found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    """The tensors that a call writes."""
+    places = _places_written(func)
+    return [
+        tensor
+        for place, name in places
+        for tensor in _tensors(args[place] if place < len(args) else kwargs.get(name))
+    ]
 
 
 def _as_returned(func: Any, written: Sequence[Tensor]) -> Any:
