@@ -151,6 +151,8 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
     """A demo past its first delta, and the id of its rollout process."""
     command = [*QUICK, "--steps", "1000000", "--transport", transport]
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
+    # Children inherit that Ctrl-C is ignored, as it is in the background jobs of a script.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = subprocess.Popen(
         command,
         env=ENVIRONMENT | {"TMPDIR": folder.name},
@@ -158,6 +160,7 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    signal.signal(signal.SIGINT, handler)
     try:
         for _ in range(2):
             assert trainer.stdout is not None
