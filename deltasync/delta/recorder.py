@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
-from deltasync.delta.route import Piece, covers, joined
+from deltasync.delta.route import Dims, Piece, covers, joined
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -26,6 +26,7 @@ _aten = torch.ops.aten
 # What they return has the same elements.
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
+_MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,6 @@ def _run(
     finally:
         recorder.put_back(before)
     return recorder
-
-
-_MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is refused
-
-Dims = list[tuple[int, int, int]]
-"""(size, stride in the checkpoint tensor, stride elsewhere) of each dimension of a box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +264,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_storage(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
             return _as_returned(func, written)
-        sources = self._sources([*_tensors(args), *_tensors(kwargs)])
+        given = [*_tensors(args), *_tensors(kwargs)]
+        sources = self._sources(given)
         if sources and written:
             self._refuse(sources, f"is changed in place, or put into a buffer, by {func}")
             return _as_returned(func, written)
@@ -277,21 +273,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
         if sources:
-            self._derive([*_tensors(args), *_tensors(kwargs)], _tensors(result), sources, str(func))
+            earlier = (
+                self._made_of[key][1] for key in map(_storage, given) if key in self._made_of
+            )
+            self._derive(_tensors(result), sources, next(earlier, str(func)))
         return result
 
-    def _derive(
-        self, given: Sequence[Any], made: Sequence[Any], sources: set[str], how: str
-    ) -> None:
+    def _derive(self, made: Sequence[Tensor], sources: set[str], how: str) -> None:
         """Remember of what `made` was computed, and by what at first."""
-        earlier = [
-            self._made_of[_storage(t)][1]
-            for t in given
-            if isinstance(t, Tensor) and _storage(t) in self._made_of
-        ]
         for tensor in made:
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self._is:
-                self._made_of.setdefault(_storage(tensor), (frozenset(sources), [*earlier, how][0]))
+            if _storage(tensor) not in self._is:
+                self._made_of.setdefault(_storage(tensor), (frozenset(sources), how))
                 self._kept.append(tensor.untyped_storage())
 
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -306,7 +298,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dims = sorted(box[1] if box else (), key=lambda dim: (-dim[2], dim[0]))
         strides = [prod(size for size, _, _ in dims[n + 1 :]) for n in range(len(dims))]
         if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
-            self._derive([], [copy], {held.name}, "a rearrangement that cannot be followed")
+            self._derive([copy], {held.name}, "a rearrangement that cannot be followed")
         else:
             self._hold(copy, _Storage(held.name, box[0], tuple(dim[:2] for dim in dims)))
         return copy
@@ -377,14 +369,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in names:
             self._refused.setdefault(name, why)
 
-    def _sources(self, leaves: Iterable[Any]) -> set[str]:
-        """Names of the checkpoint tensors that `leaves` are, or were made of."""
+    def _sources(self, tensors: Iterable[Tensor]) -> set[str]:
+        """Names of the checkpoint tensors that `tensors` are, or were made of."""
         found: set[str] = set()
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                key = _storage(leaf)
-                found |= {self._is[key].name} if key in self._is else set()
-                found |= self._made_of.get(key, (frozenset[str](), ""))[0]
+        for key in map(_storage, tensors):
+            if key in self._is:
+                found.add(self._is[key].name)
+            elif key in self._made_of:
+                found |= self._made_of[key][0]
         return found
 
 

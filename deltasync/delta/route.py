@@ -16,6 +16,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+Dims = list[tuple[int, int, int]]
+"""(size, stride in the checkpoint tensor, stride elsewhere) of each dimension of a box."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -49,7 +52,7 @@ class Piece:
         """From (size, stride, live stride) of each dimension: in as few as it takes, in the
         checkpoint's order.
         """
-        merged: list[tuple[int, int, int]] = []
+        merged: Dims = []
         for dim in sorted((d for d in dims if d[0] != 1), key=lambda d: (-d[1], d[0])):
             size, stride, live_stride = dim
             if merged and merged[-1][1:] == (size * stride, size * live_stride):
@@ -59,7 +62,7 @@ class Piece:
         return cls(live, sizes, start, strides, live_start, live_strides)
 
     @property
-    def dims(self) -> list[tuple[int, int, int]]:
+    def dims(self) -> Dims:
         """(size, stride, live stride) of each dimension."""
         return list(zip(self.shape, self.strides, self.live_strides, strict=True))
 

@@ -372,13 +372,13 @@ class Receiver:
         return announced is not None and (announced.is_answered or not first.deadline.passed)
 
     def _land(self, arrival: _Arrival, flight: Broadcast) -> bool:
+        """Whether its payload has arrived. Raises PeerLost if it will not."""
         is_done = flight.is_done()
         if is_done and flight.error is None:
             arrival.land()
-        elif is_done:  # the sender is to say that somebody was lost; if it does not, we are
-            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else GRACE_S)
-        if arrival.flight is None:
             return True
+        if is_done:  # the sender is to say that somebody was lost; if it does not, we are
+            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else GRACE_S)
         if arrival.deadline.passed and arrival.is_cut_off:
             self._leave()
         elif arrival.deadline.passed:
