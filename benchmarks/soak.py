@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from benchmarks.descriptors import descriptors
-from benchmarks.gpu.engine import FAILURES, synchronize
+from benchmarks.gpu.engine import FAILURES, begin_engine, synchronize
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workload import mutate
 from benchmarks.workload import bits_of
@@ -451,13 +451,8 @@ def _backend(device: torch.device) -> Backend:
 
 def run_engine(setup: Setup) -> None:
     """The engine's process: waits to be told where to connect, then receives until stdin ends."""
-    torch.set_num_threads(1)
     device = setup.device("engine")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    # Whatever else prints must not look like an answer.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answers = begin_engine(device)
     module = setup.model.build(device)
     for bits in bits_of(module):
         bits.zero_()  # not what the trainer holds, so that only a full sync helps

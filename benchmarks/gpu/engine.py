@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -154,14 +154,18 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def run_engine(setup: Setup, folder: Path) -> None:
+def begin_engine(device: torch.device) -> TextIO:
+    """Make this process an engine's. Returns where it answers, which nothing else prints to."""
     torch.set_num_threads(1)
-    device = setup.device("engine")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Whatever else prints must not look like an answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    return answers
+
+
+def run_engine(setup: Setup, folder: Path) -> None:
+    answers = begin_engine(setup.device("engine"))
     engine = Engine(setup, folder)
     for line in sys.stdin:
         try:

@@ -20,6 +20,10 @@ Read = Callable[[int, int], Tensor]
 """(start, stop) -> int[stop - start], the bits of one parameter there."""
 
 
+Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+"""(chunks) -> uint64[n], the digests of these chunks as they are in memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
     """All chunks of a layout, in order.

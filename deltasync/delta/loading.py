@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import Run
 from deltasync.errors import DigestMismatch, InvalidTable
-
-Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
-"""(chunks) -> uint64[n], the digests of these chunks of the live weights."""
 
 
 class Loader(Protocol):

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-from numpy.typing import NDArray
 
-from deltasync.delta.digests import DigestLedger
-
-Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
-"""The digests of chunks as they are in memory."""
+from deltasync.delta.digests import DigestLedger, Measure
 
 
 class Scrub:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.layout import SourceLayout, check_coverage
-from deltasync.sync.scrub import Measure, Scrub
+from deltasync.sync.scrub import Scrub
 from deltasync.sync.source import ModuleSource, NamedTensor
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
 from deltasync.testing.target import TargetContract
