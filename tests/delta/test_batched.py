@@ -19,6 +19,7 @@ from torch import Tensor
 from deltasync import Policy, dtypes
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
+from deltasync.delta.batched.warm_up import sync_tiny_models
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.bucket import BucketReader
@@ -395,6 +396,12 @@ def test_weights_that_changed_after_they_were_checked_cannot_be_put_back(
     assert staging.commit() == staging.ledger.total
     with pytest.raises(DigestMismatch):
         staging.undo()
+
+
+def test_what_compiles_kernels_runs_through() -> None:
+    pairs = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
+    formats = frozenset((dtypes.BY_NAME[own], dtypes.BY_NAME[wire]) for own, wire in pairs)
+    sync_tiny_models(formats, 1 << 18, DEVICE)
 
 
 def test_batches_that_are_not_possible_are_refused() -> None:

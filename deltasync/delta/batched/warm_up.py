@@ -25,15 +25,24 @@ _BUCKET_BYTES = 1 << 16
 def warm_up(
     formats: frozenset[tuple[Dtype, Dtype]], chunk_numel: int, device: torch.device
 ) -> None:
-    """Sync a tiny model in every way, once in a process. Triton keeps what it compiles on disk.
+    """`sync_tiny_models`, once in a process and where there is something to compile.
+
+    Triton keeps what it compiles on disk.
+    """
+    if device.type == "cuda":
+        sync_tiny_models(formats, chunk_numel, device)
+
+
+def sync_tiny_models(
+    formats: frozenset[tuple[Dtype, Dtype]], chunk_numel: int, device: torch.device
+) -> None:
+    """Sync in every way there is, which launches every kernel that a sync may need.
 
     Args:
         formats: (dtype of the source, wire dtype) of the parameters to come.
         chunk_numel: Elements of a chunk.
-        device: Where kernels will run.
+        device: Where kernels run.
     """
-    if device.type != "cuda":
-        return
     with device_of(device):
         pairs = sorted(formats, key=lambda pair: (pair[0].name, pair[1].name))
         specs = tuple(
@@ -59,17 +68,20 @@ def _sync(
     device: torch.device,
     max_held_bytes: int,
 ) -> None:
-    snapshot, replica = (
-        {
-            number: Flat.of(torch.zeros(_NUMEL, dtype=torch_dtype(spec.dtype), device=device))
-            for number, spec in enumerate(specs)
-        }
-        for _ in range(2)
-    )
     ledger = DigestLedger(specs, chunk_numel=chunk_numel)
-    weights = BatchedWeights(replica, ledger, device)
-    ledger.sums[:] = weights.digests()
-    delta = BatchedDiffer(BatchedWeights(snapshot, ledger, device)).compare(
+    snapshot, replica, other = (
+        BatchedWeights(
+            {
+                number: Flat.of(torch.zeros(_NUMEL, dtype=torch_dtype(spec.dtype), device=device))
+                for number, spec in enumerate(specs)
+            },
+            ledger,
+            device,
+        )
+        for _ in range(3)
+    )
+    ledger.sums[:] = replica.digests()
+    delta = BatchedDiffer(snapshot).compare(
         readers,
         ledger,
         policy=policy,
@@ -78,8 +90,8 @@ def _sync(
         base_version=0,
         keep=lambda ledger: None,
     )
-    staged = BatchedStaging(weights, ledger)
-    in_place = BatchedStaging(weights, ledger, in_place=True)
+    staged = BatchedStaging(replica, ledger)
+    in_place = BatchedStaging(other, ledger, in_place=True)
     reader = BucketReader(specs)
     for bucket in delta.buckets():
         payload = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
