@@ -40,6 +40,7 @@ class Group(Protocol):
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
+_GROWTH_BITS = 5  # lengths of slots are rounded up to so many leading bits
 _WAY_OUT = {
     "gloo": "",
     "nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc",
@@ -148,10 +149,15 @@ class Slot:
         return self._memory.numel() >= num_bytes
 
     def view(self, num_bytes: int) -> Tensor:
-        """Its first bytes, uint8[num_bytes]. It grows if they do not fit, and is marked then."""
+        """Its first bytes, uint8[num_bytes]. It grows if they do not fit, and is marked then.
+
+        What it held before is given up first, and it grows by a sixteenth at least: payloads that
+        are all nearly as long as allowed do not make it grow again and again.
+        """
         if not self.fits(num_bytes):
-            device = self._memory.device
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            step = 1 << max(0, num_bytes.bit_length() - _GROWTH_BITS)
+            self._memory = self._memory.new_empty(0)
+            self._memory = self._memory.new_empty(-(-num_bytes // step) * step)
             self.set_mark()  # an allocator may hand out what its stream has still to finish with
         return self._memory[:num_bytes]
 
