@@ -376,12 +376,16 @@ class WeightReceiver:
             )
             payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
         opened = self._reader.open(payload, bucket.num_rows)
+        self._transport.progress()
         if self._is_in_place:
             self._session.writing()
         self._staging.stage_bucket(opened)
+        self._transport.progress()
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         assert self._staging is not None
+        if self._moved is not None:
+            raise self._moved
         self._reply(
             messages.Prepared(
                 version=prepare.version,

@@ -143,6 +143,25 @@ class TransportContract(ABC):
                 assert payload is not None
                 assert torch.equal(payload.to(expected.device), expected)
 
+    @pytest.mark.timeout(60)
+    def test_progress_leaves_what_is_read_alone(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        frames = [Frame(b"%d" % n, link.payload_of(100_000, seed=n)) for n in range(6)]
+
+        def send_all() -> None:
+            for frame in frames:
+                link.sender.send(frame, timeout_s=PATIENCE_S)
+
+        sent = background(send_all)
+        for frame in frames:
+            received = link.receivers[0].receive(timeout_s=PATIENCE_S)
+            for _ in range(20):
+                link.receivers[0].progress()
+                time.sleep(0.001)
+            assert same_frame(received, frame)
+        sent.result(PATIENCE_S)
+
     # Replies
 
     @pytest.mark.timeout(60)

@@ -141,6 +141,13 @@ class ReceiveTransport(Protocol):
         """
         ...
 
+    def progress(self) -> None:
+        """Let the next payload come while the last frame is read, which stays valid. Never blocks.
+
+        For a connected end that will soon receive again. Raises PeerLost.
+        """
+        ...
+
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         """Answer the sender. Raises PeerLost."""
         ...

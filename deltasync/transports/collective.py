@@ -12,7 +12,8 @@ A frame with a payload takes one round over the control plane before its broadca
 
 Nothing is broadcast before the payload is packed and every member is ready: a broadcast that waits
 for one of them would hold up the GPUs of all others. So whoever is ready stays in `receive` until
-START, and who has a frame to hand out is ready for the next one only once that is packed.
+START, or calls `progress` and is soon back; and who has a frame to hand out, or is reading one, is
+ready for the next only once that is packed.
 
 `send` returns as soon as the broadcast has started: one payload travels while the next is packed
 and the last is read. Its end at the root proves no delivery; who needs proof asks for replies, as

@@ -1,8 +1,8 @@
 """The receiver's end of the collective transport; the protocol is told in collective.py.
 
 Two frames at most wait here to be handed out. So a payload can be on its way while the one before
-is read, although nothing runs between two calls of `receive`: a frame that has arrived is kept back
-until the next payload has started, if that is about to.
+is read, although nothing runs between two calls: whoever reads a frame calls `progress` meanwhile,
+and a frame that has arrived is kept back until the next payload has started, if that is about to.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Receiver:
         secret: bytes | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        """Connect to the sender at `host`:`port`; arguments as there. Nothing larger than
-        `max_payload_bytes` is allocated, whatever the sender declares.
+        """Connect to the sender at `host`:`port`; arguments as there. No memory is
+        allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
         """
         check_secret(secret)
         self._backend: Backend = backend
@@ -154,6 +154,13 @@ class Receiver:
                     raise TransportTimeout("nothing came in time")
                 else:
                     self._gate.wait(self._pause_s(pace, deadline))
+
+    def progress(self) -> None:
+        with self._gate.entered():
+            self._advance()
+            while (message := self._next()) is not None:
+                self._handle(message)
+                self._advance()
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         with self._gate.entered():
@@ -340,10 +347,11 @@ class Receiver:
 
         Who is ready stays until the payload starts, and one that is not packed can take its time.
         """
-        if self._arrivals and not announced.is_packed:
+        if (self._arrivals or self._read is not None) and not announced.is_packed:
             return
         slot = self._slots[self._turn]
-        if not slot.mark.is_done() or any(arrival.slot is slot for arrival in self._arrivals):
+        is_waiting = any(arrival.slot is slot for arrival in self._arrivals)
+        if slot is self._read or is_waiting or not slot.mark.is_done():
             return
         if slot.fits(announced.num_bytes):
             announced.is_answered = True

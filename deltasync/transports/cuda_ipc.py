@@ -68,6 +68,7 @@ _SEGMENT = struct.Struct(f"<BxxxxxxxQ{UUID_BYTES}s{HANDLE_BYTES}s{HANDLE_BYTES}s
 _GRANULE_BYTES = 32 << 20
 _MIN_POLL_S, _MAX_POLL_S = 0.00002, 0.001
 _MAX_WAITING = 256  # frames behind one whose payload is not there yet
+_RELEASE_TIMEOUT_S = 5.0
 _GRACE_S = 1.0  # what closing waits for payloads to be filled, and for receivers to unmap
 
 
@@ -276,6 +277,11 @@ class Receiver(SlotReceiver):
             except (PeerLost, TransportUnavailable):
                 self._forget()
                 raise
+
+    def progress(self) -> None:
+        """Give the sender back what nothing on the GPU reads any more."""
+        with self._gate.entered():
+            self._send_releases(Deadline(_RELEASE_TIMEOUT_S))
 
     def _next(self, deadline: Deadline) -> Frame:
         pace = Pace(BUSY_S["cuda"])

@@ -187,6 +187,9 @@ class Receiver:
                 raise PeerLost(str(link.lost))
             raise TransportTimeout("nothing came in time")
 
+    def progress(self) -> None:
+        """Nothing is to be done."""
+
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         """Never waits."""
         with self._sender._changed:

@@ -103,6 +103,9 @@ class Receiver(SlotReceiver):
                 self._forget()
                 raise
 
+    def progress(self) -> None:
+        """Nothing is to be done: payloads come without any doing of this end."""
+
     def _let_go(self, deadline: Deadline) -> None:
         """Give the payload of the last frame back to the sender."""
         held, self._held = self._held, None

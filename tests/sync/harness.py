@@ -112,6 +112,9 @@ class ThroughReceiver:
     def receive(self, *, timeout_s: float) -> Frame:
         return self._inner.receive(timeout_s=timeout_s)
 
+    def progress(self) -> None:
+        self._inner.progress()
+
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
 

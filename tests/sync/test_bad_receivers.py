@@ -49,7 +49,8 @@ class Liar:
     def __init__(self, inner: ReceiveTransport, kind: str, tamper: Tamper) -> None:
         self._inner, self._kind, self._tamper = inner, kind, tamper
         self.capabilities = inner.capabilities
-        self.receive, self.disconnect, self.close = inner.receive, inner.disconnect, inner.close
+        self.receive, self.progress = inner.receive, inner.progress
+        self.disconnect, self.close = inner.disconnect, inner.close
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         for data in self._tampered(greeting):

@@ -175,7 +175,7 @@ class Meddling:
         self.inner, self._kind, self._fault = inner, kind, fault
         self.capabilities = inner.capabilities
         self.connect, self.disconnect = inner.connect, inner.disconnect
-        self.reply, self.close = inner.reply, inner.close
+        self.progress, self.reply, self.close = inner.progress, inner.reply, inner.close
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self.inner.receive(timeout_s=timeout_s)

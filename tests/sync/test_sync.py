@@ -473,7 +473,7 @@ class BreaksOff:
         self._inner, self._left = inner, after
         self.capabilities = inner.capabilities
         self.connect, self.disconnect = inner.connect, inner.disconnect
-        self.reply, self.close = inner.reply, inner.close
+        self.progress, self.reply, self.close = inner.progress, inner.reply, inner.close
 
     def receive(self, *, timeout_s: float) -> Frame:
         self._left -= 1

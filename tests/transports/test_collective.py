@@ -304,6 +304,27 @@ def test_a_payload_travels_before_the_last_is_handed_out(
 
 
 @pytest.mark.timeout(60)
+def test_a_payload_comes_while_the_last_is_read(link: Link) -> None:
+    link.add(1)
+    link.open()
+    receiver = link.receivers[0]
+    frames = [Frame(b"%d" % n, payload_of(100_000, seed=n)) for n in range(3)]
+    (first,) = link.exchange(frames[0])
+    second = background(lambda: link.sender.send(frames[1], timeout_s=PATIENCE_S))
+    while not second.done():
+        receiver.progress()
+    third = background(lambda: link.sender.send(frames[2], timeout_s=PATIENCE_S))
+    for _ in range(100):
+        receiver.progress()
+        time.sleep(0.001)
+    assert not third.done()  # its buffer is still being read
+    assert same_frame(first, frames[0])
+    for frame in frames[1:]:
+        assert same_frame(receiver.receive(timeout_s=PATIENCE_S), frame)
+    third.result(PATIENCE_S)
+
+
+@pytest.mark.timeout(60)
 def test_a_frame_is_not_kept_back_for_one_that_never_starts(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
