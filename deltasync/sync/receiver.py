@@ -30,6 +30,7 @@ from deltasync.errors import (
     PeerLost,
     Refused,
     SyncAborted,
+    TargetMoved,
     TransportClosed,
     TransportError,
     TransportTimeout,
@@ -121,6 +122,9 @@ class WeightReceiver:
         self._staging: Applier | None = None
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
+        self._is_undivided = False  # from the begin of a sync to its commit, in one call
+        self._is_checked = False  # whether storage is where it was, for the sync under way
+        self._moved: TargetMoved | None = None  # what was found then
         self._lock = threading.RLock()  # held while weights are looked at or written
 
     @property
@@ -146,7 +150,9 @@ class WeightReceiver:
     def receive_weights(self, *, timeout_s: float = 60.0) -> int:
         """Receive one sync, or join without one. Returns the version held.
 
-        The calling thread is the engine's: the engine does not serve meanwhile.
+        The calling thread is the engine's: the engine does not serve meanwhile, and nobody
+        replaces storage. Whether somebody has done so before is looked at as a sync begins,
+        while the sender packs; with `stage` and `commit`, in the pause.
 
         Args:
             timeout_s: For the next sync to begin; within it `stall_timeout_s` counts.
@@ -155,8 +161,12 @@ class WeightReceiver:
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to join anew.
         """
-        if self.stage(timeout_s=timeout_s):
-            return self.commit()
+        self._is_undivided = True
+        try:
+            if self.stage(timeout_s=timeout_s):
+                return self.commit()
+        finally:
+            self._is_undivided, self._is_checked, self._moved = False, False, None
         if self._session.version is None:
             raise IllegalMessage("invalidated while joining; call again")
         return self._session.version
@@ -346,6 +356,16 @@ class WeightReceiver:
             self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
         else:
             self._staging = Loading(loader, self._flats, self._ledger, self._measure)
+        if self._is_undivided:
+            self._check_early()
+
+    def _check_early(self) -> None:
+        """Look at storage while the sender packs, which learns of it when it asks: prepare."""
+        self._is_checked, self._moved = True, None
+        try:
+            self._target.check_unmoved()
+        except TargetMoved as error:
+            self._moved = error
 
     def _applier(self, sparse_bytes: int, dense_bytes: int) -> Applier:
         limit = self._max_staged_bytes()
@@ -396,7 +416,8 @@ class WeightReceiver:
 
     def _write(self, version: int, staging: Applier) -> None:
         """The pause: write, read back, answer."""
-        self._target.check_unmoved()
+        if not self._is_checked:
+            self._target.check_unmoved()
         began = time.perf_counter()
         self._session.writing()
         try:

@@ -23,7 +23,7 @@ from deltasync import (
     WeightTarget,
 )
 from deltasync.delta.bits import as_bits
-from deltasync.errors import TransportClosed, TransportError, TransportTimeout
+from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 
@@ -51,6 +51,18 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Stubborn(ModuleTarget):
+    """A target that fails in the pause, after it was written, once it is told to."""
+
+    fails = False
+
+    def finish(self) -> None:
+        super().finish()
+        if self.fails:
+            self.fails = False
+            raise TargetMoved("planted")
 
 
 class Serving:

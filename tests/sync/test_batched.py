@@ -13,7 +13,7 @@ from triton.runtime.interpreter import GridExecutor
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.batched import Kernels
 from deltasync.errors import SyncAborted
-from tests.sync.harness import Model, bits_equal, fleet, until
+from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,16 +106,16 @@ def test_weights_that_somebody_else_changed_are_found_and_healed() -> None:
 def test_a_rank_that_fails_undoes_its_engine() -> None:
     source = model(torch.bfloat16, 0)
     ranks = [model(torch.bfloat16, n) for n in (1, 2)]
+    targets = [Stubborn(replica) for replica in ranks]
     with fleet(source, options=SenderOptions(kernels="triton")) as here:
         serving = [
-            here.add(replica, rank=n, world=2, options=ReceiverOptions(kernels="triton"))
-            for n, replica in enumerate(ranks)
+            here.add(target, rank=n, world=2, options=ReceiverOptions(kernels="triton"))
+            for n, target in enumerate(targets)
         ]
         here.wait(2)
         assert here.sender.send_weights().receivers == 2
         before = [parameter.clone() for parameter in ranks[0].parameters()]
-        vector = ranks[1].get_parameter("vector")
-        vector.data = vector.data.clone()  # its storage moves: rank 1 refuses
+        targets[1].fails = True
         step(source, 0.05)
         with pytest.raises(SyncAborted, match="TargetMoved"):
             here.sender.send_weights()

@@ -25,6 +25,7 @@ from deltasync.errors import (
     IllegalMessage,
     PeerLost,
     SyncAborted,
+    TargetMoved,
     TransportClosed,
     TransportTimeout,
 )
@@ -145,6 +146,22 @@ def test_many_syncs_in_a_row() -> None:
             assert sent.result(5).kind == "delta"
             assert bits_equal(here.source, here.replica)
         assert staging.last_error is None
+
+
+def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
+    with engine() as here, StagingThread(here.receiver) as staging:
+        here.join(staging)
+        here.nudge()
+        sent = here.send()
+        assert staging.wait_staged(timeout_s=5)
+        parameter = here.replica.get_parameter("a")
+        parameter.data = parameter.data.clone()
+        old = bits_of(here.replica)
+        with pytest.raises(TargetMoved):
+            staging.commit()
+        assert holds(here.replica, old)
+        with pytest.raises(SyncAborted, match="TargetMoved"):
+            sent.result(5)
 
 
 def test_joining_by_digest_alone_stages_nothing() -> None:

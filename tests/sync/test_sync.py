@@ -27,13 +27,12 @@ from deltasync.errors import (
     Refused,
     SourceChanged,
     SyncAborted,
-    TargetMoved,
     TransportTimeout,
 )
 from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
-from tests.sync.harness import Fleet, Model, Serving, bits_equal, fleet
+from tests.sync.harness import Fleet, Model, Serving, Stubborn, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -193,18 +192,6 @@ def test_ranks_that_do_not_cover_the_model_are_refused_by_name() -> None:
         assert "layer" in str(error)
 
 
-class Stubborn(ModuleTarget):
-    """A target whose storage is found moved when it is told to."""
-
-    moved = False
-
-    def check_unmoved(self) -> None:
-        super().check_unmoved()
-        if self.moved:
-            self.moved = False
-            raise TargetMoved("planted")
-
-
 def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> None:
     source = model()
     halves = [Half(source, ["embed", "norm"]), Half(source, ["layer", "norm"])]
@@ -223,7 +210,7 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
         sender.send_weights()
         before = [p.clone() for p in halves[0].parameters()]
         nudge(source)
-        stubborn.moved = True
+        stubborn.fails = True
         stats = sender.send_weights(timeout_s=5)
         assert stats.receivers == 1
         assert set(stats.lost) == {"engine[1/2]"}
@@ -342,6 +329,25 @@ def test_a_source_that_is_another_model_now_is_refused_and_members_stay() -> Non
         nudge(source)
         assert here.sender.send_weights().kind == "delta"
         assert bits_equal(source, replica)
+
+
+def test_replaced_target_storage_is_noticed_before_a_decision_and_bound_anew() -> None:
+    source, replica = model(), model(1)
+    with fleet(source) as here:
+        serving = here.add(replica)
+        here.wait(1)
+        here.sender.send_weights()
+        parameter = replica.get_parameter("layer")
+        parameter.data = parameter.data.clone()
+        before = as_bits(parameter).clone()
+        nudge(source)
+        with pytest.raises(SyncAborted, match="TargetMoved"):
+            here.sender.send_weights()
+        assert torch.equal(as_bits(parameter), before)
+        here.wait(1)
+        assert here.sender.send_weights().receivers == 1
+        assert bits_equal(source, replica)
+        assert not serving.receiver.is_dirty
 
 
 def test_replaced_source_storage_is_noticed() -> None:
