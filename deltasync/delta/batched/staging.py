@@ -110,9 +110,8 @@ class BatchedStaging:
         self._flag, self._change = self._numbers[:1].view(torch.int32), self._numbers[1:]
         # Digests over all elements: of staged bits; of re-read bits, and of those they replaced in
         # dense rows that make up whole chunks. What others replaced follows from the changes.
-        self._staged_sums, self._written_sums = torch.zeros(
-            (2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device
-        )
+        self._sums = torch.zeros((2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device)
+        self._staged_sums, self._written_sums = self._sums
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
@@ -173,8 +172,8 @@ class BatchedStaging:
             sums = torch.zeros_like(self._written_sums)
             for part, payload in self._all_parts():
                 self._write(part, payload, sums)
-            all_sums = Numbers(torch.stack((self._staged_sums, self._written_sums, sums))).read()
-        staged, written, restored = all_sums
+            staged, written = Numbers(self._sums).read()
+            restored = Numbers(sums).read()
         replaced = _total(staged[0]) - _total(numbers[1:]) + _total(written[1])
         if (_total(restored[0]) - replaced) & MASK:
             raise DigestMismatch("undo failed: the weights are not what they were")
@@ -191,7 +190,7 @@ class BatchedStaging:
 
     def _surplus(self) -> int:
         """How the digest of what was re-read differs from that of what was staged."""
-        staged, written = Numbers(torch.stack((self._staged_sums, self._written_sums))).read()
+        staged, written = Numbers(self._sums).read()
         return _total(written[0]) - _total(staged[0])
 
     def _parts(self, bucket: ReadBucket, address: int) -> tuple[_Sparse | _Dense, ...]:
