@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -57,6 +58,12 @@ class SenderLink:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def hint(self, message: Message, peers: Collection[int]) -> None:
+        """Send to the peers of the epoch if they are among `peers`; losing one is found later."""
+        if self._epoch and set(self._epoch) <= set(peers):
+            with suppress(TransportError):
+                self.send(message)
 
     def replies(self) -> dict[int, Message | DeltaSyncError]:
         """The next answer of each peer of the epoch, or why there is none."""

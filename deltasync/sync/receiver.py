@@ -30,7 +30,6 @@ from deltasync.errors import (
     PeerLost,
     Refused,
     SyncAborted,
-    TargetMoved,
     TransportClosed,
     TransportError,
     TransportTimeout,
@@ -39,7 +38,7 @@ from deltasync.errors import (
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.streams import OwnStream
-from deltasync.sync.target import WeightTarget
+from deltasync.sync.target import EarlyCheck, WeightTarget
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
@@ -123,8 +122,7 @@ class WeightReceiver:
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
         self._is_undivided = False  # from the begin of a sync to its commit, in one call
-        self._is_checked = False  # whether storage is where it was, for the sync under way
-        self._moved: TargetMoved | None = None  # what was found then
+        self._early = EarlyCheck(target)
         self._lock = threading.RLock()  # held while weights are looked at or written
 
     @property
@@ -152,7 +150,7 @@ class WeightReceiver:
 
         The calling thread is the engine's: the engine does not serve meanwhile, and nobody
         replaces storage. Whether somebody has done so before is looked at as a sync begins,
-        while the sender packs; with `stage` and `commit`, in the pause.
+        while the sender compares; with `stage` and `commit`, in the pause.
 
         Args:
             timeout_s: For the next sync to begin; within it `stall_timeout_s` counts.
@@ -166,7 +164,8 @@ class WeightReceiver:
             if self.stage(timeout_s=timeout_s):
                 return self.commit()
         finally:
-            self._is_undivided, self._is_checked, self._moved = False, False, None
+            self._is_undivided = False
+            self._early.forget()
         if self._session.version is None:
             raise IllegalMessage("invalidated while joining; call again")
         return self._session.version
@@ -302,6 +301,8 @@ class WeightReceiver:
         match message:
             case messages.Layout():
                 self._bind(message)
+            case messages.Upcoming() if self._is_undivided:
+                self._early.make()
             case messages.Begin():
                 self._begin(message)
             case messages.Bucket():
@@ -357,15 +358,7 @@ class WeightReceiver:
         else:
             self._staging = Loading(loader, self._flats, self._ledger, self._measure)
         if self._is_undivided:
-            self._check_early()
-
-    def _check_early(self) -> None:
-        """Look at storage while the sender packs, which learns of it when it asks: prepare."""
-        self._is_checked, self._moved = True, None
-        try:
-            self._target.check_unmoved()
-        except TargetMoved as error:
-            self._moved = error
+            self._early.make(max_age_s=_EARLY_S)
 
     def _applier(self, sparse_bytes: int, dense_bytes: int) -> Applier:
         limit = self._max_staged_bytes()
@@ -404,8 +397,7 @@ class WeightReceiver:
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         assert self._staging is not None
-        if self._moved is not None:
-            raise self._moved
+        self._early.tell()
         self._reply(
             messages.Prepared(
                 version=prepare.version,
@@ -416,7 +408,7 @@ class WeightReceiver:
 
     def _write(self, version: int, staging: Applier) -> None:
         """The pause: write, read back, answer."""
-        if not self._is_checked:
+        if not self._early.is_made:
             self._target.check_unmoved()
         began = time.perf_counter()
         self._session.writing()
@@ -486,6 +478,7 @@ class WeightReceiver:
 # Where no sync is under way: waiting longer loses nothing.
 _PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
 _REPLY_TIMEOUT_S = 30.0
+_EARLY_S = 1.0
 _MAX_SENDER_TIMEOUT_S = 3600.0
 
 

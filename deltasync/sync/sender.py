@@ -27,7 +27,7 @@ from deltasync.sync.stats import SyncStats
 from deltasync.sync.streams import OwnStream
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
-from deltasync.wire.messages import Hello
+from deltasync.wire.messages import Hello, Upcoming
 
 
 class SenderOptions(BaseModel):
@@ -180,6 +180,7 @@ class WeightSender:
         layout, snapshot = self._layout, self._snapshot
         assert layout is not None
         assert snapshot is not None
+        self._link.hint(Upcoming(version=self.version + 1), self._session.members)
         layout.refresh()
         done = _Synced(base_version=self.version)
         while self._session.members and not done.result.decided:

@@ -3,6 +3,7 @@
 Receiver:
 
     OUTSIDE --greet--> JOINING --Layout--> JOINING --Welcome--> READY, or WAITING for a full sync
+    READY --Upcoming--> READY
     READY, WAITING --Begin--> STAGING --Bucket--> STAGING --Prepare--> PREPARED
     PREPARED --Commit--> COMMITTING --committed--> READY, or with several ranks in the engine
     COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
@@ -31,6 +32,7 @@ from deltasync.wire.messages import (
     Layout,
     Message,
     Prepare,
+    Upcoming,
     Welcome,
 )
 
@@ -82,6 +84,8 @@ class ReceiverSession:
                 self._offered = message
             case Welcome() if self.state is ReceiverState.JOINING and self._offered is not None:
                 self._welcome(self._offered, full=self.engine in message.full_sync)
+            case Upcoming() if self.state is ReceiverState.READY:
+                pass  # it may never begin
             case Begin() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
                 self._begin(message)
             case Bucket() if self._in(ReceiverState.STAGING, message.version):

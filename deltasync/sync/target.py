@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -142,6 +144,40 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
 
 def _spec(tensor: NamedTensor) -> ParameterSpec:
     return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
+
+
+class EarlyCheck:
+    """A target's `check_unmoved`, made before it is asked for."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self._made_at = -math.inf
+        self._found: TargetMoved | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it was, since `forget`."""
+        return self._made_at > -math.inf
+
+    def make(self, *, max_age_s: float = 0.0) -> None:
+        """Check, unless that was done a moment ago. What is found is kept for `tell`."""
+        now = time.monotonic()
+        if now - self._made_at < max_age_s:
+            return
+        self._made_at, self._found = now, None
+        try:
+            self._target.check_unmoved()
+        except TargetMoved as error:
+            self._found = error
+
+    def tell(self) -> None:
+        """Raise the TargetMoved that was found."""
+        if self._found is not None:
+            raise self._found
+
+    def forget(self) -> None:
+        """What comes is to be checked anew."""
+        self._made_at, self._found = -math.inf, None
 
 
 def refuse_overlap(tensors: Sequence[NamedTensor]) -> None:

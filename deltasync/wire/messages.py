@@ -143,6 +143,13 @@ class Welcome(_Message):
     full_sync: Engines
 
 
+class Upcoming(_Message):
+    """The sender compares: a sync to `version` may begin soon. To members, and only a hint."""
+
+    kind: Literal["upcoming"] = "upcoming"
+    version: Version
+
+
 class Begin(_Message):
     """A sync begins.
 
@@ -242,6 +249,7 @@ Message = (
     | Layout
     | Held
     | Welcome
+    | Upcoming
     | Begin
     | Bucket
     | Prepare

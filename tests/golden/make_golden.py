@@ -63,6 +63,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     },
     "held": {"kind": "held", "digest": DIGEST},
     "welcome": {"kind": "welcome", "full_sync": ["engine-0", "engine-1"]},
+    "upcoming": {"kind": "upcoming", "version": 8},
     "begin": {
         "kind": "begin",
         "stream_id": "run-7",

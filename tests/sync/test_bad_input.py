@@ -43,6 +43,7 @@ from deltasync.wire.messages import (
     Held,
     Message,
     Prepared,
+    Upcoming,
     decode,
     encode,
     entries,
@@ -155,7 +156,9 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "welcome before a layout": ([welcome()], IllegalMessage),
     "welcome twice": ([*JOINED, welcome()], IllegalMessage),
     "begin before a welcome": ([layout(), begin()], IllegalMessage),
+    "upcoming before a welcome": ([layout(), Upcoming(version=NEXT)], IllegalMessage),
     # Order and versions.
+    "upcoming while staging": ([*JOINED, begin(), Upcoming(version=NEXT)], IllegalMessage),
     "begin while staging": ([*JOINED, begin(), begin()], IllegalMessage),
     "another stream": ([*JOINED, begin(stream_id="other")], WrongStream),
     "another layout": ([*JOINED, begin(layout_hash="f" * 64)], IllegalMessage),

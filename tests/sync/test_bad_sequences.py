@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deltasync import ReceiverOptions
 from deltasync.delta.bits import as_bits
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import Abort, Committed, Finish
+from deltasync.wire.messages import Abort, Committed, Finish, Upcoming
 from tests.sync.by_hand import (
     BASE,
     DENSE,
@@ -84,6 +84,7 @@ anything = st.one_of(
     st.builds(a_prepare, versions, st.integers(0, 3)),
     st.builds(a_commit, versions),
     versions.map(lambda v: Sent(Finish(version=v, undo=()), "finish", (v,))),
+    versions.map(lambda v: Sent(Upcoming(version=v), "upcoming", (v,))),
     versions.map(lambda v: Sent(Abort(version=v, reason=""), "abort", (v,))),
     st.sampled_from([Sent(m, "other") for m in (layout(), welcome(), welcome(full=True))]),
     st.binary(min_size=1, max_size=40).map(lambda data: Sent(Frame(data), "other")),

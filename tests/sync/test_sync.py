@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,7 +33,16 @@ from deltasync.errors import (
 from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
-from tests.sync.harness import Fleet, Model, Serving, Stubborn, bits_equal, fleet
+from deltasync.wire.messages import decode
+from tests.sync.harness import (
+    Fleet,
+    Model,
+    Serving,
+    Stubborn,
+    ThroughReceiver,
+    bits_equal,
+    fleet,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -348,6 +358,35 @@ def test_replaced_target_storage_is_noticed_before_a_decision_and_bound_anew() -
         assert here.sender.send_weights().receivers == 1
         assert bits_equal(source, replica)
         assert not serving.receiver.is_dirty
+
+
+def test_storage_is_looked_at_once_for_each_sync_before_it_begins() -> None:
+    seen: list[str] = []
+
+    class Watched(ModuleTarget):
+        def check_unmoved(self) -> None:
+            super().check_unmoved()
+            seen.append("storage")
+
+    class Listening(ThroughReceiver):
+        def receive(self, *, timeout_s: float) -> Frame:
+            frame = super().receive(timeout_s=timeout_s)
+            seen.append(decode(frame.header)[0].kind)
+            return frame
+
+    source, transport = model(), inprocess.Sender()
+    sender = WeightSender(ModuleSource(source), transport)
+    receiver = WeightReceiver(Watched(model(1)), Listening(transport.receiver()))
+    with ThreadPoolExecutor(1) as engine:
+        versions = engine.submit(lambda: [receiver.receive_weights() for _ in range(2)])
+        sender.wait_for_receivers(1, timeout_s=10)
+        sender.send_weights()
+        nudge(source)
+        sender.send_weights()
+        assert versions.result(10) == [1, 2]
+    sender.close()
+    last = seen[seen.index("upcoming") :]
+    assert last == ["upcoming", "storage", "begin", "bucket", "prepare", "commit"]
 
 
 def test_replaced_source_storage_is_noticed() -> None:

@@ -73,6 +73,7 @@ MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
     ),
     "held": st.builds(m.Held, digest=digests),
     "welcome": st.builds(m.Welcome, full_sync=engines),
+    "upcoming": st.builds(m.Upcoming, version=versions),
     "begin": st.builds(
         m.Begin,
         stream_id=names,
