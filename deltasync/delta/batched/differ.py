@@ -20,13 +20,14 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import RowKind
 
 _LEAST_ROOM_BYTES = 16 << 20
+_BLOCK_BYTES = 24  # of what says where the changes of a block are, beside its mask
 
 
 class BatchedDiffer:
     """Finds what differs between a source and the snapshot on one GPU.
 
     Memory beside the snapshot: an eighth of a byte an element for masks, and `max_held_bytes` for
-    indices and values.
+    indices, values and where those of each block are.
 
     Attributes:
         ahead: bool[chunks], whose bits in the snapshot are not those of its version, because a
@@ -70,7 +71,8 @@ class BatchedDiffer:
         with device_of(self._snapshot.device):
             source = self._live.look_up(readers)
             # Sparse changes of one bucket at least have to find room.
-            room = max(max_held_bytes, min(bucket_bytes, _LEAST_ROOM_BYTES))
+            rest = max_held_bytes - source.num_blocks * _BLOCK_BYTES
+            room = max(rest, min(bucket_bytes, _LEAST_ROOM_BYTES))
             masks = self._masks_for(source, room)
             masks.compare(source, self._snapshot)
             most = self._most_sparse(policy, min(bucket_bytes, room))  # meanwhile
