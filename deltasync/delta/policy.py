@@ -44,7 +44,7 @@ DEFAULT_COSTS = MappingProxyType(
     {
         "cpu": Costs(machine="AMD EPYC, 2 cores, torch 2.13.0", sparse_ns=38.0, dense_ns=5.7),
         "cuda": Costs(
-            machine="2 x NVIDIA H200, NCCL, torch 2.11.0+cu130", sparse_ns=0.0452, dense_ns=0.0121
+            machine="2 x NVIDIA H200, NCCL, torch 2.11.0+cu130", sparse_ns=0.0567, dense_ns=0.0081
         ),
     }
 )
