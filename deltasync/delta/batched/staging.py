@@ -290,7 +290,7 @@ class BatchedStaging:
     def _write(self, part: _Sparse | _Dense, payload: Tensor, sums: Tensor) -> None:
         """Write a part; unless in place, the old bits take the place of the new ones in it."""
         if isinstance(part, _Sparse):
-            kernels.write[(len(part.segment_row),)](
+            kernels.write[(len(part.segment_row) * (kernels.SEGMENT // kernels.PART),)](
                 part.rows,
                 part.segment_row,
                 part.segment_begin,
@@ -301,7 +301,8 @@ class BatchedStaging:
                 TYPE=kernels.TYPES[part.item_size],
                 KEEP=not self.in_place,
                 SEGMENT=kernels.SEGMENT,
-                num_warps=4,
+                PART=kernels.PART,
+                num_warps=kernels.PART // 32,
             )
         else:
             kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](

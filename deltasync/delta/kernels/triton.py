@@ -5,7 +5,7 @@ element, its flat position in the parameter, its length, the digest seed of its 
 are those of device memory, of pinned host memory, or under Triton's interpreter of any host memory.
 Sums of digests are 64-bit and wrap around, so that the order in which programs add does not matter.
 
-The caller makes the device current; work goes to the current stream and nothing waits for it.
+The caller makes the device current; work goes to the current stream, nothing waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BLOCK = 4096
 """Elements that one program looks at: 32 to a word of the mask."""
 
 SEGMENT = 1024
-"""Indices that one program writes to."""
+"""Indices that one program checks or copies."""
+
+PART = 256
+"""Indices of a segment that one program writes to and reads back: one a thread."""
 
 GROUP = 4
 """Blocks whose masks one program of `locate` reads."""
@@ -31,7 +34,7 @@ SPAN = 1024
 """Elements that one program of a dense kernel goes over: more would not fit into registers."""
 
 CLEAR = (1 << 31) - 1
-"""What the flag of `check` holds while no row was found bad."""
+"""What the flag of `check` holds while no row is bad."""
 
 ACCUMULATORS = 64
 """Over how many places sums of all programs are spread, to keep atomics apart."""
@@ -390,18 +393,20 @@ def check(
 @triton.jit(do_not_specialize=["num_rows"])
 def write(
     rows, segment_row, segment_begin, payload, flag, sums, num_rows,
-    TYPE: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr,
+    TYPE: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Write rows, as `check` takes them, unless `flag` is raised, and read them back.
 
     KEEP: What they replace takes their place in the payload.
     """
-    segment = tl.program_id(0)
+    segment, nth = tl.program_id(0) // (SEGMENT // PART), tl.program_id(0) % (SEGMENT // PART)
     row = rows + tl.load(segment_row + segment)
+    first = tl.load(segment_begin + segment) + nth * PART
+    count = tl.load(row + 2 * num_rows)
     address = tl.load(row + 5 * num_rows)
-    if (address != 0) & (tl.load(flag) == _CLEAR):
-        lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
-        there = lane < tl.load(row + 2 * num_rows)
+    if (address != 0) & (first < count) & (tl.load(flag) == _CLEAR):
+        lane = first + tl.arange(0, PART)  # a thread with several would wait for each in turn
+        there = lane < count
         indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
         position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
         target = address.to(tl.pointer_type(TYPE)) + position
@@ -413,7 +418,7 @@ def write(
             tl.store(values, tl.load(target, mask=there, other=0), mask=there)
         tl.store(target, new, mask=there)
         read = tl.load(target, mask=there, other=0, volatile=True)
-        _add(sums, segment % _ACCUMULATORS, tl.where(there, _mix(seed, read), 0))
+        _add(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, _mix(seed, read), 0))
 
 
 @triton.jit
@@ -427,9 +432,8 @@ def _piece(pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED: tl.constexpr
     weights = tl.load(column + 3 * num_pieces).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
         values, weights = tl.multiple_of(values, 16), tl.multiple_of(weights, 16)
-    seed = _seed(
-        tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True), start + block * BLOCK
-    )
+    key = tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True)
+    seed = _seed(key, start + block * BLOCK)
     there = offset < _length(column + num_pieces, ALIGNED)
     return values + offset, weights + offset, seed + lane.to(tl.uint64) * _GOLDEN, there
 
