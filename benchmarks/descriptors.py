@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +19,17 @@ def descriptors() -> Counter[str]:
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that listed them
             kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":[")
-            found[families.get(inode.rstrip("]"), kind)] += 1
+            if kind == "socket":
+                kind = families.get(inode.rstrip("]")) or _unlisted(int(name))
+            found[kind] += 1
     return found
+
+
+def _unlisted(descriptor: int) -> str:
+    """What can be said of a socket that stands in none of the lists: it is not connected."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+        return f"unconnected {socket.AddressFamily(copy.family).name}"
+    return "socket"
 
 
 def _inodes(family: str) -> list[str]:

@@ -85,7 +85,8 @@ class Differ:
             self._readers,
             policy=ALWAYS_SPARSE,
             bucket_bytes=BUCKET_BYTES,
-            max_held_bytes=max(self._snapshot.num_bytes // 20, _SPARSE_BYTES * self.changed),
+            # Twice what they take: what says where they are counts among it.
+            max_held_bytes=max(self._snapshot.num_bytes // 20, 2 * _SPARSE_BYTES * self.changed),
             base_version=0,
         )
         if self.changed and plan.held_bytes < _SPARSE_BYTES * plan.nnz:
