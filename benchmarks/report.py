@@ -157,7 +157,8 @@ def megabytes(num_bytes: int) -> str:
 
 
 def mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.3g} MiB"
+    mib = num_bytes / (1 << 20)
+    return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:.3g} MiB"
 
 
 def summary(environment: Environment) -> str:
