@@ -7,9 +7,10 @@ from deltasync.delta.policy import Costs, Policy
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import DeltaSyncError
 from deltasync.sync.hook import StepHook, sync_after_step
-from deltasync.sync.receiver import ReceiverOptions, WeightReceiver
+from deltasync.sync.options import ReceiverOptions, SenderOptions
+from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.routed import RoutedTarget
-from deltasync.sync.sender import SenderOptions, WeightSender
+from deltasync.sync.sender import WeightSender
 from deltasync.sync.session import ReceiverState
 from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
 from deltasync.sync.staging_thread import StagingThread

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Flat, Live
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import kernels_for
@@ -17,6 +17,7 @@ from deltasync.delta.patch import ChunkedPatch, Patch, Run, positions_of, runs_o
 from deltasync.errors import DigestMismatch, InvalidIndices, LayoutMismatch, LimitExceeded
 from deltasync.wire.digest import MASK
 
+_POSITION_BYTES = 8
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
 
 
@@ -116,7 +117,7 @@ class StagedRun:
     """
 
     parameter: int
-    flat: Flat
+    flat: Live
     start: int
     positions: Tensor | None
     bits: Tensor
@@ -155,7 +156,7 @@ class Staging:
     in_place = False
 
     def __init__(
-        self, flats: Mapping[int, Flat], ledger: DigestLedger, *, max_bytes: int | None
+        self, flats: Mapping[int, Live], ledger: DigestLedger, *, max_bytes: int | None
     ) -> None:
         """Begin a sync.
 
@@ -182,23 +183,25 @@ class Staging:
         check_indices(run, name=name)
         if flat is None or run.bits is None:
             return
-        staged = self._staged(parameter, flat, run, run.bits)
+        positions, new = _held_of(run, run.bits.to(flat.line.device, copy=True), flat)
+        if not len(new):
+            return
+        staged = self._staged(parameter, flat, run.start, positions, new)
         self.staged_bytes += staged.num_bytes
         if self._max_bytes is not None and self.staged_bytes > self._max_bytes:
             raise LimitExceeded(f"{name}: the sync is larger than its begin declared")
         self._runs.append(staged)
 
-    def _staged(self, parameter: int, flat: Flat, run: Run, bits: Tensor) -> StagedRun:
-        device = flat.line.device
-        new = bits.to(device, copy=True)
-        if run.indices is None:
-            old = flat.read(run.start, run.stop).clone()
-            gained = self.ledger.replace_dense(parameter, run.start, new, flat.read)
-            return StagedRun(parameter, flat, run.start, None, new, old, gained)
-        positions = positions_of(run).to(device)
+    def _staged(
+        self, parameter: int, flat: Live, start: int, positions: Tensor | None, new: Tensor
+    ) -> StagedRun:
+        if positions is None:
+            old = flat.read(start, start + len(new)).clone()
+            gained = self.ledger.replace_dense(parameter, start, new, flat.read)
+            return StagedRun(parameter, flat, start, None, new, old, gained)
         old = flat.gather(positions)
         gained = self.ledger.replace_sparse(parameter, positions, old, new)
-        return StagedRun(parameter, flat, run.start, positions, new, old, gained)
+        return StagedRun(parameter, flat, start, positions, new, old, gained)
 
     def commit(self) -> int:
         """Write everything and read it back. Returns the digest of the weights as re-read.
@@ -246,7 +249,7 @@ class InPlace:
     in_place = True
     staged_bytes = 0
 
-    def __init__(self, flats: Mapping[int, Flat], ledger: DigestLedger) -> None:
+    def __init__(self, flats: Mapping[int, Live], ledger: DigestLedger) -> None:
         self._flats = flats
         self.ledger = ledger.copy()
 
@@ -261,20 +264,19 @@ class InPlace:
         check_indices(run, name=self.ledger.specs[parameter].name)
         if flat is None or run.bits is None:
             return
-        bits = run.bits.to(flat.line.device)
-        if run.indices is None:
+        positions, bits = _held_of(run, run.bits.to(flat.line.device), flat)
+        if positions is None:
             self._write_dense(parameter, flat, run, bits)
-            return
-        positions = positions_of(run).to(flat.line.device)
-        old = flat.gather(positions)
-        flat.scatter(positions, bits)
-        self.ledger.replace_sparse(parameter, positions, old, flat.gather(positions))
+        elif len(positions):
+            old = flat.gather(positions)
+            flat.scatter(positions, bits)
+            self.ledger.replace_sparse(parameter, positions, old, flat.gather(positions))
 
-    def _write_dense(self, parameter: int, flat: Flat, run: Run, bits: Tensor) -> None:
+    def _write_dense(self, parameter: int, flat: Live, run: Run, bits: Tensor) -> None:
         for _, low, high in self.ledger.chunks(run.start, run.stop):
             self._write_piece(parameter, flat, low, bits[low - run.start : high - run.start])
 
-    def _write_piece(self, parameter: int, flat: Flat, start: int, bits: Tensor) -> None:
+    def _write_piece(self, parameter: int, flat: Live, start: int, bits: Tensor) -> None:
         """A piece lies in one chunk, so that its old bits are asked for whole or not at all."""
         old = flat.read(start, start + len(bits)).clone()
         flat.write(start, bits)
@@ -290,10 +292,27 @@ class InPlace:
         raise DigestMismatch("weights that were written in place cannot be put back")
 
 
-def staged_bytes_of(*, sparse_bytes: int, dense_bytes: int) -> int:
+def _held_of(run: Run, bits: Tensor, flat: Live) -> tuple[Tensor | None, Tensor]:
+    """(int64[k] positions, int[k] bits) of what is held of a run; without positions a dense run."""
+    if run.indices is None:
+        positions = flat.held(run.start, run.stop)
+        return positions, bits if positions is None else bits[positions - run.start]
+    positions = positions_of(run).to(bits.device)
+    kept = flat.keeps(positions)
+    return (positions, bits) if kept is None else (positions[kept], bits[kept])
+
+
+def staged_bytes_of(
+    *, sparse_bytes: int, dense_bytes: int, part_item_size: int | None = None
+) -> int:
     """Memory that staging takes for what a begin declares.
 
     Positions are int64 where indices are int32, and new values are kept beside old ones: twice
-    what travels.
+    what travels. What is dense has no positions, unless only parts of it are held.
+
+    Args:
+        sparse_bytes, dense_bytes: Of indices and values.
+        part_item_size: The smallest element of those held in part; None if all are held whole.
     """
-    return 2 * (sparse_bytes + dense_bytes)
+    positions = 0 if part_item_size is None else _POSITION_BYTES // part_item_size
+    return 2 * sparse_bytes + (2 + positions) * dense_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,50 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
+class Live(Protocol):
+    """A parameter that is written in place, by flat positions: all of it, or the part held here."""
+
+    @property
+    def dtype(self) -> Dtype: ...
+
+    @property
+    def line(self) -> Tensor:
+        """int[...], on the device where it lives."""
+        ...
+
+    @property
+    def is_contiguous(self) -> bool: ...
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        ...
+
+    def held(self, start: int, stop: int) -> Tensor | None:
+        """int64[k]: which positions of [start, stop) are held, in order; None for all."""
+        ...
+
+    def keeps(self, positions: Tensor) -> Tensor | None:
+        """bool[n]: which of int64[n] positions are held; None for all."""
+        ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[k]: the bits at those positions of [start, stop) that are held."""
+        ...
+
+    def write(self, start: int, bits: Tensor) -> None:
+        """Overwrite what is held of the run that begins at `start` with int[n] bits for all."""
+        ...
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """int[n]: the bits at int64[n] positions that are held."""
+        ...
+
+    def scatter(self, positions: Tensor, bits: Tensor) -> None:
+        """Overwrite the bits at int64[n] distinct positions that are held with int[n]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Flat:
     """Flat row-major access to the bits of a tensor, whatever its strides.
@@ -91,6 +136,12 @@ class Flat:
     @property
     def numel(self) -> int:
         return self.tensor.numel()
+
+    def held(self, start: int, stop: int) -> None:
+        """None: all of it is held."""
+
+    def keeps(self, positions: Tensor) -> None:
+        """None: all of it is held."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits there; a view where the tensor is contiguous."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Live
 from deltasync.delta.kernels import kernels_for
 from deltasync.wire.digest import MASK, seed
 from deltasync.wire.messages import ParameterSpec
@@ -19,6 +19,9 @@ from deltasync.wire.messages import ParameterSpec
 Read = Callable[[int, int], Tensor]
 """(start, stop) -> int[stop - start], the bits of one parameter there."""
 
+
+Held = Callable[[int, int], Tensor | None]
+"""(start, stop) -> int64[k], which positions of one parameter there are held; None for all."""
 
 Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 """(chunks) -> uint64[n], the digests of these chunks as they are in memory."""
@@ -110,6 +113,11 @@ class DigestLedger:
         pieces = (self.sums[self.first[p] : self.first[p + 1]] for p in parameters)
         return sum(int(piece.sum()) for piece in pieces) & MASK
 
+    def is_total(self, digest: int, copies: NDArray[np.uint64]) -> bool:
+        """Whether a sum of digests is that of uint64[parameters] copies of each parameter."""
+        each = np.repeat(copies, np.diff(self.first))
+        return (digest - int((each * self.sums).sum())) & MASK == 0
+
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(chunk, low, high): the pieces of elements [start, stop) of a parameter, by chunk."""
         for chunk in range(start // self.chunk_numel, -(-stop // self.chunk_numel)):
@@ -127,22 +135,44 @@ class DigestLedger:
         return int(sums.sum()) & MASK
 
     def measure(
-        self, parameter: int, read: Read, *, start: int = 0, stop: int | None = None
+        self,
+        parameter: int,
+        read: Read,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        held: Held = lambda start, stop: None,
     ) -> None:
-        """Compute a parameter's digests from scratch: all, or of whole chunks [start, stop)."""
+        """Compute a parameter's digests from scratch: all, or of whole chunks [start, stop).
+
+        Only what is `held` of the bits that are read counts.
+        """
         first = int(self.first[parameter])
         stop = self.specs[parameter].numel if stop is None else stop
         for chunk, low, high in self.chunks(start, stop):
-            self.sums[first + chunk] = self.digest_run(parameter, read(low, high), low)
+            bits, positions = read(low, high), held(low, high)
+            if positions is not None:
+                bits = bits[positions - low]
+            self.sums[first + chunk] = self._digest_held(parameter, positions, bits, low)
 
-    def measured(self, chunks: NDArray[np.int64], flats: Mapping[int, Flat]) -> NDArray[np.uint64]:
+    def measured(self, chunks: NDArray[np.int64], flats: Mapping[int, Live]) -> NDArray[np.uint64]:
         """uint64[n]: the digests of these chunks of the weights, from scratch."""
         return np.array([self._measured(int(chunk), flats) for chunk in chunks], np.uint64)
 
-    def _measured(self, chunk: int, flats: Mapping[int, Flat]) -> int:
+    def _measured(self, chunk: int, flats: Mapping[int, Live]) -> int:
         parameter, low = int(self.table.parameter[chunk]), int(self.table.start[chunk])
-        bits = flats[parameter].read(low, low + int(self.table.numel[chunk]))
-        return self.digest_run(parameter, bits, low)
+        high, flat = low + int(self.table.numel[chunk]), flats[parameter]
+        positions = flat.held(low, high)
+        bits = flat.read(low, high) if positions is None else flat.gather(positions)
+        return self._digest_held(parameter, positions, bits, low)
+
+    def _digest_held(
+        self, parameter: int, positions: Tensor | None, bits: Tensor, start: int
+    ) -> int:
+        """The digest of bits at int64[n] positions, or of a run; none have the digest 0."""
+        if positions is None:
+            return self.digest_run(parameter, bits, start)
+        return self.digest_at(parameter, positions, bits) if len(positions) else 0
 
     def replace_sparse(self, parameter: int, positions: Tensor, old: Tensor, new: Tensor) -> int:
         """Account for int[n] `old` bits becoming `new` at increasing int64[n] flat positions.

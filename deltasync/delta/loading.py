@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, integer_dtype, torch_dtype
+from deltasync.delta.bits import Live, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import Run
@@ -42,7 +42,7 @@ class Loading:
     in_place = True
 
     def __init__(
-        self, loader: Loader, flats: Mapping[int, Flat], ledger: DigestLedger, measure: Measure
+        self, loader: Loader, flats: Mapping[int, Live], ledger: DigestLedger, measure: Measure
     ) -> None:
         """Begin a sync.
 
@@ -64,11 +64,17 @@ class Loading:
         for number, run in bucket.runs():
             if number in self._flats and (bits := self._completed(number, run)) is not None:
                 spec = self._expected.specs[number]
-                self._expected.measure(number, lambda low, high, bits=bits: bits[low:high])  # type: ignore[misc]
+                self._expect(number, bits)
                 ready.append((spec.name, bits.view(torch_dtype(spec.dtype)).view(spec.shape)))
         if ready:
             with torch.no_grad():
                 self._loader.load(ready)
+
+    def _expect(self, number: int, bits: Tensor) -> None:
+        """What is held of int[numel] bits is to be found where it is held."""
+        held = self._flats[number].held
+        bits = bits.to(self._flats[number].line.device)
+        self._expected.measure(number, lambda low, high: bits[low:high], held=held)
 
     @cached_property
     def ledger(self) -> DigestLedger:

@@ -232,8 +232,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recording(self) -> Recording:
         """What was found."""
         pieces = {
-            name: joined(self._pieces[name])
-            for name in self._checkpoint
+            name: joined([p for p in self._pieces[name] if p.numel or not one.numel])
+            for name, one in self._checkpoint.items()
             if name not in self._refused
         }
         regions: dict[str, list[Piece]] = defaultdict(list)
@@ -316,6 +316,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a write to live tensors, which is not done."""
         if func is _aten.copy_.default and args[1].is_meta:
             self._copy(args[0], args[1])
+        elif not any(tensor.numel() for tensor in written):
+            pass  # padding where there is none
         elif sources := self._sources(_tensors(args)):
             self._refuse(sources, f"is not only copied: {func}")
             for tensor in written:

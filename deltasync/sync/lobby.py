@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import DeltaSyncError, LayoutMismatch, TransportError, WireError
 from deltasync.sync.layout import SourceLayout, check_coverage
 from deltasync.sync.link import SenderLink
+from deltasync.sync.proof import copies, mistaken
 from deltasync.sync.session import Member
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (
     Held,
+    HeldParts,
     Hello,
     Layout,
     Message,
+    ParameterSpec,
     Refused,
     Welcome,
     digest_text,
@@ -139,7 +145,10 @@ def greet_back(
         link.send(layout)
     replies = link.replies()
     here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
-    differ = {m.engine for m in here if not _agrees(replies[m.peer], m, snapshot)}
+    here = _with_parts(here, replies, snapshot.specs, done)
+    digests = {m.peer: _digest(replies[m.peer]) for m in here}
+    wrong = mistaken(here, digests, snapshot.ledger)
+    differ = {m.engine for m in here if m.peer in wrong}
     here = _open(link, here, done)
     if here:
         with suppress(TransportError):  # who was lost is found out by the next round
@@ -164,9 +173,33 @@ def _without(here: list[Member], problems: dict[Member, str], done: Greeted) -> 
     return [member for member in here if member.engine not in gone]
 
 
+def _with_parts(
+    here: list[Member],
+    replies: Mapping[int, Message | DeltaSyncError],
+    specs: Sequence[ParameterSpec],
+    done: Greeted,
+) -> list[Member]:
+    """Note what ranks hold in part; engines whose parts do not add up are left out."""
+    parts = {
+        member: dict(reply.parts)
+        for member in here
+        if isinstance(reply := replies[member.peer], HeldParts)
+    }
+    problems: dict[Member, str] = {}
+    known: dict[str, NDArray[np.uint64]] = {}
+    for engine in {member.engine for member in parts}:
+        ranks = [member for member in parts if member.engine == engine]
+        try:
+            known[engine] = copies(specs, [(member.holds, parts[member]) for member in ranks])
+        except LayoutMismatch as error:
+            problems |= dict.fromkeys(ranks, f"LayoutMismatch: {error}")
+    joined = [replace(m, copies=known.get(m.engine)) if m in parts else m for m in here]
+    return _without(joined, problems, done)
+
+
 def _problem(reply: Message | DeltaSyncError) -> str:
     match reply:
-        case Held():
+        case Held() | HeldParts():
             return ""
         case DeltaSyncError():
             return f"{type(reply).__name__}: {reply}"
@@ -174,6 +207,6 @@ def _problem(reply: Message | DeltaSyncError) -> str:
             return f"answered the layout with {reply.kind}"
 
 
-def _agrees(reply: Message | DeltaSyncError, member: Member, snapshot: Snapshot) -> bool:
-    expected = digest_text(snapshot.ledger.total_of(member.holds))
-    return isinstance(reply, Held) and reply.digest == expected
+def _digest(reply: Message | DeltaSyncError) -> int:
+    assert isinstance(reply, Held | HeldParts)
+    return int(reply.digest, 16)

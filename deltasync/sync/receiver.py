@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from deltasync.delta.apply import Applier, InPlace, Staging, staged_bytes_of
-from deltasync.delta.batched import Kernels, device_for_batches
-from deltasync.delta.bits import Flat
+from deltasync.delta.batched import device_for_batches
+from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.loading import Loading
@@ -35,6 +34,7 @@ from deltasync.errors import (
     TransportTimeout,
     TruncatedFrame,
 )
+from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.streams import OwnStream
@@ -43,41 +43,12 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.compression import decompress
-from deltasync.wire.frame import FORMAT_VERSION, MAX_PAYLOAD_BYTES
+from deltasync.wire.frame import FORMAT_VERSION
 
 if TYPE_CHECKING:  # imports Triton, which need not be there
     from deltasync.delta.batched.weights import BatchedWeights
 
 _MIN_STAGED_BYTES = 64 << 20
-
-
-class ReceiverOptions(BaseModel):
-    """How a receiver receives. Sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_staged_bytes: int | None = Field(
-        None,
-        ge=0,
-        description="staged payload and undo log; None for a quarter of the weights, at least "
-        "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
-    )
-    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted")
-    stall_timeout_s: float = Field(
-        60.0, gt=0, description="longest silence of the sender within a sync, seconds"
-    )
-    scrub_every: int = Field(
-        64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
-    )
-    chunk_numel: int | None = Field(
-        None,
-        ge=1,
-        lt=1 << 31,
-        description="elements that one digest covers; None for what fits the device",
-    )
-    kernels: Kernels = Field(
-        "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
-    )
 
 
 class WeightReceiver:
@@ -112,10 +83,11 @@ class WeightReceiver:
         self._transport = transport
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world)
-        self._flats: dict[int, Flat] = {}
+        self._flats: Mapping[int, Live] = {}
         self._ledger = DigestLedger((), chunk_numel=1)
         self._reader = BucketReader(())
         self._held_bytes = self._max_sync_bytes = 0
+        self._part_item_size: int | None = None
         self._weights: BatchedWeights | None = None
         self._stream = OwnStream()
         self._staging: Applier | None = None
@@ -323,14 +295,21 @@ class WeightReceiver:
         self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
         self._reader = BucketReader(specs)
         # Every element once, with an index of its own.
+        parts = {n: f.numel for n, f in self._flats.items() if f.held(0, 0) is not None}
+        sizes = [self._flats[number].dtype.item_size for number in parts]
+        self._part_item_size = min(sizes, default=None)
         self._held_bytes = sum(f.numel * f.dtype.item_size for f in self._flats.values())
         self._max_sync_bytes = sum(
             spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
         )
         self._session.set_layout_hash(messages.layout_hash(specs))
-        self._reply(messages.Held(digest=messages.digest_text(self._ledger.total)))
+        digest = messages.digest_text(self._ledger.total)
+        if parts:
+            self._reply(messages.HeldParts(digest=digest, parts=tuple(parts.items())))
+        else:
+            self._reply(messages.Held(digest=digest))
 
-    def _batched(self, flats: dict[int, Flat], ledger: DigestLedger) -> BatchedWeights | None:
+    def _batched(self, flats: Mapping[int, Live], ledger: DigestLedger) -> BatchedWeights | None:
         device = device_for_batches(flats.values(), self.options.kernels, need_contiguous=True)
         if device is None:
             return None
@@ -369,7 +348,11 @@ class WeightReceiver:
             return BatchedStaging(
                 self._weights, self._ledger, max_bytes=needed, in_place=needed > limit
             )
-        needed = staged_bytes_of(sparse_bytes=sparse_bytes, dense_bytes=dense_bytes)
+        needed = staged_bytes_of(
+            sparse_bytes=sparse_bytes,
+            dense_bytes=dense_bytes,
+            part_item_size=self._part_item_size,
+        )
         if needed > limit:
             return InPlace(self._flats, self._ledger)
         return Staging(self._flats, self._ledger, max_bytes=needed)

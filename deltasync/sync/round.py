@@ -13,6 +13,7 @@ from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.plan import Plan
+from deltasync.sync.proof import mistaken
 from deltasync.sync.session import Member, SenderPhase, SenderSession
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
@@ -134,16 +135,21 @@ class Round:
         result.bucket_bytes = max(result.bucket_bytes, len(payload))
 
     def _collect_prepared(self) -> None:
+        digests: dict[int, int] = {}
         for peer, reply in self._replies():
             if peer in self._session.failures:
                 continue
             if not isinstance(reply, Prepared) or reply.version != self._version:
                 self._session.failed(peer, _reason(reply))
-            elif int(reply.digest, 16) != self._expected(peer):
+            else:
+                digests[peer] = int(reply.digest, 16)
+                self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
+        wrong = self._mistaken(digests)
+        for peer in digests:
+            if peer in wrong:
                 self._session.failed(peer, "DigestMismatch: it would not arrive at our weights")
             else:
                 self._session.prepared(peer)
-                self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
 
     def _commit(self) -> None:
         began = time.perf_counter()
@@ -151,14 +157,19 @@ class Round:
         self._result.decided = True
         self._send(Commit(version=self._version))
         self._plan.decided()  # while the receivers write
+        digests: dict[int, int] = {}
         for peer, reply in self._replies():
             if not isinstance(reply, Committed) or reply.version != self._version:
                 self._session.failed(peer, _reason(reply))
-            elif int(reply.digest, 16) != self._expected(peer):
+            else:
+                digests[peer] = int(reply.digest, 16)
+                self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
+        wrong = self._mistaken(digests)
+        for peer in digests:
+            if peer in wrong:
                 self._session.failed(peer, "DigestMismatch: it read back other weights than ours")
             else:
                 self._session.committed(peer)
-                self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
         self._send(Finish(version=self._version, undo=self._session.undone()))
         self._result.commit_s = time.perf_counter() - began
         self._drop(self._session.finish())
@@ -188,8 +199,8 @@ class Round:
             self._result.left.add(member.peer)
             self._link.drop(member.peer)
 
-    def _expected(self, peer: int) -> int:
-        return self._plan.ledger.total_of(self._session.participants[peer].holds)
+    def _mistaken(self, digests: dict[int, int]) -> set[int]:
+        return mistaken(self._session.participants.values(), digests, self._plan.ledger)
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
         replies = self._link.replies()

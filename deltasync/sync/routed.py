@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Flat, Live
 from deltasync.delta.loading import Loader
+from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
+from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source import ModuleWatch, tied_tensors
 from deltasync.sync.target import match_parameters, refuse_overlap
@@ -17,7 +19,7 @@ from deltasync.wire.messages import ParameterSpec
 
 
 class RoutedTarget:
-    """An engine whose parameters are not the checkpoint's: fused, stacked, transposed, padded.
+    """An engine whose parameters are not the checkpoint's: fused, stacked, padded, split over ranks.
 
     The engine's loader is run once on tensors without data, which shows where the elements of each
     checkpoint tensor are kept; deltas are written there. That is proved before any of them: a
@@ -59,7 +61,7 @@ class RoutedTarget:
         """
         return self._specs(self._recorded())
 
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
+    def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
         """Find each parameter of the layout in the engine. Raises as `parameters` too."""
         recording = self._recorded()
         held = self._specs(recording)
@@ -68,11 +70,11 @@ class RoutedTarget:
         refuse_overlap(tied_tensors(iter(live.items())))
         self._watch = ModuleWatch(self._module)
         self._own_name = {layout[n].name: s.name for n, s in zip(numbers, held, strict=True)}
-        flats: dict[int, Flat] = {}
-        for number, spec in zip(numbers, held, strict=True):
-            [piece] = recording.pieces[spec.name]
-            flats[number] = Flat.of(piece.view(live[piece.live]), name=spec.name)
-        return flats
+        pieces = recording.pieces
+        return {
+            number: _access(pieces[spec.name], live, spec)
+            for number, spec in zip(numbers, held, strict=True)
+        }
 
     def check_unmoved(self) -> None:
         """Compare the address, size, strides and dtype of every tensor of the module."""
@@ -108,10 +110,6 @@ class RoutedTarget:
             recording = record(self._load, self._checkpoint, self._live())
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
-        for one in self._checkpoint:
-            pieces = recording.pieces.get(one.name, ())
-            if len(pieces) > 1 or not all(piece.is_whole(one.numel) for piece in pieces):
-                whys.add(f"{one.name!r} is kept in parts that are not next to each other")
         if whys:
             raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
         return recording
@@ -134,3 +132,10 @@ class RoutedTarget:
                 owner._buffers.update(buffers)
         if moved:
             raise ConfigError("the loader replaces parameters; one that fills them is needed")
+
+
+def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
+    """To all of a checkpoint tensor as to any other, or to parts of it."""
+    if len(pieces) == 1 and pieces[0].is_whole(spec.numel):
+        return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
+    return Part.of(pieces, live, name=spec.name)

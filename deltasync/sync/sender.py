@@ -9,16 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
-from deltasync.delta.batched import Kernels
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout, WireError
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Lobby, greet_back
+from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.round import Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
@@ -26,37 +23,7 @@ from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.streams import OwnStream
 from deltasync.transports.base import SendTransport
-from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Hello, Upcoming
-
-
-class SenderOptions(BaseModel):
-    """How a sender sends. Sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    policy: Policy = Policy()
-    bucket_bytes: int | None = Field(
-        None,
-        ge=MIN_BUCKET_BYTES,
-        description="largest payload; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
-        "a millisecond of waiting for each other",
-    )
-    max_inflight_bytes: int | None = Field(
-        None, ge=0, description="patches kept until the decision; None for 5 % of the model"
-    )
-    compression: Compression = "none"
-    wire_dtypes: dict[str, str] = Field(
-        default_factory=dict,
-        description="dtype name by parameter name pattern, where receivers disagree",
-    )
-    snapshot_device: str | None = Field(
-        None, description="where the snapshot lives; None for each parameter's own device"
-    )
-    kernels: Kernels = Field(
-        "auto", description="what compares: Triton on GPUs, torch elsewhere, or one of them always"
-    )
-    stream_id: str | None = Field(None, description="names the training run; None for a new one")
 
 
 @dataclass(slots=True)

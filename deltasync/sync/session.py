@@ -22,6 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltasync.errors import IllegalMessage, VersionGap, WrongStream
 from deltasync.wire.messages import (
     Abort,
@@ -226,7 +229,9 @@ class Member:
     Attributes:
         peer: Its number at the transport.
         engine, rank, world: Which engine it serves, and its place there.
-        holds: Numbers of the layout's parameters that it holds; None for all.
+        holds: Numbers of the layout's parameters that it holds something of; None for all.
+        copies: If it holds parts: uint64[parameters], how often the ranks of its engine that do so
+            hold each parameter, all together.
     """
 
     peer: int
@@ -234,6 +239,7 @@ class Member:
     rank: int = 0
     world: int = 1
     holds: frozenset[int] | None = None
+    copies: NDArray[np.uint64] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.engine}[{self.rank}/{self.world}]"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 from torch import nn
 
-from deltasync.delta.bits import Flat, dtype_of
+from deltasync.delta.bits import Flat, Live, dtype_of
 from deltasync.delta.loading import Loader
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.source import (
@@ -31,7 +31,7 @@ class WeightTarget(Protocol):
         """What is held: names, full shapes, and the dtypes that the sender has to send."""
         ...
 
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
+    def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
         """Find the storage of each parameter of the sender's layout that is held here.
 
         Returns it by the parameter's number. What was bound before is let go.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.apply import Staging
-from deltasync.delta.bits import Flat, torch_dtype
+from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run
 from deltasync.errors import LayoutMismatch, TargetMoved
@@ -167,7 +168,7 @@ def ledger_of(layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]) -> Di
 
 
 def assert_holds(
-    flats: dict[int, Flat], layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]
+    flats: Mapping[int, Live], layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]
 ) -> None:
     """The live weights have the bits of `state`."""
     for number, spec in enumerate(layout):

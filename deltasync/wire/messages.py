@@ -136,6 +136,17 @@ class Held(_Message):
     digest: Digest
 
 
+class HeldParts(_Message):
+    """The same from a rank that holds some parameters in part.
+
+    `parts` are (number of a parameter, elements held of it), for those alone.
+    """
+
+    kind: Literal["held_parts"] = "held_parts"
+    digest: Digest
+    parts: Annotated[tuple[tuple[Count, Count], ...], FailFast()]
+
+
 class Welcome(_Message):
     """The receivers are members: at once, or those of some engines after a full sync."""
 
@@ -248,6 +259,7 @@ Message = (
     Hello
     | Layout
     | Held
+    | HeldParts
     | Welcome
     | Upcoming
     | Begin

@@ -278,6 +278,12 @@ class Sparse:
     values: dict[int, int] = field(default_factory=dict)
     line: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
 
+    def held(self, start: int, stop: int) -> None:
+        pass
+
+    def keeps(self, positions: Tensor) -> None:
+        pass
+
     def read(self, start: int, stop: int) -> Tensor:
         return self.gather(torch.arange(start, stop))
 

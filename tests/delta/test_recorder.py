@@ -356,6 +356,19 @@ def test_what_the_loader_does_not_ask_for_is_refused() -> None:
     assert recording.refused == {"b": "is not asked for"}
 
 
+def test_nothing_may_be_filled_in_any_way() -> None:
+    live = {"w": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            live["w"].copy_(tensor)
+            live["w"][4:].zero_()
+            live["w"][4:].normal_()
+
+    recording = record(load, [CheckpointTensor("w", (4,), torch.float32)], live)
+    assert (recording.uncovered, recording.padding) == ({}, {})
+
+
 def test_empty_tensors_are_not_tied() -> None:
     live = {"a": torch.zeros(0, 4), "b": torch.zeros(0, 4)}
     weights = {name: torch.zeros(0, 4) for name in live}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import CheckpointTensor, NamedTensor, RoutedTarget, SenderOptions, WeightSource
+from deltasync import (
+    CheckpointTensor,
+    NamedTensor,
+    RoutedTarget,
+    SenderOptions,
+    SyncStats,
+    WeightReceiver,
+    WeightSender,
+    WeightSource,
+)
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import run_ranks
+from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, checkpoint, write_config
 from tests.sync.harness import fleet
 
@@ -31,9 +43,35 @@ class Weights(WeightSource):
         return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
 
 
+@dataclass(frozen=True)
+class Place:
+    """One process of an engine.
+
+    Attributes:
+        rank: Its number.
+        tensor_parallel, pipeline_parallel: Into how many the engine is split.
+        port: Where the engine's processes meet.
+    """
+
+    rank: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    port: int
+
+    @property
+    def world(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 @contextmanager
-def vllm_models(folder: Path, count: int) -> Iterator[list[Any]]:
+def vllm_models(folder: Path, count: int, place: Place | None = None) -> Iterator[list[Any]]:
     """Models of vLLM's own class, not loaded, in a process that serves nothing else."""
+    place = place or Place(0, 1, 1, free_port())
     from vllm.config import (
         DeviceConfig,
         ModelConfig,
@@ -45,8 +83,6 @@ def vllm_models(folder: Path, count: int) -> Iterator[list[Any]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     model_config = ModelConfig(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -58,13 +94,17 @@ def vllm_models(folder: Path, count: int) -> Iterator[list[Any]]:
     def config() -> VllmConfig:
         return VllmConfig(
             model_config=model_config,
-            parallel_config=ParallelConfig(tensor_parallel_size=1),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=place.tensor_parallel,
+                pipeline_parallel_size=place.pipeline_parallel,
+            ),
             device_config=DeviceConfig(device="cpu"),
         )
 
     with set_current_vllm_config(config()):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
-        initialize_model_parallel(1)
+        address = f"tcp://127.0.0.1:{place.port}"
+        init_distributed_environment(place.world, place.rank, address, place.rank, backend="gloo")
+        initialize_model_parallel(place.tensor_parallel, place.pipeline_parallel)
     models = []
     for _ in range(count):
         with set_current_vllm_config(vllm := config()), set_default_torch_dtype(torch.bfloat16):
@@ -90,6 +130,12 @@ def assert_as_loaded(model: nn.Module, fresh: Any, weights: dict[str, Tensor]) -
         assert torch.equal(ours, theirs), name
 
 
+def change(weights: dict[str, Tensor], share: float, generator: torch.Generator) -> None:
+    for tensor in weights.values():
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
+
+
 def follow(_: int, architecture: str, folder: Path, *, joins_equal: bool) -> None:
     weights = checkpoint(folder, 0)
     generator = torch.Generator().manual_seed(1)
@@ -101,12 +147,40 @@ def follow(_: int, architecture: str, folder: Path, *, joins_equal: bool) -> Non
             assert here.sender.send_weights().full_synced == (0 if joins_equal else 1)
             assert_as_loaded(model, fresh, weights)
             for share in (0.001, 0.0, 0.3, 1.0, 0.01):
-                for tensor in weights.values():
-                    mask = torch.rand(tensor.shape, generator=generator) < share
-                    tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
+                change(weights, share, generator)
                 stats = here.sender.send_weights()
                 assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
                 assert_as_loaded(model, fresh, weights)
+
+
+def follow_in_parts(rank: int, folder: Path, port: int, tensor: int, pipeline: int) -> None:
+    """One of two ranks of an engine; the first is the trainer too."""
+    weights = checkpoint(folder, 0)
+    generator = torch.Generator().manual_seed(1)
+    path = folder / "socket"
+    sender = WeightSender(Weights(weights), shared_memory.Sender(path)) if rank == 0 else None
+    place = Place(rank, tensor, pipeline, port)
+    with vllm_models(folder, 2, place) as (model, fresh), ThreadPoolExecutor(1) as trainer:
+        model.load_weights(iter(checkpoint(folder, 1).items()))
+        link = shared_memory.Receiver(path)
+        receiver = WeightReceiver(target_of(model, weights), link, rank=rank, world=2)
+        for number, share in enumerate((0.0, 0.001, 0.3, 1.0, 0.01)):
+            change(weights, share, generator)
+            sent = trainer.submit(send, sender, 2) if sender is not None else None
+            assert receiver.receive_weights(timeout_s=60) == number + 1
+            if sent is not None:
+                stats = sent.result(60)
+                assert (stats.receivers, stats.lost) == (2, {})
+                assert stats.kind == ("delta" if number else "full")
+            assert_as_loaded(model, fresh, weights)
+        receiver.close()
+    if sender is not None:
+        sender.close()
+
+
+def send(sender: WeightSender, receivers: int) -> SyncStats:
+    sender.wait_for_receivers(receivers, timeout_s=60)
+    return sender.send_weights()
 
 
 def refuse(_: int, architecture: str, folder: Path) -> None:
@@ -136,3 +210,27 @@ def _follow(rank: int, architecture: str, folder: Path, joins_equal: bool) -> No
 def test_loaders_that_compute_are_refused(architecture: str, tmp_path: Path) -> None:
     folder = write_config(architecture, tmp_path)
     run_ranks(refuse, 1, architecture, folder, timeout_s=280)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "pipeline"),
+    [
+        ("LlamaForCausalLM", 2, 1),
+        ("Phi3ForCausalLM", 2, 1),
+        ("Qwen3MoeForCausalLM", 2, 1),
+        ("DeepseekV2ForCausalLM", 2, 1),
+        ("LlamaForCausalLM", 1, 2),
+    ],
+)
+def test_ranks_hold_what_vllm_would_load_there(
+    architecture: str,
+    tensor: int,
+    pipeline: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_DIST_IDENT", tmp_path.name)  # as vLLM's own executor does
+    folder = write_config(architecture, tmp_path)
+    checkpoint(folder, 0)  # written once, before two read it
+    run_ranks(follow_in_parts, 2, folder, free_port(), tensor, pipeline, timeout_s=280)

@@ -62,6 +62,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "digest": DIGEST,
     },
     "held": {"kind": "held", "digest": DIGEST},
+    "held-parts": {"kind": "held_parts", "digest": DIGEST, "parts": [[0, 3], [7, 4294967296]]},
     "welcome": {"kind": "welcome", "full_sync": ["engine-0", "engine-1"]},
     "upcoming": {"kind": "upcoming", "version": 8},
     "begin": {

@@ -268,7 +268,7 @@ class Interleaving(Engine):
     ("engine", "checkpoint", "why"),
     [
         (Computing, CHECKPOINT, r"2 tensors have no route: 'norm' is not only copied: aten.add"),
-        (Interleaving, CHECKPOINT, "'q' is kept in parts"),
+        (Interleaving, CHECKPOINT, None),  # q is kept in two parts
         (Engine, CHECKPOINT[:-1], None),  # the router is left as it is
         (Replacing, CHECKPOINT, "the loader replaces parameters"),
         (Lazy, CHECKPOINT, "'down0' is not asked for"),

@@ -72,6 +72,11 @@ MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
         m.Layout, parameters=entries(), stream_id=names, version=versions, digest=digests
     ),
     "held": st.builds(m.Held, digest=digests),
+    "held_parts": st.builds(
+        m.HeldParts,
+        digest=digests,
+        parts=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+    ),
     "welcome": st.builds(m.Welcome, full_sync=engines),
     "upcoming": st.builds(m.Upcoming, version=versions),
     "begin": st.builds(

@@ -180,7 +180,7 @@ NULLABLE = {
     ("failed", "version"),
 }
 TEXTS = {"reason", "error", "engine", "stream_id"}
-LISTS = {"parameters", "full_sync", "undo", "format_versions"}
+LISTS = {"parameters", "full_sync", "undo", "format_versions", "parts"}
 
 
 def fits(kind: str, key: str, value: Any) -> bool:

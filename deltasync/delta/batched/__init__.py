@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Live
 from deltasync.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
@@ -21,7 +21,7 @@ Kernels = Literal["auto", "triton", "torch"]
 
 
 def device_for_batches(
-    flats: Collection[Flat], kernels: Kernels, *, need_contiguous: bool
+    flats: Collection[Live], kernels: Kernels, *, need_contiguous: bool
 ) -> torch.device | None:
     """The device on which these tensors are worked on in batches; None when they are not.
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.packing import origins_of
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Live
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
 
@@ -36,7 +36,7 @@ class BatchedWeights:
     """
 
     def __init__(
-        self, flats: Mapping[int, Flat], ledger: DigestLedger, device: torch.device
+        self, flats: Mapping[int, Live], ledger: DigestLedger, device: torch.device
     ) -> None:
         """Look up where the weights are.
 

@@ -1,0 +1,69 @@
+"""What users choose at both ends."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deltasync.delta.batched import Kernels
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.policy import Policy
+from deltasync.wire.compression import Compression
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES
+
+
+class SenderOptions(BaseModel):
+    """How a sender sends. Sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Policy = Policy()
+    bucket_bytes: int | None = Field(
+        None,
+        ge=MIN_BUCKET_BYTES,
+        description="largest payload; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
+        "a millisecond of waiting for each other",
+    )
+    max_inflight_bytes: int | None = Field(
+        None, ge=0, description="patches kept until the decision; None for 5 % of the model"
+    )
+    compression: Compression = "none"
+    wire_dtypes: dict[str, str] = Field(
+        default_factory=dict,
+        description="dtype name by parameter name pattern, where receivers disagree",
+    )
+    snapshot_device: str | None = Field(
+        None, description="where the snapshot lives; None for each parameter's own device"
+    )
+    kernels: Kernels = Field(
+        "auto", description="what compares: Triton on GPUs, torch elsewhere, or one of them always"
+    )
+    stream_id: str | None = Field(None, description="names the training run; None for a new one")
+
+
+class ReceiverOptions(BaseModel):
+    """How a receiver receives. Sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_staged_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="staged payload and undo log; None for a quarter of the weights, at least "
+        "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
+    )
+    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted")
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="longest silence of the sender within a sync, seconds"
+    )
+    scrub_every: int = Field(
+        64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
+    )
+    chunk_numel: int | None = Field(
+        None,
+        ge=1,
+        lt=1 << 31,
+        description="elements that one digest covers; None for what fits the device",
+    )
+    kernels: Kernels = Field(
+        "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
+    )
