@@ -19,7 +19,7 @@ from deltasync.wire.messages import ParameterSpec
 
 
 class RoutedTarget:
-    """An engine whose parameters are not the checkpoint's: fused, stacked, padded, split over ranks.
+    """An engine whose parameters are not the checkpoint's: fused, padded, split over ranks.
 
     The engine's loader is run once on tensors without data, which shows where the elements of each
     checkpoint tensor are kept; deltas are written there. That is proved before any of them: a
