@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,6 +45,23 @@ class RoundResult:
     receiver_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a sync stands, for who has to let engines pause.
+
+    Attributes:
+        version: What it brings.
+        is_decided: Whether receivers that have staged it write now. Otherwise it has just begun.
+        is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
+        num_bytes: Indices and values. Receivers that cannot stage so much write as it arrives.
+    """
+
+    version: int
+    is_decided: bool
+    is_full: bool
+    num_bytes: int
+
+
 class Round:
     """Takes members from one version to the next, all or nothing for each engine.
 
@@ -60,8 +77,10 @@ class Round:
         layout: SourceLayout,
         *,
         compression: Compression,
+        tell: Callable[[Moment], None] = lambda moment: None,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
+        self._tell = tell
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._is_answering = False
@@ -99,6 +118,7 @@ class Round:
                 timeout_s=self._link.timeout_s,
             )
         )
+        self._tell(self._moment(is_decided=False))
         self._send_buckets()
         if not self._session.failures:
             self._is_answering = True
@@ -156,6 +176,7 @@ class Round:
         self._session.decide()
         self._result.decided = True
         self._send(Commit(version=self._version))
+        self._tell(self._moment(is_decided=True))
         self._plan.decided()  # while the receivers write
         digests: dict[int, int] = {}
         for peer, reply in self._replies():
@@ -198,6 +219,11 @@ class Round:
         for member in members:
             self._result.left.add(member.peer)
             self._link.drop(member.peer)
+
+    def _moment(self, *, is_decided: bool) -> Moment:
+        plan = self._plan
+        num_bytes = plan.sparse_bytes + plan.dense_bytes
+        return Moment(self._version, is_decided, plan.base_version is None, num_bytes)
 
     def _mistaken(self, digests: dict[int, int]) -> set[int]:
         return mistaken(self._session.participants.values(), digests, self._plan.ledger)

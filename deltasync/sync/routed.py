@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, Live
+from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
 from deltasync.delta.loading import Loader
 from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
@@ -76,6 +77,26 @@ class RoutedTarget:
             for number, spec in zip(numbers, held, strict=True)
         }
 
+    def prove(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Read back what the engine holds of the checkpoint that it was started on.
+
+        For engines that work on weights after loading: what the loader alone would do says nothing
+        of that. Raises ConfigError, by name, for tensors that are not where it puts them.
+        """
+        layout = self.parameters()
+        numbers = {spec.name: number for number, spec in enumerate(layout)}
+        held = self.bind(layout)
+        wrong = [
+            name
+            for name, tensor in weights
+            if name in numbers and not _holds(held[numbers[name]], tensor, layout[numbers[name]])
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{len(wrong)} tensors, {wrong[0]!r} among them, are not where the loader puts "
+                "them: the engine changes its layout after loading; no route leads there"
+            )
+
     def check_unmoved(self) -> None:
         """Compare the address, size, strides and dtype of every tensor of the module."""
         if not self._watch.is_unmoved():
@@ -139,3 +160,11 @@ def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: Parameter
     if len(pieces) == 1 and pieces[0].is_whole(spec.numel):
         return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
     return Part.of(pieces, live, name=spec.name)
+
+
+def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
+    wanted = as_bits(tensor.to(live.line.device, torch_dtype(spec.dtype)).contiguous()).view(-1)
+    positions = live.held(0, spec.numel)
+    if positions is None:
+        return torch.equal(live.read(0, spec.numel), wanted)
+    return torch.equal(live.gather(positions), wanted[positions])

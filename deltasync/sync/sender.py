@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Lobby, greet_back
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
-from deltasync.sync.round import Round, RoundResult
+from deltasync.sync.round import Moment, Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
@@ -57,6 +57,8 @@ class WeightSender:
         source: The trainer's parameters; read, never written.
         transport: The sender's end of a link. Owned from now on: `close` closes it.
         options: Sizes, policy, dtypes.
+        tell: Called by the sending thread when a sync begins and when it is decided, for engines
+            that have to be asked to pause and commit. It must not block.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class WeightSender:
         transport: SendTransport,
         *,
         options: SenderOptions | None = None,
+        tell: Callable[[Moment], None] = lambda moment: None,
     ) -> None:
+        self._tell = tell
         self.options = options or SenderOptions()
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._source = source
@@ -235,6 +239,7 @@ class WeightSender:
             plan,
             layout,
             compression=self.options.compression,
+            tell=self._tell,
         )
         try:
             return work.run(participants, version=version, stream_id=self.stream_id)

@@ -140,6 +140,11 @@ class Sender:
         """Host and port that receivers connect to."""
         return self._host, self._port
 
+    @property
+    def backend(self) -> Backend:
+        """What broadcasts; receivers must have the same."""
+        return self._backend
+
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
             return self._server.poll(Deadline(timeout_s))

@@ -116,6 +116,11 @@ class SlotSender:
         self._members: set[int] = set()
 
     @property
+    def path(self) -> Path:
+        """The socket that receivers connect to."""
+        return self._path
+
+    @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
 

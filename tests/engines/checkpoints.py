@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltasync import NamedTensor, WeightSource
+
 _SMALL = {
     "vocab_size": 1000,  # engines pad it to a multiple of 64
     "max_position_embeddings": 128,
@@ -103,6 +105,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}
     | {"time_step_rank": 16, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu"},
 }
+
+
+class Weights(WeightSource):
+    """A trainer's weights by checkpoint name."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
 
 
 def write_config(architecture: str, folder: Path) -> Path:

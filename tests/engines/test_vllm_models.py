@@ -16,31 +16,19 @@ from torch import Tensor, nn
 
 from deltasync import (
     CheckpointTensor,
-    NamedTensor,
     RoutedTarget,
     SenderOptions,
     SyncStats,
     WeightReceiver,
     WeightSender,
-    WeightSource,
 )
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
-from tests.engines.checkpoints import CONFIGS, checkpoint, write_config
+from tests.engines.checkpoints import CONFIGS, Weights, checkpoint, write_config
 from tests.sync.harness import fleet
 
 REFUSED = {"FalconForCausalLM": r"aten\.cat", "MambaForCausalLM": r"aten\.exp"}
-
-
-class Weights(WeightSource):
-    """A trainer's weights by checkpoint name."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.weights = weights
-
-    def tensors(self) -> list[NamedTensor]:
-        return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
 
 
 @dataclass(frozen=True)

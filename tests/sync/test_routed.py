@@ -223,6 +223,18 @@ def test_an_engine_that_moves_its_weights_when_it_finishes_is_told() -> None:
             here.sender.send_weights()
 
 
+def test_what_the_engine_was_started_on_is_read_back() -> None:
+    source = trainer(0)
+    weights = [(name, w.data) for name, w in source.named_parameters()]
+    target = RoutedTarget(engine_of(source), CHECKPOINT)
+    target.prove(weights)
+    shuffled = engine_of(source, ShufflingEngine)
+    assert isinstance(shuffled, ShufflingEngine)
+    shuffled.finish()
+    with pytest.raises(ConfigError, match="6 tensors, 'gate0' among them, are not where"):
+        RoutedTarget(shuffled, CHECKPOINT).prove(weights)
+
+
 class Computing(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights((n, t + 1 if n == "norm" else t) for n, t in weights)

@@ -1,0 +1,186 @@
+"""A whole vLLM engine on the CPU, with the backend by configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync.errors import ConfigError, SyncAborted
+from deltasync.integrations.vllm import VllmSync
+from deltasync.testing.processes import run_ranks
+from deltasync.transports import shared_memory
+from tests.engines.checkpoints import Weights, checkpoint, write_config
+
+PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
+
+
+class Local:
+    """vLLM's offline engine as a client."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.finish_weight_update = llm.finish_weight_update
+        self.start_weight_update = llm.start_weight_update
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+
+def started(folder: Path, weights: dict[str, Tensor], *, packs: bool = False) -> Any:
+    """An engine that was started on these weights."""
+    from safetensors.torch import save_file
+    from vllm import LLM
+
+    without_tiles(packs=packs)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        enforce_eager=True,
+        weight_transfer_config={"backend": "deltasync"},
+        enable_prefix_caching=False,
+    )
+
+
+def tokens(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
+    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, sampling)]
+
+
+def parameters_of(llm: Any) -> dict[str, Tensor]:
+    [state] = llm.collective_rpc(lambda worker: dict(worker.get_model().named_parameters()))
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        tensor[mask] *= 1.5
+    return new
+
+
+def follow(_: int, folder: Path) -> None:
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    reference = started(folder, new)
+    expected, bits = tokens(reference), parameters_of(reference)
+    del reference
+    llm = started(folder, old)
+    before = tokens(llm)
+    assert before != expected
+    source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    with VllmSync(source, Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+        sync.connect()
+        assert sync.send_weights().full_synced == 0  # it was started on the same weights
+        assert llm.get_weight_version() == "1"
+        for name, tensor in new.items():
+            source.weights[name].copy_(tensor)
+        stats = sync.send_weights()
+        assert (stats.kind, stats.receivers) == ("delta", 1)
+        assert llm.get_weight_version() == str(stats.version)
+        assert tokens(llm) == expected
+        assert same_bits(parameters_of(llm), bits)
+
+
+def heal(_: int, folder: Path) -> None:
+    """A sync that fails changes nothing; the next is a full one, through vLLM's own loader."""
+    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    llm = started(folder, weights)
+    source = Weights({name: tensor.clone() for name, tensor in weights.items()})
+    with VllmSync(source, Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+        sync.connect()
+        sync.send_weights()
+        llm.collective_rpc(lambda worker: damage(worker.get_model()))
+        before, version = parameters_of(llm), llm.get_weight_version()
+        for tensor in source.weights.values():
+            tensor.view(-1)[5] *= 3
+        with pytest.raises(SyncAborted, match="DigestMismatch"):
+            sync.send_weights()
+        assert same_bits(parameters_of(llm), before)
+        assert llm.get_weight_version() == version
+        sync.sender.wait_for_receivers(1)
+        assert sync.send_weights().full_synced == 1
+        served = tokens(llm)
+        sync.connect()  # anew: the engine holds the version, and serves all the while
+        assert sync.send_weights().full_synced == 0
+        assert tokens(llm) == served
+    assert tokens(llm) == served  # the trainer is gone
+    expected = parameters_of(llm)
+    assert same_bits(parameters_of(started(folder, source.weights)), expected)
+
+
+def damage(model: Any) -> None:
+    """Change an element that the next sync changes too: its old bits are looked at."""
+    next(model.parameters()).data.view(-1)[5] += 1
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
+    )
+
+
+def without_tiles(*, packs: bool) -> None:
+    """Tiles are not on every machine; packed matrices are where no route leads: see `refuse`."""
+    import vllm._custom_ops
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+    vllm._custom_ops._supports_onednn &= packs
+
+
+def refuse(_: int, folder: Path) -> None:
+    """An engine that has packed its matrices away says so when the trainer connects."""
+    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    llm = started(folder, weights, packs=True)
+    before = tokens(llm)
+    with VllmSync(Weights(weights), Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+        with pytest.raises(ConfigError, match=r"cannot be watched: at 'model.layers.0.mlp"):
+            sync.connect()
+        assert tokens(llm) == before
+
+
+def refuse_experts(_: int, folder: Path) -> None:
+    """One that has reordered its experts in place too: they are read back."""
+    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    llm = started(folder, weights)
+    before = tokens(llm)
+    with VllmSync(Weights(weights), Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+        with pytest.raises(ConfigError, match=r"experts.*no route leads there"):
+            sync.connect()
+        assert tokens(llm) == before
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("what", "architecture"),
+    [
+        (follow, "LlamaForCausalLM"),
+        (refuse_experts, "Qwen3MoeForCausalLM"),
+        (heal, "LlamaForCausalLM"),
+        (refuse, "LlamaForCausalLM"),
+    ],
+)
+def test_an_engine_by_configuration_alone(
+    what: Callable[[int, Path], None],
+    architecture: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
+    run_ranks(what, 1, write_config(architecture, tmp_path), timeout_s=480)

@@ -1,0 +1,123 @@
+"""The trainer's side of vLLM's interface, against workers that are driven as vLLM drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver
+from deltasync.errors import ConfigError, SyncAborted
+from deltasync.integrations.vllm import VllmSync
+from deltasync.sync.options import ReceiverOptions
+from deltasync.transports import inprocess, shared_memory
+from tests.sync.harness import Model, bits_equal
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def model(seed: int) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    return Model({"a": torch.randn(40, 16, generator=generator).bfloat16()})
+
+
+class Server:
+    """One worker, and the calls that reach it; `calls` are those that did."""
+
+    def __init__(self, module: Model) -> None:
+        self.module, self.calls, self.version = module, list[str](), "default"
+        self.fails_to_start = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("init")
+        assert (init_info["link"], init_info["names"]) == ("shared_memory", ["a"])
+        assert (init_info["dtypes"], init_info["shapes"]) == (["bfloat16"], [[40, 16]])
+        options = ReceiverOptions(max_staged_bytes=init_info["max_staged_bytes"])
+        link = shared_memory.Receiver(*init_info["address"])
+        self.receiver = WeightReceiver(ModuleTarget(self.module), link, options=options)
+        self.staging = StagingThread(self.receiver).__enter__()
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+        if self.fails_to_start:
+            raise RuntimeError("planted")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append("update")
+        assert self.staging.wait_staged(timeout_s=10)
+        assert self.staging.commit() == update_info["version"]
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append("finish")
+        self.version = str(weight_version)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.staging.__exit__(None, None, None)
+
+
+@contextmanager
+def connected(source: Model, server: Server, path: Path, **options: Any) -> Iterator[VllmSync]:
+    link = shared_memory.Sender(path / "socket")
+    with VllmSync(ModuleSource(source), server, link, **options) as sync:
+        sync.connect()
+        yield sync
+        server.close()
+
+
+def test_an_update_is_asked_for_once_a_version_is_decided(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(1))
+    with connected(source, server, tmp_path) as sync:
+        assert sync.send_weights().full_synced == 1
+        assert (server.calls, server.version) == (["init", "start", "update", "finish"], "1")
+        for version in ("2", "3"):
+            server.calls.clear()
+            source.get_parameter("a").data.view(-1)[7] *= 2
+            assert sync.send_weights().kind == "delta"
+            assert (server.calls, server.version) == (["start", "update", "finish"], version)
+            assert bits_equal(source, server.module)
+
+
+def test_a_server_that_holds_the_weights_learns_their_version(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        assert sync.send_weights().full_synced == 0
+        assert (server.calls, server.version) == (["init", "start", "finish"], "1")
+
+
+def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path, max_staged_bytes=100) as sync:
+        sync.send_weights()
+        source.get_parameter("a").data.neg_()
+        assert sync.send_weights().kind == "delta"
+        assert bits_equal(source, server.module)
+        assert server.version == "2"
+
+
+def test_an_update_that_is_not_made_is_told_and_made_up_for(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path, timeout_s=1.0) as sync:
+        sync.send_weights()
+        before = [parameter.clone() for parameter in server.module.parameters()]
+        source.get_parameter("a").data.view(-1)[7] *= 2
+        server.fails_to_start = True
+        with pytest.raises(SyncAborted):
+            sync.send_weights()
+        now = list(server.module.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        assert server.version == "1"
+        server.fails_to_start = False
+        server.close()
+        sync.connect()
+        sync.send_weights()
+        assert bits_equal(source, server.module)
+
+
+def test_workers_cannot_connect_to_any_transport() -> None:
+    with pytest.raises(ConfigError, match="cannot connect"):
+        VllmSync(ModuleSource(model(0)), Server(model(0)), inprocess.Sender())
