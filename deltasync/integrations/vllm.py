@@ -7,12 +7,12 @@ of vLLM's four calls.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from deltasync.delta.bits import dtype_of
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, TransportTimeout
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
 from deltasync.sync.sender import WeightSender
@@ -123,9 +123,10 @@ class VllmSync:
         try:
             stats = self.sender.send_weights(timeout_s=self._timeout_s)
         finally:
-            updates = list(self._updates.values())
-            for update in updates:
-                update.exception(self._timeout_s)
+            updates = self._updates.values()
+            unfinished = wait(updates, self._timeout_s).not_done
+        if unfinished:
+            raise TransportTimeout("the server's update did not end in time")
         for update in updates:
             update.result()
         if not updates:  # the server joined with the trainer's weights

@@ -101,7 +101,7 @@ def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path
 
 def test_an_update_that_is_not_made_is_told_and_made_up_for(tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
-    with connected(source, server, tmp_path, timeout_s=1.0) as sync:
+    with connected(source, server, tmp_path, timeout_s=4.0) as sync:
         sync.send_weights()
         before = [parameter.clone() for parameter in server.module.parameters()]
         source.get_parameter("a").data.view(-1)[7] *= 2
