@@ -15,6 +15,8 @@ from deltasync.delta.route import Piece
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
+_BLOCK = 1 << 20  # positions that are looked at together: some 60 bytes for each
+
 
 @dataclass(frozen=True, slots=True)
 class _Box:
@@ -56,21 +58,25 @@ class Part:
     @classmethod
     def of(cls, pieces: Sequence[Piece], live: Mapping[str, Tensor], *, name: str) -> Self:
         """From pieces of one checkpoint tensor. Raises ConfigError if two hold one element."""
+        _refuse_twice(pieces, name)
         boxes = [_Box(piece, Flat.of(piece.view(live[piece.live]), name=name)) for piece in pieces]
-        if len(boxes) > 1:
-            _refuse_twice(pieces, name)
         return cls(boxes, boxes[0].flat.dtype)
 
     def held(self, start: int, stop: int) -> Tensor:
         """int64[k]: which flat positions of [start, stop) are kept here, in order."""
-        positions = torch.arange(start, stop, device=self.line.device)
-        return positions[self.keeps(positions)]
+        found = [torch.empty(0, dtype=torch.int64, device=self.line.device)]
+        for begin in range(start, stop, _BLOCK):
+            end = min(begin + _BLOCK, stop)
+            positions = torch.arange(begin, end, device=self.line.device)
+            found.append(positions[self.keeps(positions)])
+        return torch.cat(found)
 
     def keeps(self, positions: Tensor) -> Tensor:
         """bool[n]: which of int64[n] flat positions are kept here."""
         kept = torch.zeros_like(positions, dtype=torch.bool)
-        for box in self._boxes:
-            kept |= box.find(positions)[0]
+        for part, into in zip(_blocks(positions), _blocks(kept), strict=True):
+            for box in self._boxes:
+                into |= box.find(part)[0]
         return kept
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -85,20 +91,34 @@ class Part:
     def gather(self, positions: Tensor) -> Tensor:
         """int[n]: the bits at int64[n] flat positions, all of them kept here."""
         bits = torch.empty(len(positions), dtype=self.line.dtype, device=self.line.device)
-        for box in self._boxes:
-            inside, place = box.find(positions)
-            bits[inside] = box.flat.gather(place[inside])
+        for part, into in zip(_blocks(positions), _blocks(bits), strict=True):
+            for box in self._boxes:
+                inside, place = box.find(part)
+                into[inside] = box.flat.gather(place[inside])
         return bits
 
     def scatter(self, positions: Tensor, bits: Tensor) -> None:
         """Overwrite the bits at int64[n] distinct flat positions, all of them kept here."""
-        for box in self._boxes:
-            inside, place = box.find(positions)
-            box.flat.scatter(place[inside], bits[inside])
+        for part, new in zip(_blocks(positions), _blocks(bits), strict=True):
+            for box in self._boxes:
+                inside, place = box.find(part)
+                box.flat.scatter(place[inside], new[inside])
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor, _BLOCK)
 
 
 def _refuse_twice(pieces: Sequence[Piece], name: str) -> None:
-    """Raise ConfigError for an element that two pieces hold."""
+    """Raise ConfigError for an element that two places hold."""
+    for piece in pieces:
+        reach = 0
+        for size, stride, _ in reversed(piece.dims):  # the innermost first
+            if stride <= reach:
+                raise ConfigError(f"{name!r}: the engine keeps some elements twice")
+            reach += (size - 1) * stride
+    if len(pieces) == 1:
+        return
     last = max(p.start + sum((n - 1) * s for n, s, _ in p.dims) for p in pieces if p.numel)
     count = torch.zeros(last + 1, dtype=torch.uint8)
     for piece in pieces:

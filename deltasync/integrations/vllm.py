@@ -7,6 +7,7 @@ of vLLM's four calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,8 +23,8 @@ from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
 
 BACKEND = "deltasync"
-# What staging takes at most for each byte that travels: dense bf16 of which a rank holds parts.
-_STAGED_PER_BYTE = 6
+# What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
+_STAGED_PER_BYTE = 10
 
 
 def register() -> None:
@@ -83,6 +84,7 @@ class VllmSync:
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-vllm")
         self._updates: dict[int, Future[None]] = {}
+        self._is_behind = False  # the server, or it may be
         self.sender = WeightSender(source, transport, options=options, tell=self._follow)
 
     def __enter__(self) -> Self:
@@ -97,7 +99,9 @@ class VllmSync:
         self.close()
 
     def connect(self) -> None:
-        """Let the server's workers connect. Call it again after the server was restarted.
+        """Let the server's workers connect, anew if they were connected.
+
+        `send_weights` does so itself when the one before has failed.
 
         Raises TransportTimeout, or what the client raises.
         """
@@ -113,13 +117,17 @@ class VllmSync:
             }
         )
         self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
+        self._is_behind = False
 
     def send_weights(self) -> SyncStats:
         """`WeightSender.send_weights`, with the server's update when it is due.
 
         Raises what that raises, and what the client raises.
         """
+        if self._is_behind:
+            self.connect()
         self._updates.clear()
+        self._is_behind = True
         try:
             stats = self.sender.send_weights(timeout_s=self._timeout_s)
         finally:
@@ -130,8 +138,8 @@ class VllmSync:
         for update in updates:
             update.result()
         if not updates:  # the server joined with the trainer's weights
-            self._client.start_weight_update()
-            self._client.finish_weight_update(weight_version=str(stats.version))
+            self._call(stats.version, lambda: None)
+        self._is_behind = False
         return stats
 
     def close(self) -> None:
@@ -146,9 +154,20 @@ class VllmSync:
             self._updates[moment.version] = self._calls.submit(self._update, moment.version)
 
     def _update(self, version: int) -> None:
-        self._client.start_weight_update()
-        self._client.update_weights({"version": version})
-        self._client.finish_weight_update(weight_version=str(version))
+        self._call(version, lambda: self._client.update_weights({"version": version}))
+
+    def _call(self, version: int, update: Callable[[], object]) -> None:
+        """One update. One that breaks off is finished: workers that did not fail wait for that."""
+        try:
+            self._client.start_weight_update()
+            update()
+            self._client.finish_weight_update(weight_version=str(version))
+        except BaseException as error:
+            try:
+                self._client.finish_weight_update()
+            except Exception as other:  # nobody has begun it, or the server is gone
+                raise error from other
+            raise
 
 
 def _link_of(transport: SendTransport) -> dict[str, Any]:

@@ -118,7 +118,9 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing is to be prepared."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Write the version. Raises what a commit raises; the worker keeps the old version then."""
+        """Write the version. Raises what a commit raises; the worker keeps the old version then,
+        unless it was received in place: a full sync, or one that could not be staged.
+        """
         if self._staging is None:
             raise ConfigError("no trainer is connected: call init_weight_transfer_engine first")
         if not self._staging.wait_staged(timeout_s=self._timeout_s):

@@ -18,6 +18,8 @@ from deltasync.sync.source import ModuleWatch, tied_tensors
 from deltasync.sync.target import match_parameters, refuse_overlap
 from deltasync.wire.messages import ParameterSpec
 
+_BLOCK = 1 << 20  # elements that are compared together
+
 
 class RoutedTarget:
     """An engine whose parameters are not the checkpoint's: fused, padded, split over ranks.
@@ -53,6 +55,7 @@ class RoutedTarget:
         self._finish = finish
         self._watch = ModuleWatch(module)
         self._own_name: dict[str, str] = {}  # by the sender's
+        self._known: tuple[ModuleWatch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The checkpoint tensors that the loader takes something of.
@@ -84,13 +87,18 @@ class RoutedTarget:
         of that. Raises ConfigError, by name, for tensors that are not where it puts them.
         """
         layout = self.parameters()
-        numbers = {spec.name: number for number, spec in enumerate(layout)}
+        missing = {spec.name: number for number, spec in enumerate(layout)}
         held = self.bind(layout)
-        wrong = [
-            name
-            for name, tensor in weights
-            if name in numbers and not _holds(held[numbers[name]], tensor, layout[numbers[name]])
-        ]
+        wrong = []
+        for name, tensor in weights:
+            number = missing.pop(name, None)
+            if number is not None and not _holds(held[number], tensor, layout[number]):
+                wrong.append(name)
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} tensors, {min(missing)!r} among them, are not in the checkpoint "
+                "that the engine was started on, so that nothing shows where it keeps them"
+            )
         if wrong:
             raise ConfigError(
                 f"{len(wrong)} tensors, {wrong[0]!r} among them, are not where the loader puts "
@@ -127,12 +135,15 @@ class RoutedTarget:
 
     def _recorded(self) -> Recording:
         """Where things are now. Raises ConfigError unless that is known of everything."""
+        if self._known is not None and self._known[0].is_unmoved():
+            return self._known[1]
         with self._kept():
             recording = record(self._load, self._checkpoint, self._live())
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
         if whys:
             raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
+        self._known = ModuleWatch(self._module), recording
         return recording
 
     @contextmanager
@@ -157,14 +168,19 @@ class RoutedTarget:
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
     """To all of a checkpoint tensor as to any other, or to parts of it."""
-    if len(pieces) == 1 and pieces[0].is_whole(spec.numel):
+    if not spec.numel or (len(pieces) == 1 and pieces[0].is_whole(spec.numel)):
         return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
     return Part.of(pieces, live, name=spec.name)
 
 
 def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
-    wanted = as_bits(tensor.to(live.line.device, torch_dtype(spec.dtype)).contiguous()).view(-1)
-    positions = live.held(0, spec.numel)
-    if positions is None:
-        return torch.equal(live.read(0, spec.numel), wanted)
-    return torch.equal(live.gather(positions), wanted[positions])
+    """Whether what is held are these weights. In blocks, for the memory of positions."""
+    wanted = tensor.reshape(-1)
+    for start in range(0, spec.numel, _BLOCK):
+        stop = min(start + _BLOCK, spec.numel)
+        bits = as_bits(wanted[start:stop].to(live.line.device, torch_dtype(spec.dtype)))
+        positions = live.held(start, stop)
+        here = bits if positions is None else bits[positions - start]
+        if not torch.equal(live.read(start, stop), here):
+            return False
+    return True

@@ -328,7 +328,8 @@ class Receiver:
         self._answer(ticket)
 
     def _cut_off(self) -> None:
-        """What is on its way arrives soon or never."""
+        """What is on its way arrives soon or never, and what was announced does not start."""
+        self._announced = None
         for arrival in self._arrivals:
             if arrival.flight is not None:
                 arrival.deadline, arrival.is_cut_off = arrival.deadline.sooner(MOMENT_S), True

@@ -30,10 +30,13 @@ class Server:
 
     def __init__(self, module: Model) -> None:
         self.module, self.calls, self.version = module, list[str](), "default"
-        self.fails_to_start = False
+        self.fails_to_update = self.fails_to_start = self.is_connected = self.is_updating = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
+        if self.is_connected:
+            self.close()
+        self.is_connected = True
         assert (init_info["link"], init_info["names"]) == ("shared_memory", ["a"])
         assert (init_info["dtypes"], init_info["shapes"]) == (["bfloat16"], [[40, 16]])
         options = ReceiverOptions(max_staged_bytes=init_info["max_staged_bytes"])
@@ -43,17 +46,24 @@ class Server:
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
-        if self.fails_to_start:
-            raise RuntimeError("planted")
+        if self.fails_to_start or self.is_updating:
+            raise RuntimeError("planted, or it is under way")
+        self.is_updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update")
         assert self.staging.wait_staged(timeout_s=10)
+        if self.fails_to_update:
+            raise ConnectionError("planted")
         assert self.staging.commit() == update_info["version"]
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")
-        self.version = str(weight_version)
+        if not self.is_updating:
+            raise RuntimeError("none is under way")
+        self.is_updating = False
+        if weight_version is not None:
+            self.version = weight_version
 
     def close(self) -> None:
         self.receiver.close()
@@ -99,23 +109,23 @@ def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path
         assert server.version == "2"
 
 
-def test_an_update_that_is_not_made_is_told_and_made_up_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["fails_to_start", "fails_to_update"])
+def test_an_update_that_is_not_made_is_told_and_made_up_for(what: str, tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
     with connected(source, server, tmp_path, timeout_s=4.0) as sync:
         sync.send_weights()
         before = [parameter.clone() for parameter in server.module.parameters()]
         source.get_parameter("a").data.view(-1)[7] *= 2
-        server.fails_to_start = True
+        setattr(server, what, True)
         with pytest.raises(SyncAborted):
             sync.send_weights()
         now = list(server.module.parameters())
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
         assert server.version == "1"
-        server.fails_to_start = False
-        server.close()
-        sync.connect()
-        sync.send_weights()
+        setattr(server, what, False)
+        stats = sync.send_weights()  # connects anew
         assert bits_equal(source, server.module)
+        assert server.version == str(stats.version)
 
 
 def test_workers_cannot_connect_to_any_transport() -> None:

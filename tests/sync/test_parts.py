@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -213,6 +213,21 @@ def test_copies_are_counted_and_uneven_ones_refused() -> None:
 def test_an_element_that_is_kept_twice_is_refused() -> None:
     live = {"w": torch.zeros(8, dtype=torch.bfloat16)}
     pieces = [Piece.of("w", 0, 0, [(4, 1, 1)]), Piece.of("w", 3, 4, [(4, 1, 1)])]
+    with pytest.raises(ConfigError, match="twice"):
+        Part.of(pieces, live, name="w")
+
+
+@pytest.mark.parametrize("view", [lambda w: w.expand(4, 6), lambda w: w.unfold(0, 3, 1)])
+def test_elements_that_one_copy_keeps_twice_are_refused(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    live = {"w": torch.zeros(view(torch.zeros(6)).shape, dtype=torch.bfloat16)}
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            live["w"].copy_(view(tensor))
+
+    [pieces] = record(load, [CheckpointTensor("w", (6,), torch.bfloat16)], live).pieces.values()
     with pytest.raises(ConfigError, match="twice"):
         Part.of(pieces, live, name="w")
 

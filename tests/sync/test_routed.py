@@ -228,6 +228,8 @@ def test_what_the_engine_was_started_on_is_read_back() -> None:
     weights = [(name, w.data) for name, w in source.named_parameters()]
     target = RoutedTarget(engine_of(source), CHECKPOINT)
     target.prove(weights)
+    with pytest.raises(ConfigError, match="1 tensors, 'down0' among them, are not in the"):
+        target.prove([(name, tensor) for name, tensor in weights if name != "down0"])
     shuffled = engine_of(source, ShufflingEngine)
     assert isinstance(shuffled, ShufflingEngine)
     shuffled.finish()

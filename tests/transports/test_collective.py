@@ -23,6 +23,7 @@ from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     PeerLost,
+    TransportClosed,
     TransportTimeout,
     TransportUnavailable,
 )
@@ -348,6 +349,36 @@ def test_a_frame_is_not_kept_back_for_one_that_never_starts(
     assert not sent.done()
     assert link.receivers[0].receive(timeout_s=PATIENCE_S).header == b"y"
     sent.result(PROMPT_S)
+
+
+@pytest.mark.timeout(60)
+def test_a_frame_is_not_kept_back_for_a_sender_that_is_gone(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(2)
+    link.open()
+    frames = [Frame(b"%d" % n, payload_of(100, seed=n)) for n in range(4)]
+    for frame in frames[:2]:  # both buffers are as large then
+        link.exchange(frame)
+    land, (first, _) = Receiver._land, link.receivers
+
+    def land_when_ready_for_another(receiver: Receiver, *args: Any) -> bool:
+        announced = receiver._announced
+        is_waiting = receiver is first and (announced is None or not announced.is_answered)
+        return not is_waiting and land(receiver, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Receiver, "_land", land_when_ready_for_another)
+        received = link.receive_later()
+        link.sender.send(frames[2], timeout_s=PATIENCE_S)
+        assert same_frame(received[1].result(PATIENCE_S), frames[2])
+        sent = background(lambda: link.sender.send(frames[3], timeout_s=PATIENCE_S))
+        time.sleep(0.2)  # the second receiver is away
+        link.sender.close()
+        patch.undo()
+        assert same_frame(received[0].result(PROMPT_S), frames[2])
+    with pytest.raises(TransportClosed):
+        sent.result(PATIENCE_S)
 
 
 @pytest.mark.timeout(60)
