@@ -84,7 +84,7 @@ class VllmSync:
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-vllm")
         self._updates: dict[int, Future[None]] = {}
-        self._is_behind = False  # the server, or it may be
+        self._is_behind = False  # workers may wait for an update that failed
         self.sender = WeightSender(source, transport, options=options, tell=self._follow)
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class VllmSync:
     def connect(self) -> None:
         """Let the server's workers connect, anew if they were connected.
 
-        `send_weights` does so itself when the one before has failed.
+        `send_weights` does so itself after an update that failed.
 
         Raises TransportTimeout, or what the client raises.
         """
@@ -127,19 +127,18 @@ class VllmSync:
         if self._is_behind:
             self.connect()
         self._updates.clear()
-        self._is_behind = True
         try:
             stats = self.sender.send_weights(timeout_s=self._timeout_s)
         finally:
             updates = self._updates.values()
-            unfinished = wait(updates, self._timeout_s).not_done
+            done, unfinished = wait(updates, self._timeout_s)
+            self._is_behind = bool(unfinished) or any(update.exception() for update in done)
         if unfinished:
             raise TransportTimeout("the server's update did not end in time")
         for update in updates:
             update.result()
         if not updates:  # the server joined with the trainer's weights
             self._call(stats.version, lambda: None)
-        self._is_behind = False
         return stats
 
     def close(self) -> None:

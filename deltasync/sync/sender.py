@@ -100,6 +100,7 @@ class WeightSender:
         """
         deadline = time.monotonic() + timeout_s
         with self._exclusive():
+            self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while self.num_receivers + len(self._lobby) < count:
                 rest = deadline - time.monotonic()

@@ -240,6 +240,20 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
             each.stop()
 
 
+def test_who_has_greeted_and_gone_is_not_waited_for() -> None:
+    transport = inprocess.Sender()
+    sender = WeightSender(ModuleSource(model()), transport)
+    gone = transport.receiver()
+    receiver = WeightReceiver(ModuleTarget(model()), gone)
+    with pytest.raises(TransportTimeout):
+        receiver.receive_weights(timeout_s=0.01)
+    sender.wait_for_receivers(1)
+    receiver.close()
+    with pytest.raises(TransportTimeout):
+        sender.wait_for_receivers(1, timeout_s=0.1)
+    sender.close()
+
+
 def test_two_receivers_of_one_name_are_told_apart() -> None:
     source = model()
     with fleet(source) as here:
