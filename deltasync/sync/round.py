@@ -164,12 +164,7 @@ class Round:
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
-        wrong = self._mistaken(digests)
-        for peer in digests:
-            if peer in wrong:
-                self._session.failed(peer, "DigestMismatch: it would not arrive at our weights")
-            else:
-                self._session.prepared(peer)
+        self._judge(digests, self._session.prepared, "it would not arrive at our weights")
 
     def _commit(self) -> None:
         began = time.perf_counter()
@@ -185,12 +180,7 @@ class Round:
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
-        wrong = self._mistaken(digests)
-        for peer in digests:
-            if peer in wrong:
-                self._session.failed(peer, "DigestMismatch: it read back other weights than ours")
-            else:
-                self._session.committed(peer)
+        self._judge(digests, self._session.committed, "it read back other weights than ours")
         self._send(Finish(version=self._version, undo=self._session.undone()))
         self._result.commit_s = time.perf_counter() - began
         self._drop(self._session.finish())
@@ -225,8 +215,16 @@ class Round:
         num_bytes = plan.sparse_bytes + plan.dense_bytes
         return Moment(self._version, is_decided, plan.base_version is None, num_bytes)
 
-    def _mistaken(self, digests: dict[int, int]) -> set[int]:
-        return mistaken(self._session.participants.values(), digests, self._plan.ledger)
+    def _judge(
+        self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
+    ) -> None:
+        """Go on with those whose digests prove that they hold the version."""
+        wrong = mistaken(self._session.participants.values(), digests, self._plan.ledger)
+        for peer in digests:
+            if peer in wrong:
+                self._session.failed(peer, f"DigestMismatch: {complaint}")
+            else:
+                accept(peer)
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
         replies = self._link.replies()
