@@ -7,10 +7,9 @@ of vLLM's four calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Any, Protocol, Self
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from deltasync.delta.bits import dtype_of
 from deltasync.errors import ConfigError, TransportTimeout
@@ -47,7 +46,7 @@ class Client(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> object: ...
 
 
-class VllmSync:
+class VllmSync(AbstractContextManager["VllmSync"]):
     """Keeps a vLLM server at a trainer's weights.
 
     Workers receive and stage while they generate. When a version is decided the trainer asks for an
@@ -60,7 +59,7 @@ class VllmSync:
 
     Args:
         source: The trainer's parameters, by checkpoint name.
-        client: Reaches the server. Its calls are made by a thread of this object.
+        client: Reaches the server. While `send_weights` runs, a thread of this object calls it.
         transport: Of `shared_memory`, `cuda_ipc` or `collective`, listening. Owned from now on.
         workers: Processes of the server that hold weights: tensor times pipeline parallel.
         max_staged_bytes: Memory in each worker for a version that is not written yet.
@@ -87,15 +86,7 @@ class VllmSync:
         self._is_behind = False  # workers may wait for an update that failed
         self.sender = WeightSender(source, transport, options=options, tell=self._follow)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def connect(self) -> None:
@@ -138,7 +129,7 @@ class VllmSync:
         for update in updates:
             update.result()
         if not updates:  # the server joined with the trainer's weights
-            self._call(stats.version, lambda: None)
+            self._update(stats.version, is_written=True)
         return stats
 
     def close(self) -> None:
@@ -152,14 +143,12 @@ class VllmSync:
         if moment.version not in self._updates and (moment.is_decided or moment.is_full or at_once):
             self._updates[moment.version] = self._calls.submit(self._update, moment.version)
 
-    def _update(self, version: int) -> None:
-        self._call(version, lambda: self._client.update_weights({"version": version}))
-
-    def _call(self, version: int, update: Callable[[], object]) -> None:
+    def _update(self, version: int, *, is_written: bool = False) -> None:
         """One update. One that breaks off is finished: workers that did not fail wait for that."""
         try:
             self._client.start_weight_update()
-            update()
+            if not is_written:
+                self._client.update_weights({"version": version})
             self._client.finish_weight_update(weight_version=str(version))
         except BaseException as error:
             try:
