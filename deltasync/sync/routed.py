@@ -72,7 +72,8 @@ class RoutedTarget:
         numbers = match_parameters(held, layout)
         live = self._live()
         refuse_overlap(tied_tensors(iter(live.items())))
-        self._watch = ModuleWatch(self._module)
+        assert self._known is not None
+        self._watch = self._known[0]
         self._own_name = {layout[n].name: s.name for n, s in zip(numbers, held, strict=True)}
         pieces = recording.pieces
         return {
