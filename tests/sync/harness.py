@@ -37,6 +37,19 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
+def random_model(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Model:
+    """Normally distributed float32 weights."""
+    generator = torch.Generator().manual_seed(seed)
+    return Model({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()})
+
+
+def step(source: nn.Module, generator: torch.Generator, share: float) -> None:
+    """Draw a share of the weights anew."""
+    for weights in source.parameters():
+        mask = torch.rand(weights.shape, generator=generator) < share
+        weights.data[mask] = torch.randn(weights.shape, generator=generator)[mask]
+
+
 def bits_equal(left: nn.Module, right: nn.Module) -> bool:
     """Whether two models of the same dtypes hold the same bits."""
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())

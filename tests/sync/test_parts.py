@@ -21,7 +21,7 @@ from deltasync.errors import ConfigError, LayoutMismatch, NoReceivers, SyncAbort
 from deltasync.sync.proof import copies
 from deltasync.sync.routed import RoutedTarget
 from deltasync.testing.strategies import specs_of
-from tests.sync.harness import Model, bits_equal, fleet, until
+from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -96,8 +96,7 @@ class Rank(nn.Module):
 
 
 def trainer(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    return Model({n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()})
+    return random_model(SHAPES, seed)
 
 
 def rank_of(source: nn.Module, rank: int) -> Rank:
@@ -105,12 +104,6 @@ def rank_of(source: nn.Module, rank: int) -> Rank:
     made = Rank(rank)
     made.load_weights((name, w.data.bfloat16()) for name, w in source.named_parameters())
     return made
-
-
-def step(source: nn.Module, generator: torch.Generator, share: float) -> None:
-    for weights in source.parameters():
-        mask = torch.rand(weights.shape, generator=generator) < share
-        weights.data[mask] = torch.randn(weights.shape, generator=generator)[mask]
 
 
 @settings(max_examples=25, deadline=None)

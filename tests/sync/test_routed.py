@@ -17,7 +17,7 @@ from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
 from deltasync.sync.routed import RoutedTarget
 from deltasync.testing.target import TargetContract
-from tests.sync.harness import Model, bits_equal, fleet, until
+from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,8 +91,7 @@ CHECKPOINT = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in S
 
 
 def trainer(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    return Model({n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()})
+    return random_model(SHAPES, seed)
 
 
 def engine_of(source: nn.Module, kind: type[Engine] = Engine) -> Engine:
@@ -105,12 +104,6 @@ def engine_of(source: nn.Module, kind: type[Engine] = Engine) -> Engine:
     )
     engine.loaded = 0
     return engine
-
-
-def step(source: nn.Module, generator: torch.Generator, share: float) -> None:
-    for weights in source.parameters():
-        mask = torch.rand(weights.shape, generator=generator) < share
-        weights.data[mask] = torch.randn(weights.shape, generator=generator)[mask]
 
 
 @settings(max_examples=15, deadline=None)
