@@ -9,6 +9,7 @@ from deltasync.errors import DeltaSyncError
 from deltasync.sync.hook import StepHook, sync_after_step
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.receiver import WeightReceiver
+from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.session import ReceiverState
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "ReceiverOptions",
     "ReceiverState",
+    "ReloadedTarget",
     "RoutedTarget",
     "SenderOptions",
     "SparsePatch",

@@ -47,9 +47,12 @@ class TargetContract(ABC):
     def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
         """A target over a new engine whose weights are copies of `state`."""
 
-    @abstractmethod
     def replace_storage(self, name: str) -> None:
-        """Give the parameter of the last target made other storage, with the same bits."""
+        """Give the parameter of the last target made other storage, with the same bits.
+
+        Override it if anybody but the target can do that.
+        """
+        pytest.skip("nobody else reaches the target's storage")
 
     @pytest.fixture
     def state(self) -> dict[str, Tensor]:

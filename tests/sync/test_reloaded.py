@@ -1,0 +1,109 @@
+"""Engines that are given a whole checkpoint each time, because of what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import CheckpointTensor, ReloadedTarget
+from deltasync.errors import EngineFailed, LayoutMismatch, SyncAborted
+from deltasync.sync.target import WeightTarget
+from deltasync.testing.target import TargetContract
+from tests.sync.harness import Model, fleet, random_model, step
+
+SHAPES = {"a": (40, 16), "b": (16,), "c": (7, 3)}
+
+
+class Quantised:
+    """An engine that keeps int8 and a scale: nothing of it can be read back."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, tuple[Tensor, Tensor]] = {}
+        self.fails_once, self.num_loads = False, 0
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            scale = tensor.abs().max() / 127
+            self.weights[name] = (tensor / scale).round().to(torch.int8), scale
+            if self.fails_once:
+                self.fails_once = False
+                raise EngineFailed("planted")
+        self.num_loads += 1
+
+
+def target_of(engine: Quantised, model: Model) -> ReloadedTarget:
+    weights = dict(model.named_parameters())
+    return ReloadedTarget(
+        [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()], engine.load
+    )
+
+
+def assert_as_loaded(engine: Quantised, model: Model) -> None:
+    fresh = Quantised()
+    fresh.load((name, tensor.data) for name, tensor in model.named_parameters())
+    for name, (values, scale) in fresh.weights.items():
+        assert torch.equal(engine.weights[name][0], values), name
+        assert torch.equal(engine.weights[name][1], scale), name
+
+
+def test_the_engine_holds_what_it_makes_of_the_trainers_weights() -> None:
+    source, engine = random_model(SHAPES, 0), Quantised()
+    generator = torch.Generator().manual_seed(0)
+    with fleet(source) as here:
+        here.add(target_of(engine, source))
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert_as_loaded(engine, source)
+        for share in (0.01, 0.3, 1.0):
+            step(source, generator, share)
+            assert here.sender.send_weights().kind == "delta"
+            assert_as_loaded(engine, source)
+
+
+def test_what_it_was_loaded_with_is_not_sent_again() -> None:
+    source, engine = random_model(SHAPES, 0), Quantised()
+    target = target_of(engine, source)
+    target.know((name, tensor.data) for name, tensor in source.named_parameters())
+    with fleet(source) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        assert engine.num_loads == 0
+
+
+def test_an_engine_that_fails_to_load_is_given_the_old_version_again() -> None:
+    source, engine = random_model(SHAPES, 0), Quantised()
+    with fleet(source) as here:
+        serving = here.add(target_of(engine, source))
+        here.wait(1)
+        here.sender.send_weights()
+        old = deepcopy(source)
+        step(source, torch.Generator().manual_seed(0), 0.5)
+        engine.fails_once = True
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights()
+        assert_as_loaded(engine, old)
+        assert not serving.receiver.is_dirty
+        here.wait(1)
+        here.sender.send_weights()
+        assert_as_loaded(engine, source)
+
+
+def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
+    target = target_of(Quantised(), random_model(SHAPES, 0))
+    with pytest.raises(LayoutMismatch, match="a: torch"):
+        target.know([("other", torch.zeros(1)), ("a", torch.zeros(40, 16, dtype=torch.float64))])
+
+
+class TestReloadedTarget(TargetContract):
+    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
+        target = ReloadedTarget(
+            [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in state.items()],
+            lambda weights: None,
+        )
+        target.know(state.items())
+        return target
