@@ -26,6 +26,7 @@
     - SyncAborted                  no receiver took the version; nothing is lost, send again
     - NoReceivers                  nobody to send to; start a receiver
     - StepApplied                  the sync after a step failed; the step was applied
+    - EngineFailed                 an engine's server did not do what it was asked; it says why
   + TransportError
     - TransportTimeout(TimeoutError) the peer was too slow
     - PeerLost(ConnectionError)    the other process is gone; connect again
@@ -148,6 +149,10 @@ class NoReceivers(SyncError):
 
 class StepApplied(SyncError):
     """The sync after an optimizer step failed although the step itself was applied."""
+
+
+class EngineFailed(SyncError):
+    """An engine's server did not do what it was asked. The text is what it said."""
 
 
 class TransportError(DeltaSyncError):

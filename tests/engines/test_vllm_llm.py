@@ -10,28 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltasync import WeightSource
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.integrations.vllm import VllmSync
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, checkpoint, write_config
 
 PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
-
-
-class Local:
-    """vLLM's offline engine as a client."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self.finish_weight_update = llm.finish_weight_update
-        self.start_weight_update = llm.start_weight_update
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._llm.update_weights({"update_info": update_info})
 
 
 def started(folder: Path, weights: dict[str, Tensor], *, packs: bool = False) -> Any:
@@ -50,6 +37,11 @@ def started(folder: Path, weights: dict[str, Tensor], *, packs: bool = False) ->
         weight_transfer_config={"backend": "deltasync"},
         enable_prefix_caching=False,
     )
+
+
+def synced(source: WeightSource, llm: Any, folder: Path) -> EngineSync:
+    server = VllmServer(OfflineClient(llm))
+    return EngineSync(source, server, shared_memory.Sender(folder / "socket"))
 
 
 def tokens(llm: Any) -> list[list[int]]:
@@ -83,7 +75,7 @@ def follow(_: int, folder: Path) -> None:
     before = tokens(llm)
     assert before != expected
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
-    with VllmSync(source, Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+    with synced(source, llm, folder) as sync:
         sync.connect()
         assert sync.send_weights().full_synced == 0  # it was started on the same weights
         assert llm.get_weight_version() == "1"
@@ -101,7 +93,7 @@ def heal(_: int, folder: Path) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     llm = started(folder, weights)
     source = Weights({name: tensor.clone() for name, tensor in weights.items()})
-    with VllmSync(source, Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+    with synced(source, llm, folder) as sync:
         sync.connect()
         sync.send_weights()
         llm.collective_rpc(lambda worker: damage(worker.get_model()))
@@ -147,7 +139,7 @@ def refuse(_: int, folder: Path) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     llm = started(folder, weights, packs=True)
     before = tokens(llm)
-    with VllmSync(Weights(weights), Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+    with synced(Weights(weights), llm, folder) as sync:
         with pytest.raises(ConfigError, match=r"cannot be watched: at 'model.layers.0.mlp"):
             sync.connect()
         assert tokens(llm) == before
@@ -158,7 +150,7 @@ def refuse_experts(_: int, folder: Path) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     llm = started(folder, weights)
     before = tokens(llm)
-    with VllmSync(Weights(weights), Local(llm), shared_memory.Sender(folder / "socket")) as sync:
+    with synced(Weights(weights), llm, folder) as sync:
         with pytest.raises(ConfigError, match=r"experts.*no route leads there"):
             sync.connect()
         assert tokens(llm) == before

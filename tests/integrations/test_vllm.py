@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, StagingThread, WeightReceiver
+from deltasync import CheckpointTensor, ModuleSource, ModuleTarget
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.integrations.vllm import VllmSync
-from deltasync.sync.options import ReceiverOptions
+from deltasync.integrations.connection import Connection
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.vllm import VllmServer
+from deltasync.integrations.worker import Worker
 from deltasync.transports import inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal
 
@@ -30,19 +32,22 @@ class Server:
 
     def __init__(self, module: Model) -> None:
         self.module, self.calls, self.version = module, list[str](), "default"
-        self.fails_to_update = self.fails_to_start = self.is_connected = self.is_updating = False
+        self.fails_to_update = self.fails_to_start = self.is_updating = False
+        self.worker = Worker()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
-        if self.is_connected:
-            self.close()
-        self.is_connected = True
-        assert (init_info["link"], init_info["names"]) == ("shared_memory", ["a"])
-        assert (init_info["dtypes"], init_info["shapes"]) == (["bfloat16"], [[40, 16]])
-        options = ReceiverOptions(max_staged_bytes=init_info["max_staged_bytes"])
-        link = shared_memory.Receiver(*init_info["address"])
-        self.receiver = WeightReceiver(ModuleTarget(self.module), link, options=options)
-        self.staging = StagingThread(self.receiver).__enter__()
+        self.worker.disconnect()
+        connection = Connection.model_validate(init_info["connection"])
+        assert connection.checkpoint() == [CheckpointTensor("a", (40, 16), torch.bfloat16)]
+        self.worker.connect(
+            connection,
+            ModuleTarget(self.module),
+            torch.device("cpu"),
+            engine="vllm-0",
+            rank=0,
+            world=1,
+        )
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
@@ -52,10 +57,9 @@ class Server:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update")
-        assert self.staging.wait_staged(timeout_s=10)
         if self.fails_to_update:
             raise ConnectionError("planted")
-        assert self.staging.commit() == update_info["version"]
+        self.worker.commit(update_info["version"])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")
@@ -65,18 +69,14 @@ class Server:
         if weight_version is not None:
             self.version = weight_version
 
-    def close(self) -> None:
-        self.receiver.close()
-        self.staging.__exit__(None, None, None)
-
 
 @contextmanager
-def connected(source: Model, server: Server, path: Path, **options: Any) -> Iterator[VllmSync]:
+def connected(source: Model, server: Server, path: Path, **options: Any) -> Iterator[EngineSync]:
     link = shared_memory.Sender(path / "socket")
-    with VllmSync(ModuleSource(source), server, link, **options) as sync:
+    with EngineSync(ModuleSource(source), VllmServer(server), link, **options) as sync:
         sync.connect()
         yield sync
-        server.close()
+        server.worker.disconnect()
 
 
 def test_an_update_is_asked_for_once_a_version_is_decided(tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(what: str, tmp_path:
 
 def test_workers_cannot_connect_to_any_transport() -> None:
     with pytest.raises(ConfigError, match="cannot connect"):
-        VllmSync(ModuleSource(model(0)), Server(model(0)), inprocess.Sender())
+        EngineSync(ModuleSource(model(0)), VllmServer(Server(model(0))), inprocess.Sender())

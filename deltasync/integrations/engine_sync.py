@@ -1,0 +1,138 @@
+"""The trainer's end of an engine whose workers connect to it, whichever engine that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from deltasync.errors import TransportTimeout
+from deltasync.integrations.connection import Connection
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.round import Moment
+from deltasync.sync.sender import WeightSender
+from deltasync.sync.source import WeightSource
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.base import SendTransport
+
+# What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
+_STAGED_PER_BYTE = 10
+
+
+class Server(Protocol):
+    """The calls that reach every worker of an engine. Each returns when all have done it."""
+
+    def connect(self, connection: dict[str, Any], /) -> object:
+        """Let workers connect to a trainer, and end a connection they have. JSON."""
+        ...
+
+    def update(self, version: int, /) -> object:
+        """Let workers write a version, which is the engine's weight version from then on."""
+        ...
+
+    def name(self, version: int, /) -> object:
+        """Call the weights that the engine holds by a version."""
+        ...
+
+
+class EngineSync(AbstractContextManager["EngineSync"]):
+    """Keeps an engine at a trainer's weights.
+
+    Workers receive and stage while they generate. When a version is decided the trainer asks for an
+    update, in which they only write; its version becomes the engine's weight version. A full sync,
+    and a delta too large to be staged, is received and written within the update.
+
+    Use it as a context manager, or `close` it.
+
+    Args:
+        source: The trainer's parameters, by checkpoint name.
+        server: Reaches the engine. While `send_weights` runs, a thread of this object calls it.
+        transport: Of `shared_memory`, `cuda_ipc` or `collective`, listening. Owned from now on.
+        workers: Processes of the engine that hold weights: tensor times pipeline times data
+            parallel.
+        paused: Makes the context in which an update is asked for: pauses generation, and resumes.
+        max_staged_bytes: Memory in each worker for a version that is not written yet.
+        options: Of the sender.
+        timeout_s: For each wait, here and in the workers.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        server: Server,
+        transport: SendTransport,
+        *,
+        workers: int = 1,
+        paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        max_staged_bytes: int = 1 << 30,
+        options: SenderOptions | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._source, self._server, self._workers = source, server, workers
+        self._transport, self._paused = transport, paused
+        self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
+        self._connection()  # which refuses a transport that workers cannot reach
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
+        self._updates: dict[int, Future[None]] = {}
+        self._is_behind = False  # workers may wait for an update that failed
+        self.sender = WeightSender(source, transport, options=options, tell=self._follow)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Let the engine's workers connect, anew if they were connected.
+
+        `send_weights` does so itself after an update that failed.
+
+        Raises TransportTimeout, or what the engine raises.
+        """
+        self._server.connect(self._connection().model_dump(mode="json"))
+        self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
+        self._is_behind = False
+
+    def send_weights(self) -> SyncStats:
+        """`WeightSender.send_weights`, with the engine's update when it is due.
+
+        Raises what that raises, and what the engine raises.
+        """
+        if self._is_behind:
+            self.connect()
+        self._updates.clear()
+        try:
+            stats = self.sender.send_weights(timeout_s=self._timeout_s)
+        finally:
+            updates = self._updates.values()
+            done, unfinished = wait(updates, self._timeout_s)
+            self._is_behind = bool(unfinished) or any(update.exception() for update in done)
+        if unfinished:
+            raise TransportTimeout("the engine's update did not end in time")
+        for update in updates:
+            update.result()
+        if not updates:  # the engine joined with the trainer's weights
+            self._server.name(stats.version)
+        return stats
+
+    def close(self) -> None:
+        """End every connection. The engine keeps its weights."""
+        self.sender.close()
+        self._calls.shutdown()
+
+    def _connection(self) -> Connection:
+        return Connection.to(
+            self._transport,
+            self._source.tensors(),
+            max_staged_bytes=self._max_staged_bytes,
+            timeout_s=self._timeout_s,
+        )
+
+    def _follow(self, moment: Moment) -> None:
+        """Ask for the update as soon as workers would wait for it."""
+        at_once = moment.num_bytes * _STAGED_PER_BYTE > self._max_staged_bytes
+        if moment.version not in self._updates and (moment.is_decided or moment.is_full or at_once):
+            self._updates[moment.version] = self._calls.submit(self._update, moment.version)
+
+    def _update(self, version: int) -> None:
+        with self._paused():
+            self._server.update(version)

@@ -1,0 +1,63 @@
+"""JSON over HTTP to an engine's server."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
+
+_MAX_REASON = 4096
+
+
+class Http:
+    """A server's calls.
+
+    Args:
+        url: Of the server: scheme, host and port.
+        headers: Sent with each call, as a key may be.
+        timeout_s: For each call.
+    """
+
+    def __init__(
+        self, url: str, *, headers: dict[str, str] | None = None, timeout_s: float = 300.0
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no http or https address")
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._headers = {"Content-Type": "application/json"} | (headers or {})
+
+    def get(self, path: str) -> Any:
+        """What a GET answers: parsed JSON. Raises as `post`."""
+        return self._call(Request(f"{self._url}/{path}", headers=self._headers))
+
+    def post(self, path: str, body: object = None, **query: str | bool) -> Any:
+        """What a POST answers: parsed JSON, or None if it says nothing.
+
+        Raises:
+            EngineFailed: The server answered with an error.
+            PeerLost: It did not answer.
+            TransportTimeout: Nor did it in time.
+        """
+        words = {key: str(value).lower() for key, value in query.items()}
+        asked = f"?{urlencode(words)}" if words else ""
+        data = b"" if body is None else json.dumps(body).encode()
+        return self._call(Request(f"{self._url}/{path}{asked}", data, self._headers))
+
+    def _call(self, request: Request) -> Any:
+        where = request.full_url
+        try:
+            with urlopen(request, timeout=self._timeout_s) as response:
+                text = response.read()
+        except HTTPError as error:
+            reason = error.read(_MAX_REASON).decode(errors="replace")
+            raise EngineFailed(f"{where}: {error.code} {error.reason}: {reason}") from error
+        except TimeoutError as error:
+            raise TransportTimeout(f"{where} did not answer in {self._timeout_s} s") from error
+        except (OSError, HTTPException) as error:
+            raise PeerLost(f"{where} does not answer: {error}") from error
+        return json.loads(text) if text else None

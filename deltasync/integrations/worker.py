@@ -1,0 +1,81 @@
+"""One worker of an engine: receives and stages while it generates, writes when it is told to."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from deltasync.errors import ConfigError, IllegalMessage, TransportTimeout
+from deltasync.integrations.connection import Connection
+from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.receiver import WeightReceiver
+from deltasync.sync.staging_thread import StagingThread
+from deltasync.sync.target import WeightTarget
+
+
+class Worker:
+    """A worker's connection to a trainer, if it has one."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._receiver: WeightReceiver | None = None
+        self._staging: StagingThread | None = None
+        self._timeout_s = 0.0
+
+    def connect(
+        self,
+        to: Connection,
+        target: WeightTarget,
+        device: torch.device,
+        *,
+        engine: str,
+        rank: int,
+        world: int,
+    ) -> None:
+        """Connect to a trainer; `disconnect` first.
+
+        Args:
+            to: The trainer.
+            target: The worker's weights.
+            device: Where they are.
+            engine: Name of the engine, unique among the trainer's.
+            rank: Of this worker in its engine.
+            world: Workers of the engine.
+        """
+        receiver = WeightReceiver(
+            target,
+            to.receiver(device),
+            engine=engine,
+            rank=rank,
+            world=world,
+            options=ReceiverOptions(max_staged_bytes=to.max_staged_bytes),
+        )
+        self._receiver = receiver
+        self._staging = self._open.enter_context(StagingThread(receiver))
+        self._open.callback(receiver.close)  # first, which wakes the thread
+        self._timeout_s = to.timeout_s
+
+    def commit(self, version: int) -> None:
+        """Write the version that is staged, or about to be received.
+
+        Raises what a commit raises; the worker keeps the old version then, unless it was received
+        in place: a full sync, or one that could not be staged.
+        """
+        if self._staging is None:
+            raise ConfigError("no trainer is connected to this worker: let it connect first")
+        if not self._staging.wait_staged(timeout_s=self._timeout_s):
+            raise self._staging.last_error or TransportTimeout("no version was staged in time")
+        written = self._staging.commit()
+        if written != version:
+            raise IllegalMessage(f"v{written} was written, v{version} was asked for")
+
+    def invalidate(self) -> None:
+        """Weights were released, put to sleep or reloaded: the worker rejoins before a delta."""
+        if self._receiver is not None:
+            self._receiver.invalidate()
+
+    def disconnect(self) -> None:
+        """End the connection, if there is one. The weights stay as they are."""
+        self._receiver = self._staging = None
+        self._open.close()
