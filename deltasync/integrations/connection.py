@@ -17,6 +17,7 @@ from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
 
 LinkName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory"]
+WithoutRoutes = Literal["refuse", "reload"]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast()]
 Tensors = Annotated[tuple[tuple[str, str, Shape], ...], FailFast()]
 
@@ -31,6 +32,9 @@ class Connection(BaseModel):
     port: int = Field(0, ge=0, lt=1 << 16, description="of `nccl` and `gloo`")
     path: str = Field("", description="of the socket of the others")
     tensors: Tensors = Field(description="name, dtype and shape of each of the checkpoint's")
+    without_routes: WithoutRoutes = Field(
+        "refuse", description="what to do where no route leads; see `EngineSync`"
+    )
     max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
     timeout_s: float = Field(gt=0, description="for each wait")
 
@@ -40,6 +44,7 @@ class Connection(BaseModel):
         transport: SendTransport,
         tensors: Sequence[NamedTensor],
         *,
+        without_routes: WithoutRoutes,
         max_staged_bytes: int,
         timeout_s: float,
     ) -> Self:
@@ -64,6 +69,7 @@ class Connection(BaseModel):
             tensors=tuple(
                 (one.name, dtype_of(one.tensor).name, tuple(one.tensor.shape)) for one in tensors
             ),
+            without_routes=without_routes,
             max_staged_bytes=max_staged_bytes,
             timeout_s=timeout_s,
         )

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from deltasync.errors import TransportTimeout
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.connection import Connection, WithoutRoutes
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
 from deltasync.sync.sender import WeightSender
@@ -52,6 +52,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         workers: Processes of the engine that hold weights: tensor times pipeline times data
             parallel.
         paused: Makes the context in which an update is asked for: pauses generation, and resumes.
+        without_routes: What workers do that keep weights in another layout than they were loaded
+            in, or compute what they keep. "refuse": `connect` raises, and names one. "reload": they
+            keep a copy of the whole checkpoint on the host, which is brought up to date and loaded
+            anew in each update.
         max_staged_bytes: Memory in each worker for a version that is not written yet.
         options: Of the sender.
         timeout_s: For each wait, here and in the workers.
@@ -65,12 +69,14 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         *,
         workers: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        without_routes: WithoutRoutes = "refuse",
         max_staged_bytes: int = 1 << 30,
         options: SenderOptions | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._source, self._server, self._workers = source, server, workers
         self._transport, self._paused = transport, paused
+        self._without_routes: WithoutRoutes = without_routes
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
         self._connection()  # which refuses a transport that workers cannot reach
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
@@ -123,6 +129,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         return Connection.to(
             self._transport,
             self._source.tensors(),
+            without_routes=self._without_routes,
             max_staged_bytes=self._max_staged_bytes,
             timeout_s=self._timeout_s,
         )

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
+from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
+from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.target import WeightTarget
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -46,29 +57,60 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._worker = Worker()
         self._is_proved = False  # that weights are kept where they are loaded
+        self._is_reload_proved = False  # that loading the same weights again changes nothing
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer. A connection to another one is ended.
 
-        Raises ConfigError for tensors that have no route, or are not where it leads, by name.
+        Raises ConfigError, by name, for tensors that have no route, or are not where it leads; or,
+        where the trainer wants them reloaded, for those that are not the same then.
         """
         self.shutdown()
         connection = Connection.model_validate(init_info.connection)
-        target = RoutedTarget(self.model, connection.checkpoint())
-        if self._is_proved:
-            target.parameters()  # so that the trainer hears at once what has no route
-        else:
-            target.prove(self._started_on())
-            self._is_proved = True
         parallel = self.parallel_config
         self._worker.connect(
             connection,
-            target,
+            self._target(connection),
             self.device,
             engine=f"vllm-{parallel.data_parallel_index}",
             rank=parallel.rank,
             world=parallel.world_size,
         )
+
+    def _target(self, connection: Connection) -> WeightTarget:
+        """By routes, or by reloading. Raises ConfigError."""
+        try:
+            return self._routed(connection.checkpoint())
+        except ConfigError as error:
+            if connection.without_routes == "refuse":
+                raise
+            logger.warning("deltasync reloads all weights in every update: %s", error)
+            return self._reloaded(connection.checkpoint())
+
+    def _routed(self, checkpoint: list[CheckpointTensor]) -> RoutedTarget:
+        target = RoutedTarget(self.model, checkpoint)
+        if self._is_proved:
+            target.parameters()  # so that the trainer hears at once what has no route
+        else:
+            target.prove(self._started_on())
+            self._is_proved = True
+        return target
+
+    def _reloaded(self, checkpoint: list[CheckpointTensor]) -> ReloadedTarget:
+        """What the worker holds is known only when it has just been started."""
+        target = ReloadedTarget(checkpoint, self._reload)
+        if not self._is_reload_proved:
+            target.know(self._started_on())
+            with set_current_vllm_config(self.vllm_config):
+                target.prove(self.model)
+            self._is_reload_proved = True
+        return target
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As vLLM's own backends do that bring whole checkpoints."""
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(weights)
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint that vLLM has loaded, and worked on since. Raises ConfigError."""

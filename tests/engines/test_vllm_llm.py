@@ -39,9 +39,9 @@ def started(folder: Path, weights: dict[str, Tensor], *, packs: bool = False) ->
     )
 
 
-def synced(source: WeightSource, llm: Any, folder: Path) -> EngineSync:
+def synced(source: WeightSource, llm: Any, folder: Path, **settings: Any) -> EngineSync:
     server = VllmServer(OfflineClient(llm))
-    return EngineSync(source, server, shared_memory.Sender(folder / "socket"))
+    return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
 
 
 def tokens(llm: Any) -> list[list[int]]:
@@ -156,6 +156,41 @@ def refuse_experts(_: int, folder: Path) -> None:
         assert tokens(llm) == before
 
 
+def reload(_: int, folder: Path) -> None:
+    """Packed matrices are loaded and packed anew, for who wants that."""
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    reference = started(folder, new, packs=True)
+    expected = tokens(reference)
+    del reference
+    llm = started(folder, old, packs=True)
+    before = tokens(llm)
+    assert before != expected
+    source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    with synced(source, llm, folder, without_routes="reload") as sync:
+        sync.connect()
+        assert sync.send_weights().full_synced == 0
+        assert tokens(llm) == before
+        for name, tensor in new.items():
+            source.weights[name].copy_(tensor)
+        assert sync.send_weights().kind == "delta"
+        assert tokens(llm) == expected
+        sync.connect()  # nobody may have touched the weights meanwhile, but who knows
+        assert sync.send_weights().full_synced == 1
+        assert tokens(llm) == expected
+
+
+def refuse_reloading_experts(_: int, folder: Path) -> None:
+    """vLLM's own way of loading a checkpoint again loses the order of experts on CPUs."""
+    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    llm = started(folder, weights)
+    before = tokens(llm)
+    with synced(Weights(weights), llm, folder, without_routes="reload") as sync:
+        with pytest.raises(ConfigError, match=r"experts.*cannot be kept in sync"):
+            sync.connect()
+        assert tokens(llm) == before
+
+
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("what", "architecture"),
@@ -164,6 +199,8 @@ def refuse_experts(_: int, folder: Path) -> None:
         (refuse_experts, "Qwen3MoeForCausalLM"),
         (heal, "LlamaForCausalLM"),
         (refuse, "LlamaForCausalLM"),
+        (reload, "LlamaForCausalLM"),
+        (refuse_reloading_experts, "Qwen3MoeForCausalLM"),
     ],
 )
 def test_an_engine_by_configuration_alone(
