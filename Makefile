@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 ENGINES := .venv-engines
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
-CHECKED := deltasync tests $(if $(wildcard benchmarks/*.py),benchmarks)
+CHECKED := deltasync tests docs/examples $(if $(wildcard benchmarks/*.py),benchmarks)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
 

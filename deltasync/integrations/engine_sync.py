@@ -35,6 +35,10 @@ class Server(Protocol):
         """Call the weights that the engine holds by a version."""
         ...
 
+    def disconnect(self) -> object:
+        """Let workers end their connection, if they have one."""
+        ...
+
 
 class EngineSync(AbstractContextManager["EngineSync"]):
     """Keeps an engine at a trainer's weights.
@@ -81,7 +85,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._connection()  # which refuses a transport that workers cannot reach
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._updates: dict[int, Future[None]] = {}
-        self._is_behind = False  # workers may wait for an update that failed
+        self._is_behind = False  # workers have to connect anew
         self.sender = WeightSender(source, transport, options=options, tell=self._follow)
 
     def __exit__(self, *error: object) -> None:
@@ -90,7 +94,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def connect(self) -> None:
         """Let the engine's workers connect, anew if they were connected.
 
-        `send_weights` does so itself after an update that failed.
+        `send_weights` does so itself after an update that failed, and after `disconnect`.
 
         Raises TransportTimeout, or what the engine raises.
         """
@@ -119,6 +123,15 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         if not updates:  # the engine joined with the trainer's weights
             self._server.name(stats.version)
         return stats
+
+    def disconnect(self) -> None:
+        """Let the engine's workers end their connection, and leave weights alone.
+
+        Call it before the engine sleeps, releases its memory or reloads weights: nothing tells
+        workers that it does. The next `send_weights` connects anew and brings what is missing.
+        """
+        self._is_behind = True
+        self._server.disconnect()
 
     def close(self) -> None:
         """End every connection. The engine keeps its weights."""

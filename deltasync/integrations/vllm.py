@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class Client(Protocol):
-    """vLLM's `VLLMWeightSyncClient`: the calls that reach every worker of a server."""
+    """The calls that reach every worker of a server, as vLLM's own clients have them."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
 
@@ -37,6 +37,8 @@ class Client(Protocol):
     def update_weights(self, update_info: dict[str, Any], /) -> object: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> object: ...
+
+    def shutdown_weight_transfer_engine(self) -> object: ...
 
 
 class OfflineClient:
@@ -56,6 +58,9 @@ class OfflineClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._llm.finish_weight_update(weight_version)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._llm.shutdown_weight_transfer_engine()
 
 
 class AsyncClient:
@@ -87,6 +92,9 @@ class AsyncClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._engine.finish_weight_update(weight_version))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._wait(self._engine.shutdown_weight_transfer_engine())
 
     @contextmanager
     def paused(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> Iterator[None]:
@@ -127,6 +135,9 @@ class HttpClient:
         named = None if weight_version is None else {"weight_version": weight_version}
         self._http.post("finish_weight_update", named)
 
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._http.post("shutdown_weight_transfer_engine")
+
     def workers(self) -> int:
         """How many processes of the server hold weights."""
         return int(self._http.get("get_world_size")["world_size"])
@@ -161,6 +172,9 @@ class VllmServer:
     def name(self, version: int, /) -> None:
         with self._updating(version):
             pass
+
+    def disconnect(self) -> None:
+        self._client.shutdown_weight_transfer_engine()
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:

@@ -13,7 +13,7 @@ from deltasync import NamedTensor, WeightSource
 
 _SMALL = {
     "vocab_size": 1000,  # engines pad it to a multiple of 64
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -139,3 +139,18 @@ def checkpoint(folder: Path, seed: int) -> dict[str, Tensor]:
         name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         for name, tensor in sorted(load_file(folder / "model.safetensors").items())
     }
+
+
+def write_model(folder: Path) -> None:
+    """All that an engine can be started on: weights, and a tokenizer that knows numbers."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(1000)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2"
+    ).save_pretrained(folder)

@@ -17,16 +17,16 @@ from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, checkpoint, write_config
+from tests.engines.environment import use_cpu
 
 PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
 
 
-def started(folder: Path, weights: dict[str, Tensor], *, packs: bool = False) -> Any:
+def started(folder: Path, weights: dict[str, Tensor]) -> Any:
     """An engine that was started on these weights."""
     from safetensors.torch import save_file
     from vllm import LLM
 
-    without_tiles(packs=packs)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return LLM(
         model=str(folder),
@@ -126,18 +126,10 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-def without_tiles(*, packs: bool) -> None:
-    """Tiles are not on every machine; packed matrices are where no route leads: see `refuse`."""
-    import vllm._custom_ops
-
-    torch.cpu._is_amx_tile_supported = lambda: False
-    vllm._custom_ops._supports_onednn &= packs
-
-
 def refuse(_: int, folder: Path) -> None:
     """An engine that has packed its matrices away says so when the trainer connects."""
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    llm = started(folder, weights, packs=True)
+    llm = started(folder, weights)
     before = tokens(llm)
     with synced(Weights(weights), llm, folder) as sync:
         with pytest.raises(ConfigError, match=r"cannot be watched: at 'model.layers.0.mlp"):
@@ -160,10 +152,10 @@ def reload(_: int, folder: Path) -> None:
     """Packed matrices are loaded and packed anew, for who wants that."""
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
-    reference = started(folder, new, packs=True)
+    reference = started(folder, new)
     expected = tokens(reference)
     del reference
-    llm = started(folder, old, packs=True)
+    llm = started(folder, old)
     before = tokens(llm)
     assert before != expected
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
@@ -193,23 +185,24 @@ def refuse_reloading_experts(_: int, folder: Path) -> None:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    ("what", "architecture"),
+    ("what", "architecture", "packs"),
     [
-        (follow, "LlamaForCausalLM"),
-        (refuse_experts, "Qwen3MoeForCausalLM"),
-        (heal, "LlamaForCausalLM"),
-        (refuse, "LlamaForCausalLM"),
-        (reload, "LlamaForCausalLM"),
-        (refuse_reloading_experts, "Qwen3MoeForCausalLM"),
+        (follow, "LlamaForCausalLM", False),
+        (refuse_experts, "Qwen3MoeForCausalLM", False),
+        (heal, "LlamaForCausalLM", False),
+        (refuse, "LlamaForCausalLM", True),
+        (reload, "LlamaForCausalLM", True),
+        (refuse_reloading_experts, "Qwen3MoeForCausalLM", False),
     ],
 )
 def test_an_engine_by_configuration_alone(
     what: Callable[[int, Path], None],
     architecture: str,
+    packs: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     run_ranks(what, 1, write_config(architecture, tmp_path), timeout_s=480)

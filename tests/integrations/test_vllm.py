@@ -69,6 +69,10 @@ class Server:
         if weight_version is not None:
             self.version = weight_version
 
+    def shutdown_weight_transfer_engine(self) -> None:
+        self.calls.append("shutdown")
+        self.worker.disconnect()
+
 
 @contextmanager
 def connected(source: Model, server: Server, path: Path, **options: Any) -> Iterator[EngineSync]:
@@ -126,6 +130,20 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(what: str, tmp_path:
         stats = sync.send_weights()  # connects anew
         assert bits_equal(source, server.module)
         assert server.version == str(stats.version)
+
+
+def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_good(
+    tmp_path: Path,
+) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+        sync.disconnect()
+        server.module.get_parameter("a").data.zero_()  # as when it sleeps
+        server.calls.clear()
+        assert sync.send_weights().full_synced == 1
+        assert server.calls == ["init", "start", "update", "finish"]
+        assert bits_equal(source, server.module)
 
 
 def test_workers_cannot_connect_to_any_transport() -> None:
