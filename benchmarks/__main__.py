@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: cpu (the default), gpu, calibrate, soak, table, plot, report."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, calibrate, soak, table, plot, report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.table import Table
 
 from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
+from benchmarks.engines import EnginesPlan
+from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.setup import Setup
@@ -26,6 +28,7 @@ from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
+ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 _MODEL = "qwen3-1.7b"
@@ -108,6 +111,33 @@ def gpu(
 
 
 @app.command()
+def engines(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Replace the records in benchmarks/results.")
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")] = False,
+    device: Device = None,
+    patch_file: Annotated[
+        Path | None,
+        typer.Option(help="vLLM's checkpoint_weight_patch.py, where vLLM is not installed."),
+    ] = None,
+) -> None:
+    """Measure changes into an engine's model against vLLM's own ways; where vLLM is installed."""
+    scale = "tiny" if tiny else "quick" if quick else "full"
+    plan = EnginesPlan.choose(scale, device, patch_file)
+    results = run_engines(plan)
+    kept = ENGINE_RECORDS[plan.device.type] if record else None
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    for path in (kept, out):
+        results = results if path is None else append_records(path, results)
+    _show(results, gpu_report.make_table, as_json=as_json)
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write: see Costs.load.")] = Path(
         "costs.json"
@@ -181,7 +211,7 @@ def plot(folder: Path = IMAGES) -> None:
 def report(page: Path = PAGE) -> None:
     """Put all records into docs/performance.md, between its marks."""
     text = page.read_text(encoding="utf-8")
-    for records in (RECORDS, *GPU_RECORDS.values()):
+    for records in (RECORDS, *GPU_RECORDS.values(), *ENGINE_RECORDS.values()):
         if records.exists():
             drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
             images = [f"images/{path.name}" for path in drawn]

@@ -112,6 +112,9 @@ GEOMETRIES = {
     "commit-1x": _growing(1),
     "commit-4x": _growing(4),
     "commit-16x": _growing(16),
+    # For engines on CPUs: as many elements in 91 tensors and in 1,611.
+    "engine": Geometry(1024, 8, 3072, 16, 8, head_dim=64, vocab=16_384, tied=False),
+    "engine-moe": Geometry(512, 8, 192, 8, 4, head_dim=64, vocab=16_384, experts=64, tied=False),
     "small": Geometry(1024, 4, 3072, 8, 4, vocab=8192),  # for CPUs
     "tiny": Geometry(64, 2, 192, 2, 1, head_dim=32, vocab=512),
     "tiny-moe": Geometry(64, 2, 24, 2, 1, head_dim=32, vocab=512, experts=8),

@@ -28,6 +28,9 @@ TITLES = {
     "apply_over_flat": "commit, against one bare index_copy_",
     "apply_over_each": "the same, against index_copy_ for each parameter",
     "apply_over_nan": "the same, against NaN-masked load_weights",
+    "engine_over_sparse": "changes into an engine's model, against vLLM's sparse patches",
+    "engine_over_dense": "the same, against loading everything",
+    "engine_recording": "watching the loader, once",
     "memory_sender": "sender's memory beside weights and snapshot, against its bound",
     "memory_receiver": "receiver's memory beside weights, against its bound",
 }

@@ -135,6 +135,11 @@ class _Storage:
         """
         if not view.numel():
             return self.start, [(0, 0, 0)]
+        if len(self.dims) == 1:  # no dimension of a view can run through more than this one
+            own = self.dims[0][1]
+            sizes = zip(view.shape, view.stride(), strides, strict=True)
+            start = self.start + int(view.storage_offset()) * own
+            return start, [(size, step * own, stride) for size, step, stride in sizes]
         spaces = [prod(size for size, _ in self.dims[n + 1 :]) for n in range(len(self.dims))]
         offset = int(view.storage_offset())
         digits = [
@@ -184,6 +189,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: The checkpoint tensor that the loader was given last.
         casts: Dtypes that checkpoint tensors were converted to.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler, which takes a second."""
+        return False
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -339,7 +349,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse([held.name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
             self._cast(held.name, target.dtype)
-        elif (box := held.box(source.expand(target.shape), target.stride())) is None:
+        elif (box := held.box(_expanded(source, target), target.stride())) is None:
             self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
         else:
             live_start = int(target.storage_offset())
@@ -390,6 +400,11 @@ def _known(dtype: torch.dtype) -> Dtype:
 def _storage(tensor: Tensor) -> int:
     """What two tensors over the same storage share."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _expanded(source: Tensor, target: Tensor) -> Tensor:
+    """What a copy to `target` reads."""
+    return source if source.shape == target.shape else source.expand(target.shape)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

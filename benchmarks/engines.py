@@ -1,0 +1,330 @@
+"""Bringing sparse changes into an engine's model, against the ways that vLLM has for it.
+
+Ours is everything from the first byte that is packed to the last element that is read back. vLLM's
+are handed tensors that wait for nothing. Where vLLM is installed the model is of its own class;
+elsewhere a stand-in of the same layout, and vLLM's file can be given by its path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from benchmarks.fused import Fused
+from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.record import PER_PARAMETER, SPEED_UP, Result, compared
+from deltasync import (
+    CheckpointTensor,
+    NamedTensor,
+    RoutedTarget,
+    SyncStats,
+    WeightReceiver,
+    WeightSender,
+    WeightSource,
+)
+from deltasync.errors import TransportClosed
+from deltasync.transports import inprocess
+
+_RECORDING_GOAL_US = 50.0  # for each tensor: 20,000 in a second
+_MANY_TENSORS = "moe-small"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesPlan:
+    """What a run measures.
+
+    Attributes:
+        geometries: Keys of GEOMETRIES: a plain model, and one of many experts.
+        densities: Shares of changed elements.
+        rounds: Times that each way takes its turn.
+        device: Where the engine and the patches are.
+        patch_file: vLLM's checkpoint_weight_patch.py, where vLLM is not installed.
+    """
+
+    geometries: tuple[str, ...]
+    densities: tuple[float, ...]
+    rounds: int
+    device: torch.device
+    patch_file: Path | None = None
+
+    @classmethod
+    def choose(cls, scale: str, device: str | None, patch_file: Path | None) -> Self:
+        """For "full", "quick" or "tiny"."""
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if scale == "tiny":
+            return cls(("tiny", "tiny-moe"), (0.01,), 2, where, patch_file)
+        if where.type == "cuda":
+            geometries: tuple[str, ...] = ("qwen3-1.7b", "moe-small", "qwen3-30b-a3b")
+            densities: tuple[float, ...] = (0.001, 0.003, 0.01, 0.05)
+            if scale == "quick":
+                return cls(geometries[:2], densities[1:2], 3, where, patch_file)
+            return cls(geometries, densities, 5, where, patch_file)
+        rounds = 2 if scale == "quick" else 3  # vLLM's sparse way takes 20 s each
+        densities = (0.01,) if scale == "quick" else (0.001, 0.01, 0.05)
+        return cls(("engine", "engine-moe"), densities, rounds, where, patch_file)
+
+    @property
+    def has_vllm(self) -> bool:
+        """Whether models are of its classes."""
+        return self.device.type == "cpu" and importlib.util.find_spec("vllm") is not None
+
+    def goals(self, geometry: Geometry) -> tuple[float, float]:
+        """Least speed-ups over vLLM's sparse and dense ways."""
+        if self.device.type == "cuda":
+            return 50.0, 1.0
+        return (20.0, 5.0) if geometry.experts else (5.0, 2.0)
+
+
+class Trainer(WeightSource):
+    """Weights by checkpoint name."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+        self._generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
+
+    def flip(self, density: float) -> dict[str, Tensor]:
+        """Change one bit of about a share. int32[n], increasing, by name: which elements."""
+        found = {}
+        for name, tensor in self.weights.items():
+            bits = tensor.view(-1).view(torch.int16)
+            count = max(1, round(density * len(bits)))
+            drawn = torch.randint(
+                len(bits), (count,), generator=self._generator, device=bits.device
+            )
+            positions = torch.unique(drawn)
+            bits[positions] ^= 1
+            found[name] = positions.to(torch.int32)
+        return found
+
+
+class Engine:
+    """A model that follows a trainer, in a thread."""
+
+    def __init__(self, model: Any, trainer: Trainer) -> None:
+        self.model, self.trainer = model, trainer
+        device = next(iter(trainer.weights.values())).device
+        link = inprocess.Sender(device=device)
+        target = _target_of(model, trainer.weights)
+        self.sender = WeightSender(trainer, link)
+        self._receiver = WeightReceiver(target, link.receiver())
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        self.sender.wait_for_receivers(1, timeout_s=600)
+        self.sender.send_weights(timeout_s=600)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._thread.join()
+        self.sender.close()
+
+    def sync(self) -> SyncStats:
+        stats = self.sender.send_weights(timeout_s=600)
+        if stats.lost or not stats.verified:
+            raise RuntimeError(f"the engine left: {stats.lost}")
+        return stats
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                self._receiver.receive_weights(timeout_s=3600)
+        except TransportClosed:
+            pass
+
+
+def run(plan: EnginesPlan) -> Iterator[Result]:
+    """All records, as they come."""
+    patches = _vllm_patches(plan)
+    for key in plan.geometries:
+        geometry = GEOMETRIES[key]
+        with _model_of(geometry, plan) as (model, name):
+            weights = {n: p.detach() for n, p in geometry.build(plan.device).named_parameters()}
+            model.load_weights(iter(weights.items()))
+            yield _recorded(model, weights, name)
+            with closing(Engine(model, Trainer(weights))) as engine:
+                for density in plan.densities:
+                    yield from _applied(engine, geometry, name, density, plan, patches)
+            _check(model, weights)
+    many, meta = GEOMETRIES[_MANY_TENSORS], torch.device("meta")
+    weights = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=meta)
+        for name, shape in many.shapes().items()
+    }
+    yield _recorded(Fused(many, torch.device("cpu")), weights, "stand-in")
+
+
+def _applied(
+    engine: Engine,
+    geometry: Geometry,
+    model_name: str,
+    density: float,
+    plan: EnginesPlan,
+    patches: ModuleType | None,
+) -> Iterator[Result]:
+    """The same changes by each way in turn. They are absolute values: once is as good as twice."""
+    samples: dict[str, list[float]] = {"ours": [], "sparse": [], "dense": []}
+    weights, model = engine.trainer.weights, engine.model
+    given: list[Any] = []
+    ways: dict[str, Callable[[], object]] = {"dense": lambda: model.load_weights(weights.items())}
+    if patches is not None:
+        ways["sparse"] = lambda: patches.load_checkpoint_weight_patches(model, given)
+    engine.trainer.flip(density)
+    engine.sync()  # buffers grow, kernels are compiled
+    for _ in range(plan.rounds):
+        changed = engine.trainer.flip(density)
+        stats = engine.sync()
+        samples["ours"].append(stats.transfer_s + stats.commit_s)
+        if patches is not None:
+            given[:] = [_patch(patches, name, weights[name], changed[name]) for name in weights]
+        for way, function in ways.items():
+            samples[way].append(_seconds(function, plan.device))
+    fields: dict[str, Any] = {
+        "numel": stats.numel,
+        "parameters": len(weights),
+        "density": density,
+        "changed": stats.nnz,
+        "bytes": stats.receiver_bytes,
+        "model": model_name,
+        "parts": {"transfer_s": stats.transfer_s, "commit_s": stats.receiver_commit_s},
+    }
+    for way, goal in zip(("sparse", "dense"), plan.goals(geometry), strict=True):
+        if samples[way]:
+            yield compared(
+                case=f"engine_over_{way}",
+                samples=samples["ours"],
+                baseline_samples=samples[way],
+                baseline={
+                    "sparse": "vLLM's load_checkpoint_weight_patches",
+                    "dense": "load_weights of all",
+                }[way],
+                ratio_is=SPEED_UP,
+                goal=goal,
+                **fields,
+            )
+
+
+def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
+    """How long it takes to watch a loader."""
+    began = time.perf_counter()
+    _target_of(model, weights).parameters()
+    seconds = time.perf_counter() - began
+    per_parameter = seconds / len(weights) * 1e6
+    numel = sum(tensor.numel() for tensor in weights.values())
+    return Result(
+        case="engine_recording",
+        numel=numel,
+        parameters=len(weights),
+        density=1.0,
+        changed=numel,
+        seconds=seconds,
+        samples=(seconds,),
+        ratio=per_parameter,
+        ratio_is=PER_PARAMETER,
+        goal=_RECORDING_GOAL_US,
+        met=per_parameter <= _RECORDING_GOAL_US,
+        model=name,
+    )
+
+
+def _target_of(model: Any, weights: dict[str, Tensor]) -> RoutedTarget:
+    tensors = weights.items()
+    return RoutedTarget(model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in tensors])
+
+
+def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> Any:
+    values = tensor.view(-1)[indices.long()]
+    return patches.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices)
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    function()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check(model: Any, weights: dict[str, Tensor]) -> None:
+    """Raises unless loading everything changes nothing: the engine has all bits already."""
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    model.load_weights(iter(weights.items()))
+    for name, tensor in model.named_parameters():
+        if not torch.equal(before[name].view(torch.int16), tensor.view(torch.int16)):
+            raise RuntimeError(f"{name} is not what the loader makes of the trainer's weights")
+
+
+def _vllm_patches(plan: EnginesPlan) -> ModuleType | None:
+    """The module with vLLM's sparse way, or None."""
+    if plan.patch_file is None:
+        name = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+        return importlib.import_module(name) if plan.has_vllm else None
+    spec = importlib.util.spec_from_file_location("checkpoint_weight_patch", plan.patch_file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{plan.patch_file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _model_of(geometry: Geometry, plan: EnginesPlan) -> Iterator[tuple[Any, str]]:
+    """An engine's model, not loaded, and what to call it."""
+    if not plan.has_vllm:
+        yield Fused(geometry, plan.device), "stand-in"
+        return
+    from tests.engines.models import vllm_models
+
+    with TemporaryDirectory() as folder:
+        config = _config(geometry)
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with vllm_models(Path(folder), 1) as [model]:
+            yield model, f"vLLM's {config['architectures'][0]}"
+
+
+def _config(geometry: Geometry) -> dict[str, Any]:
+    """As a checkpoint of this shape has it."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "vocab_size": geometry.vocab,
+        "hidden_size": geometry.hidden,
+        "num_hidden_layers": geometry.layers,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "intermediate_size": geometry.intermediate,
+        "tie_word_embeddings": geometry.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+    }
+    experts = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": geometry.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": geometry.intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return config | experts if geometry.experts else config

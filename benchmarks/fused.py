@@ -1,0 +1,52 @@
+"""A stand-in for an engine's model, where none is installed: fused and stacked as vLLM has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.geometry import Geometry
+
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Fused(nn.Module):
+    """Parameters and the loader of a decoder of the Qwen3 family. It computes nothing."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        super().__init__()
+        self._places: dict[str, tuple[str, int, int]] = {}  # parameter, first row, rows
+        self._live: dict[str, Tensor] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
+        for name, shape in geometry.shapes().items():
+            live, before = self._place(name, sizes)
+            rows = shape[0]
+            self._places[name] = (live, before, rows)
+            sizes[live] = (before + rows, *shape[1:])
+        for live, shape in sizes.items():
+            tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            self._live[live] = tensor
+            self.register_parameter(live.replace(".", "_"), nn.Parameter(tensor, False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy each tensor to where it belongs."""
+        loaded = set()
+        for name, tensor in weights:
+            self.read(name).copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+    def read(self, name: str) -> Tensor:
+        """Where a checkpoint tensor is: a view."""
+        live, start, rows = self._places[name]
+        return self._live[live].narrow(0, start, rows)
+
+    def _place(self, name: str, sizes: dict[str, tuple[int, ...]]) -> tuple[str, int]:
+        """The parameter that a checkpoint tensor is a part of, and how many rows it has so far."""
+        live = _EXPERT.sub(lambda m: f"{m[1]}.{'w2' if m[3] == 'down' else 'w13'}", name)
+        live = re.sub(r"\b[qkv]_proj", "qkv", live)
+        live = re.sub(r"\b(gate|up)_proj", "gate_up", live)
+        return live, sizes.get(live, (0,))[0]
