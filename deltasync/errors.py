@@ -26,7 +26,7 @@
     - SyncAborted                  no receiver took the version; nothing is lost, send again
     - NoReceivers                  nobody to send to; start a receiver
     - StepApplied                  the sync after a step failed; the step was applied
-    - EngineFailed                 an engine's server did not do what it was asked; it says why
+    - EngineFailed                 an engine did not do what it was asked; it says why
   + TransportError
     - TransportTimeout(TimeoutError) the peer was too slow
     - PeerLost(ConnectionError)    the other process is gone; connect again
@@ -152,7 +152,15 @@ class StepApplied(SyncError):
 
 
 class EngineFailed(SyncError):
-    """An engine's server did not do what it was asked. The text is what it said."""
+    """An engine did not do what it was asked. The text is what it said.
+
+    Attributes:
+        status: Of its answer over HTTP; None otherwise.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class TransportError(DeltaSyncError):

@@ -18,6 +18,7 @@ from deltasync.transports.base import SendTransport
 
 # What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
 _STAGED_PER_BYTE = 10
+_RETURN_S = 2.0
 
 
 class Server(Protocol):
@@ -94,7 +95,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def connect(self) -> None:
         """Let the engine's workers connect, anew if they were connected.
 
-        `send_weights` does so itself after an update that failed, and after `disconnect`.
+        `send_weights` does so itself when workers are missing, and after an update that failed.
 
         Raises TransportTimeout, or what the engine raises.
         """
@@ -107,7 +108,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
         Raises what that raises, and what the engine raises.
         """
-        if self._is_behind:
+        if self._is_behind or not self._are_here():
             self.connect()
         self._updates.clear()
         try:
@@ -137,6 +138,14 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """End every connection. The engine keeps its weights."""
         self.sender.close()
         self._calls.shutdown()
+
+    def _are_here(self) -> bool:
+        """Whether all workers are connected, or come back by themselves after a failure."""
+        try:
+            self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
+        except TransportTimeout:
+            return False
+        return True
 
     def _connection(self) -> Connection:
         return Connection.to(

@@ -55,7 +55,8 @@ class Http:
                 text = response.read()
         except HTTPError as error:
             reason = error.read(_MAX_REASON).decode(errors="replace")
-            raise EngineFailed(f"{where}: {error.code} {error.reason}: {reason}") from error
+            text = f"{where}: {error.code} {error.reason}: {reason}"
+            raise EngineFailed(text, status=error.code) from error
         except TimeoutError as error:
             raise TransportTimeout(f"{where} did not answer in {self._timeout_s} s") from error
         except (OSError, HTTPException) as error:

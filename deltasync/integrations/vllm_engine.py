@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,13 +20,13 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.reloaded import ReloadedTarget
-from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
@@ -56,7 +56,6 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker = Worker()
-        self._is_proved = False  # that weights are kept where they are loaded
         self._is_reload_proved = False  # that loading the same weights again changes nothing
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -66,6 +65,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         where the trainer wants them reloaded, for those that are not the same then.
         """
         self.shutdown()
+        if self.parallel_config.enable_eplb:
+            raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
         connection = Connection.model_validate(init_info.connection)
         parallel = self.parallel_config
         self._worker.connect(
@@ -80,21 +81,12 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _target(self, connection: Connection) -> WeightTarget:
         """By routes, or by reloading. Raises ConfigError."""
         try:
-            return self._routed(connection.checkpoint())
+            return self._worker.routed(self.model, connection, self._started_on)
         except ConfigError as error:
             if connection.without_routes == "refuse":
                 raise
             logger.warning("deltasync reloads all weights in every update: %s", error)
             return self._reloaded(connection.checkpoint())
-
-    def _routed(self, checkpoint: list[CheckpointTensor]) -> RoutedTarget:
-        target = RoutedTarget(self.model, checkpoint)
-        if self._is_proved:
-            target.parameters()  # so that the trainer hears at once what has no route
-        else:
-            target.prove(self._started_on())
-            self._is_proved = True
-        return target
 
     def _reloaded(self, checkpoint: list[CheckpointTensor]) -> ReloadedTarget:
         """What the worker holds is known only when it has just been started."""
@@ -107,10 +99,13 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return target
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As vLLM's own backends do that bring whole checkpoints."""
+        """As vLLM's own backends do that bring whole checkpoints, and what they leave out."""
+        packing = _Packing(self.model)
+        packing.forget()
         initialize_layerwise_reload(self.model)
         self.model.load_weights(weights)
         finalize_layerwise_reload(self.model, self.model_config)
+        packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint that vLLM has loaded, and worked on since. Raises ConfigError."""
@@ -125,6 +120,11 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         return weights
 
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """What vLLM 0.26 wants to be there. Trainers use an `EngineSync`."""
+        raise NotImplementedError("send weights by deltasync's EngineSync")
+
     def start_weight_update(self) -> None:
         """Nothing is to be prepared."""
 
@@ -138,3 +138,23 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
         self._worker.disconnect()
+
+
+class _Packing:
+    """Weights packed for CPUs, of which vLLM's layerwise reload leaves some as they were loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
+        self._packed = [m for m in modules if getattr(m, "quant_method", None) is not None]
+
+    def forget(self) -> None:
+        """Let experts be packed again: a kernel that is there already is not asked to."""
+        for module in self._packed:
+            if getattr(module.quant_method, "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+
+    def renew(self) -> None:
+        """Pack heads again that keep their weight beside: a tied one is given no weights."""
+        for module in self._packed:
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing, suppress
 
 import torch
+from torch import Tensor, nn
 
-from deltasync.errors import ConfigError, IllegalMessage, TransportTimeout
+from deltasync.errors import ConfigError, IllegalMessage, TransportError, TransportTimeout
 from deltasync.integrations.connection import Connection
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.receiver import WeightReceiver
+from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target import WeightTarget
+from deltasync.wire.messages import Failed, encode
 
 
 class Worker:
-    """A worker's connection to a trainer, if it has one."""
+    """A worker's connection to a trainer, if it has one.
+
+    Attributes:
+        is_proved: Whether its weights were found to be where they were loaded. Only those that it
+            was started with tell.
+    """
 
     def __init__(self) -> None:
+        self.is_proved = False
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -55,6 +66,44 @@ class Worker:
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
         self._timeout_s = to.timeout_s
+
+    def routed(
+        self,
+        model: nn.Module,
+        to: Connection,
+        started_on: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        finish: Callable[[], object] = lambda: None,
+    ) -> RoutedTarget:
+        """The worker's weights by routes that lead there. Raises ConfigError, by name.
+
+        Args:
+            model: The worker's.
+            to: The trainer.
+            started_on: Reads the checkpoint that the engine has loaded, and worked on since.
+            finish: See `RoutedTarget`.
+        """
+        target = RoutedTarget(model, to.checkpoint(), finish=finish)
+        if self.is_proved:
+            target.parameters()  # so that the trainer hears at once what has no route
+        else:
+            target.prove(started_on())
+            self.is_proved = True
+        return target
+
+    def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
+        """Tell a trainer, which waits for this worker to connect, why it does not. Does not wait:
+        the trainer may begin to listen only when all workers have been told to connect.
+        """
+        failed = Failed(version=None, error=type(error).__name__, reason=str(error)[:4096])
+        link = to.receiver(device)
+
+        def tell() -> None:
+            with closing(link), suppress(TransportError):  # it hangs up, or is gone
+                link.connect(encode(failed), timeout_s=to.timeout_s)
+                link.receive(timeout_s=to.timeout_s)
+
+        threading.Thread(target=tell, name="deltasync-decline", daemon=True).start()
 
     def commit(self, version: int) -> None:
         """Write the version that is staged, or about to be received.

@@ -17,6 +17,7 @@ from deltasync.sync.proof import copies, mistaken
 from deltasync.sync.session import Member
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (
+    Failed,
     Held,
     HeldParts,
     Hello,
@@ -39,6 +40,7 @@ class Lobby:
     def __init__(self, link: SenderLink) -> None:
         self._link = link
         self._waiting: dict[int, Hello] = {}
+        self._declined: list[str] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,7 +48,10 @@ class Lobby:
     def listen(self, *, timeout_s: float) -> None:
         """Take in whoever has connected."""
         for peer, hello in self._link.greetings(timeout_s=timeout_s):
-            if not isinstance(hello, Hello):
+            if isinstance(hello, Failed):
+                self._declined.append(f"{hello.error}: {hello.reason}")
+                self.forget(peer)
+            elif not isinstance(hello, Hello):
                 self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
             elif FORMAT_VERSION not in hello.format_versions:
                 self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
@@ -54,6 +59,11 @@ class Lobby:
                 self._waiting[peer] = hello
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
             del self._waiting[peer]
+
+    def declined(self) -> list[str]:
+        """Why engines that were let connect cannot take part: what is new since the last call."""
+        reasons, self._declined = self._declined, []
+        return reasons
 
     def engines(self) -> list[dict[int, Hello]]:
         """The complete engines: each a receiver by peer for all its ranks, in order of arrival.

@@ -48,7 +48,7 @@ class RoutedTarget:
         checkpoint: Sequence[CheckpointTensor],
         *,
         load: Load | None = None,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from deltasync.delta.snapshot import Snapshot
-from deltasync.errors import ConfigError, NoReceivers, SyncAborted, TransportTimeout, WireError
+from deltasync.errors import (
+    ConfigError,
+    EngineFailed,
+    NoReceivers,
+    SyncAborted,
+    TransportTimeout,
+    WireError,
+)
 from deltasync.sync.layout import SourceLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Lobby, greet_back
@@ -96,13 +103,19 @@ class WeightSender:
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
         """Return when `count` receivers are members or have greeted; they join at the next sync.
 
-        Raises TransportTimeout.
+        Raises:
+            TransportTimeout: They do not come.
+            EngineFailed: One has connected to say that it cannot take part; the text says why.
         """
         deadline = time.monotonic() + timeout_s
         with self._exclusive():
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
-            while self.num_receivers + len(self._lobby) < count:
+            while True:
+                if reasons := self._lobby.declined():
+                    raise EngineFailed("; ".join(sorted(set(reasons))))
+                if self.num_receivers + len(self._lobby) >= count:
+                    return
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     here = self.num_receivers + len(self._lobby)

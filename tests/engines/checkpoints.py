@@ -116,6 +116,10 @@ class Weights(WeightSource):
     def tensors(self) -> list[NamedTensor]:
         return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
 
+    def take(self, weights: dict[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self.weights[name].copy_(tensor)
+
 
 def write_config(architecture: str, folder: Path) -> Path:
     """A folder that a model can be made from."""
@@ -154,3 +158,12 @@ def write_model(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2"
     ).save_pretrained(folder)
+
+
+def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        tensor[mask] *= 1.5
+    return new

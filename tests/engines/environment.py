@@ -1,20 +1,30 @@
-"""The environment of vLLM's processes in tests."""
+"""The environment of engines' processes in tests."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_PLUGINS = ROOT / "tests" / "engines" / "plugin"
+_HERE = ROOT / "tests" / "engines"
 
 
 def use_cpu(monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> None:
     """Let vLLM run on any CPU, and pack matrices, to where no route leads, or not."""
     plugins = ["deltasync", "without_tiles", *([] if packs else ["without_packing"])]
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{_PLUGINS}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{_HERE / 'plugin'}")
     monkeypatch.setenv("VLLM_PLUGINS", ",".join(plugins))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # no compiler, no warm-up
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def use_sglang(monkeypatch: pytest.MonkeyPatch, version: str | None = None) -> None:
+    """Let SGLang run on a CPU, without the packages that want CUDA; None for the installed one."""
+    older = [] if version is None else [str(Path(sys.prefix) / f"sglang-{version}")]
+    monkeypatch.setenv("PYTHONPATH", ":".join([*older, str(ROOT), str(_HERE / "stubs")]))
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

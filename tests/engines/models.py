@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.engines.programs import free_port
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class Place:
     @property
     def world(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
-from tests.engines.checkpoints import Weights, checkpoint, write_config
+from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 
 PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
@@ -56,15 +56,6 @@ def parameters_of(llm: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    new = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in new.values():
-        mask = torch.rand(tensor.shape, generator=generator) < share
-        tensor[mask] *= 1.5
-    return new
-
-
 def follow(_: int, folder: Path) -> None:
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
@@ -79,8 +70,7 @@ def follow(_: int, folder: Path) -> None:
         sync.connect()
         assert sync.send_weights().full_synced == 0  # it was started on the same weights
         assert llm.get_weight_version() == "1"
-        for name, tensor in new.items():
-            source.weights[name].copy_(tensor)
+        source.take(new)
         stats = sync.send_weights()
         assert (stats.kind, stats.receivers) == ("delta", 1)
         assert llm.get_weight_version() == str(stats.version)
@@ -163,8 +153,7 @@ def reload(_: int, folder: Path) -> None:
         sync.connect()
         assert sync.send_weights().full_synced == 0
         assert tokens(llm) == before
-        for name, tensor in new.items():
-            source.weights[name].copy_(tensor)
+        source.take(new)
         assert sync.send_weights().kind == "delta"
         assert tokens(llm) == expected
         sync.connect()  # nobody may have touched the weights meanwhile, but who knows

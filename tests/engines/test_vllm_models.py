@@ -22,7 +22,8 @@ from deltasync.errors import ConfigError
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, checkpoint, write_config
-from tests.engines.models import Place, free_port, vllm_models
+from tests.engines.models import Place, vllm_models
+from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
 REFUSED = {"FalconForCausalLM": r"aten\.cat", "MambaForCausalLM": r"aten\.exp"}

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 import pytest
 
-from deltasync.errors import EngineFailed, PeerLost
+from deltasync.errors import EngineFailed
 from deltasync.integrations.http import Http
 from tests.engines.checkpoints import write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
+from tests.engines.programs import TIMEOUT_S, Program, free_port, wait_until_up
 
 EXAMPLES = ROOT / "docs" / "examples"
-TIMEOUT_S = 280
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
-
-
-class Program:
-    """A process that has processes of its own: all of them end with the `with` block."""
-
-    def __init__(self, *command: object) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *map(str, command)],
-            cwd=ROOT,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
-
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def output(self) -> str:
-        """What it has printed so far."""
-        self._output.seek(0)
-        return self._output.read()
-
-    def wait(self) -> str:
-        """What it prints until it has ended well."""
-        code = self._process.wait(TIMEOUT_S)
-        assert code == 0, self.output()
-        return self.output()
 
 
 def output_of(*command: object) -> str:
@@ -96,8 +50,7 @@ def test_the_asynchronous_example(model: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch, packs=True)
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     backend = ["--weight-transfer-config", '{"backend": "deltasync"}']
     serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port, *backend]
     server = Http(f"http://127.0.0.1:{port}")
@@ -114,15 +67,3 @@ def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 4}
         assert server.post("v1/completions", asked)["usage"]["completion_tokens"] == 4
         assert server.get("weight_info") == {"weight_version": "3"}
-
-
-def wait_until_up(server: Http, program: Program) -> None:
-    deadline = time.monotonic() + 150
-    while True:
-        try:
-            server.get("health")
-            return
-        except PeerLost:
-            is_hopeless = not program.is_running() or time.monotonic() > deadline
-            assert not is_hopeless, program.output()
-            time.sleep(0.5)

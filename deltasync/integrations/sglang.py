@@ -1,0 +1,200 @@
+"""SGLang's custom weight loader, and the trainer's end, which does not import SGLang.
+
+A server is started with `--custom-weight-loader deltasync.integrations.sglang.load`. The trainer
+drives it by an `EngineSync` of a `SglangServer`. What goes through SGLang's own update of weights
+is no more than an order of a few bytes; weights go from the trainer to each worker directly.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pickle import dumps  # SGLang takes nothing else, over HTTP; it reads tensors and no objects
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
+from deltasync.integrations.connection import Connection
+from deltasync.integrations.http import Http
+from deltasync.integrations.worker import Worker
+
+LOADER = "deltasync.integrations.sglang.load"
+PauseMode = Literal["abort", "retract", "in_place"]
+
+logger = logging.getLogger(__name__)
+_workers: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
+# What an engine, torch or a connection may raise. A loader that raises ends SGLang's server.
+_FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
+
+
+class Order(BaseModel):
+    """What a loader is told: connect, or disconnect, or write a version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    connection: Connection | None = None
+    version: int | None = None
+
+
+def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """SGLang's custom weight loader. It never raises: that would end the server.
+
+    The trainer learns of failures from the worker itself: one that cannot take part says so when
+    it should connect, and one that does not write a version leaves.
+
+    Args:
+        model: The worker's.
+        named_tensors: One: uint8[n], an `Order` as JSON.
+    """
+    worker = _workers.setdefault(model, Worker())
+    try:
+        [(_, data)] = named_tensors
+        order = Order.model_validate_json(bytes(data.cpu().numpy()))
+        if order.version is not None:
+            worker.commit(order.version)
+        else:
+            worker.disconnect()
+        if order.connection is not None:
+            _connect(worker, model, order.connection)
+    except _FAILURES:
+        logger.exception("deltasync: the order was not carried out, weights are as they were")
+
+
+def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
+    from sglang.srt.distributed import parallel_state as parallel
+
+    device = next(model.parameters()).device
+    tensors, stages = (
+        parallel.get_tensor_model_parallel_world_size(),
+        parallel.get_pipeline_model_parallel_world_size(),
+    )
+    stage, shard = (
+        parallel.get_pipeline_model_parallel_rank(),
+        parallel.get_tensor_model_parallel_rank(),
+    )
+    try:
+        target = worker.routed(model, to, lambda: _started_on(model), finish=_finish_of(model))
+    except _FAILURES as error:
+        worker.decline(to, device, error)
+        raise
+    worker.connect(
+        to, target, device, engine="sglang", rank=stage * tensors + shard, world=stages * tensors
+    )
+
+
+def _finish_of(model: nn.Module) -> Any:
+    """Brings up to date what a model derives from its weights, as DeepSeek's attention does."""
+    return getattr(model, "post_load_weights", lambda: None)
+
+
+def _started_on(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint that SGLang has loaded, and worked on since. Raises ConfigError."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model_loader
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    config = ModelConfig.from_server_args(arguments)
+    loader = get_model_loader(
+        LoadConfig(load_format=arguments.load_format, download_dir=arguments.download_dir), config
+    )
+    if not isinstance(loader, DefaultModelLoader):
+        raise ConfigError(
+            "start SGLang on a checkpoint: only reading it back tells whether it keeps weights "
+            "where it loads them"
+        )
+    weights: Iterator[tuple[str, Tensor]] = loader._get_all_weights(config, model)
+    return weights
+
+
+class SglangServer:
+    """SGLang as a `Server`, over HTTP. Versions before 0.5.21 have no sessions: it finds that out.
+
+    SGLang lets an update wait until no request runs, unless generation is paused: give the
+    `EngineSync` this object's `paused`.
+
+    Args:
+        url: Of the server: scheme, host and port.
+        api_key: If it wants one.
+        flush_cache: Drop cached prefixes at each update. That fails while requests are kept.
+        timeout_s: For each call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        flush_cache: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = Http(url, headers=headers, timeout_s=timeout_s)
+        self._flush_cache = flush_cache
+        info = self._http.get("server_info")
+        if LOADER not in (info.get("custom_weight_loader") or ()):
+            raise ConfigError(f"start SGLang with --custom-weight-loader {LOADER}")
+        if info["dp_size"] != 1:
+            raise ConfigError("SGLang updates no weights of several data-parallel replicas")
+        self._tensor_parallel = int(info["tp_size"])
+        self.workers = self._tensor_parallel * int(info["pp_size"])
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        """Let each worker connect. One that cannot says so to the trainer itself."""
+        self._give(Order(connection=Connection.model_validate(connection)))
+
+    def update(self, version: int, /) -> None:
+        self._give(Order(version=version), weight_version=str(version))
+
+    def name(self, version: int, /) -> None:
+        named = {"new_version": str(version), "abort_all_requests": False}
+        self._http.post("update_weight_version", named)
+
+    def disconnect(self) -> None:
+        self._give(Order())
+
+    @contextmanager
+    def paused(self, mode: PauseMode = "in_place") -> Iterator[None]:
+        """Pause generation, and resume it. "in_place" keeps requests and their cache."""
+        self._http.post("pause_generation", {"mode": mode})
+        try:
+            yield
+        finally:
+            self._http.post("continue_generation", {})
+
+    def _give(self, order: Order, **settings: str) -> None:
+        """Hand an order to the loader of each worker. Raises EngineFailed."""
+        data = torch.frombuffer(bytearray(order.model_dump_json().encode()), dtype=torch.uint8)
+        text = base64.b64encode(dumps([("deltasync", data)])).decode()
+        body = {
+            "serialized_named_tensors": [text] * self._tensor_parallel,
+            "load_format": LOADER,
+            "flush_cache": self._flush_cache,
+            "selector": "target",  # not the draft model; what that was called before follows
+            "disable_draft_model": True,
+        }
+        with self._session():
+            self._http.post("update_weights_from_tensor", body | settings)
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Where there are sessions, in one."""
+        try:
+            self._http.post("begin_weight_update", {"selector": "target"})
+        except EngineFailed as error:
+            if error.status != 404:
+                raise
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._http.post("end_weight_update", {})

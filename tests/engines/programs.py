@@ -1,0 +1,74 @@
+"""Engines' servers, and other programs that have processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import Self
+
+from deltasync.errors import PeerLost
+from deltasync.integrations.http import Http
+from tests.engines.environment import ROOT
+
+TIMEOUT_S = 280
+_START_TIMEOUT_S = 150
+
+
+class Program:
+    """A process that has processes of its own: all of them end with the `with` block."""
+
+    def __init__(self, *command: object) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *map(str, command)],
+            cwd=ROOT,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        self._output.seek(0)
+        return self._output.read()
+
+    def wait(self) -> str:
+        """What it prints until it has ended well."""
+        code = self._process.wait(TIMEOUT_S)
+        assert code == 0, self.output()
+        return self.output()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def wait_until_up(server: Http, program: Program) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            server.get("health")
+            return
+        except PeerLost:
+            is_hopeless = not program.is_running() or time.monotonic() > deadline
+            assert not is_hopeless, program.output()
+            time.sleep(0.5)

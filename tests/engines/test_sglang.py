@@ -1,0 +1,128 @@
+"""A whole SGLang server on the CPU, with our loader by configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltasync.errors import ConfigError, EngineFailed
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import LOADER, SglangServer
+from deltasync.transports import shared_memory
+from tests.engines.checkpoints import Weights, changed, write_config, write_model
+from tests.engines.environment import use_sglang
+from tests.engines.programs import TIMEOUT_S, Program, free_port, wait_until_up
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
+
+ON_CPU = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--context-length": 512,
+    "--max-total-tokens": 2048,
+    "--max-running-requests": 4,
+}
+LONG = 300
+
+
+@contextmanager
+def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Iterator[str]:
+    """The address of a server that was started on these weights."""
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    port = free_port()
+    flags = [word for pair in ON_CPU.items() for word in pair]
+    flags += [
+        "--skip-tokenizer-init",
+        "--disable-cuda-graph",
+        "--skip-server-warmup",
+        "--disable-radix-cache",
+        *settings,
+    ]
+    server = ["-m", "sglang.launch_server", "--model-path", folder, "--port", port, *flags]
+    with Program(*server) as program:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_up(Http(url), program)
+        yield url
+
+
+def generate(server: Http, count: int = 12) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    return server.post("generate", {"input_ids": list(range(3, 20)), "sampling_params": sampling})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(write_config("LlamaForCausalLM", tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
+def test_a_server_by_configuration_alone(
+    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sglang(monkeypatch, version)
+    old = load_file(folder / "model.safetensors")
+    new = changed(old, 0.3, seed=1)
+    with served(folder, new) as url:
+        expected = generate(Http(url))["output_ids"]
+        with pytest.raises(ConfigError, match="custom-weight-loader"):
+            SglangServer(url)
+    with served(folder, old, "--custom-weight-loader", LOADER) as url:
+        http, server = Http(url), SglangServer(url)
+        another_model_is_refused(url, folder)
+        before = generate(http)["output_ids"]
+        assert before != expected
+        source = Weights({name: tensor.clone() for name, tensor in old.items()})
+        link = shared_memory.Sender(folder / "socket")
+        with EngineSync(source, server, link, paused=server.paused) as sync:
+            sync.connect()
+            assert sync.send_weights().full_synced == 0
+            source.take(new)
+            assert sync.send_weights().kind == "delta"
+            assert generate(http)["output_ids"] == expected
+            assert http.get("model_info")["weight_version"] == "2"
+            requests_go_on(http, sync, source)
+            sync.disconnect()
+            source.take(old)
+            assert sync.send_weights().full_synced == 1
+            assert generate(http)["output_ids"] == before
+
+
+def another_model_is_refused(url: str, folder: Path) -> None:
+    """By its worker, which goes on."""
+    source, link = (
+        Weights({"lm_head.weight": torch.zeros(3, 4)}),
+        shared_memory.Sender(folder / "a"),
+    )
+    with (
+        EngineSync(source, SglangServer(url), link) as sync,
+        pytest.raises(EngineFailed, match=r"ConfigError: .*lm_head"),
+    ):
+        sync.connect()
+    assert len(generate(Http(url))["output_ids"]) == 12
+
+
+def requests_go_on(http: Http, sync: EngineSync, source: Weights) -> None:
+    """Across versions, and each of their tokens has one."""
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(generate, http, LONG)
+        while not request.done():
+            for tensor in source.weights.values():
+                tensor.view(-1)[::100] *= 1.01
+            latest = sync.send_weights().version
+    meta = request.result()["meta_info"]
+    versions = [int(span["version"]) for span in meta["weight_versions"]]
+    assert versions == sorted(versions)
+    assert 2 < len(versions) <= latest
+    assert meta["weight_versions"][-1]["end"] == LONG
