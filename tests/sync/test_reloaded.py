@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltasync import CheckpointTensor, ReloadedTarget
-from deltasync.errors import EngineFailed, LayoutMismatch, SyncAborted
+from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
 from deltasync.sync.target import WeightTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, fleet, random_model, step
@@ -91,6 +92,38 @@ def test_an_engine_that_fails_to_load_is_given_the_old_version_again() -> None:
         here.wait(1)
         here.sender.send_weights()
         assert_as_loaded(engine, source)
+
+
+class Packing(nn.Module):
+    """Keeps what it is given the other way round; whether it does so every time is to be seen."""
+
+    def __init__(self, weights: Mapping[str, Tensor], *, always: bool) -> None:
+        super().__init__()
+        self.always, self.times = always, 0
+        for name, tensor in weights.items():
+            self.register_buffer(name, torch.zeros_like(tensor))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            packs = self.always or self.times == 0
+            self.get_buffer(name).copy_(tensor.flip(0) if packs else tensor)
+        self.times += 1
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_reloading_is_proved_by_what_it_leaves_as_it_was(always: bool) -> None:
+    weights = {name: tensor.data for name, tensor in random_model(SHAPES, 0).named_parameters()}
+    engine = Packing(weights, always=always)
+    engine.load(weights.items())
+    before = {name: tensor.clone() for name, tensor in engine.named_buffers()}
+    target = ReloadedTarget(
+        [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()], engine.load
+    )
+    target.know(weights.items())
+    with nullcontext() if always else pytest.raises(ConfigError, match="'a' among them"):
+        target.prove(engine)
+    for name, tensor in engine.named_buffers():
+        assert torch.equal(tensor, before[name])
 
 
 def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
