@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError
@@ -30,6 +32,7 @@ from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
+_TOUCHES = ("sleep", "reload_weights", "reset_weights")
 
 
 @dataclass
@@ -56,6 +59,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker = Worker()
+        _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._is_reload_proved = False  # that loading the same weights again changes nothing
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -138,6 +142,28 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
         self._worker.disconnect()
+
+
+def _announce_touches(worker_class: type) -> None:
+    """Let workers disconnect before they touch weights themselves, of which vLLM tells no backend.
+
+    A trainer connects them anew. Weights that sleep must not be looked at, and may be others after.
+    """
+    for name in _TOUCHES:
+        method = getattr(worker_class, name, None)
+        if method is not None and not hasattr(method, "is_announced"):
+            setattr(worker_class, name, _announced(method))
+
+
+def _announced(method: Callable[..., object]) -> Callable[..., object]:
+    @wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> object:
+        if isinstance(worker.weight_transfer_engine, DeltaSyncEngine):
+            worker.weight_transfer_engine.shutdown()
+        return method(worker, *args, **kwargs)
+
+    call.is_announced = True  # type: ignore[attr-defined]
+    return call
 
 
 class _Packing:

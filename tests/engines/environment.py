@@ -15,6 +15,7 @@ def use_cpu(monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> None:
     """Let vLLM run on any CPU, and pack matrices, to where no route leads, or not."""
     plugins = ["deltasync", "without_tiles", *([] if packs else ["without_packing"])]
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{_HERE / 'plugin'}")
+    monkeypatch.syspath_prepend(str(_HERE / "plugin"))  # spawned children take over this path
     monkeypatch.setenv("VLLM_PLUGINS", ",".join(plugins))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # no compiler, no warm-up

@@ -100,6 +100,10 @@ def heal(_: int, folder: Path) -> None:
         sync.connect()  # anew: the engine holds the version, and serves all the while
         assert sync.send_weights().full_synced == 0
         assert tokens(llm) == served
+        llm.collective_rpc("reset_weights")
+        assert tokens(llm) != served
+        assert sync.send_weights().full_synced == 1  # nothing has changed at the trainer
+        assert tokens(llm) == served
     assert tokens(llm) == served  # the trainer is gone
     expected = parameters_of(llm)
     assert same_bits(parameters_of(started(folder, source.weights)), expected)
