@@ -270,6 +270,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.copy_.default and args[1].is_meta and _storage(args[0]) in self._live_in:
+            self._copy(args[0], args[1])  # what a loader does most
+            return args[0]
         written = _written(func, args, kwargs)
         if any(_storage(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
@@ -324,9 +327,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
         """Note a write to live tensors, which is not done."""
-        if func is _aten.copy_.default and args[1].is_meta:
-            self._copy(args[0], args[1])
-        elif not any(tensor.numel() for tensor in written):
+        if not any(tensor.numel() for tensor in written):
             pass  # padding where there is none
         elif sources := self._sources(_tensors(args)):
             self._refuse(sources, f"is not only copied: {func}")
