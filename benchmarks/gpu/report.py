@@ -28,14 +28,20 @@ TITLES = {
     "apply_over_flat": "commit, against one bare index_copy_",
     "apply_over_each": "the same, against index_copy_ for each parameter",
     "apply_over_nan": "the same, against NaN-masked load_weights",
-    "engine_over_sparse": "changes into an engine's model, against vLLM's sparse patches",
-    "engine_over_dense": "the same, against loading everything",
+    "engine_work_over_sparse": "all that an engine does, against vLLM's sparse patches",
+    "engine_work_over_dense": "the same, against loading everything",
+    "engine_pause_over_sparse": "of it what it pauses for, against vLLM's sparse patches",
+    "engine_pause_over_dense": "the same, against loading everything",
     "engine_recording": "watching the loader, once",
     "memory_sender": "sender's memory beside weights and snapshot, against its bound",
     "memory_receiver": "receiver's memory beside weights, against its bound",
 }
 TYPICAL_DENSITY = 0.003
-_SWEPT = tuple(case for case in TITLES if case.startswith(("sync_", "diff", "apply_")))
+_SWEPT = tuple(
+    case
+    for case in TITLES
+    if case.startswith(("sync_", "diff", "apply_", "engine_work", "engine_pa"))
+)
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
 
