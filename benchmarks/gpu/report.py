@@ -28,13 +28,15 @@ TITLES = {
     "apply_over_flat": "commit, against one bare index_copy_",
     "apply_over_each": "the same, against index_copy_ for each parameter",
     "apply_over_nan": "the same, against NaN-masked load_weights",
+    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
+    "memory_receiver": "receiver's memory beside weights, against its bound",
+}
+ENGINE_TITLES = {
     "engine_work_over_sparse": "all that an engine does, against vLLM's sparse patches",
     "engine_work_over_dense": "the same, against loading everything",
     "engine_pause_over_sparse": "of it what it pauses for, against vLLM's sparse patches",
     "engine_pause_over_dense": "the same, against loading everything",
     "engine_recording": "watching the loader, once",
-    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
-    "memory_receiver": "receiver's memory beside weights, against its bound",
 }
 TYPICAL_DENSITY = 0.003
 _SWEPT = tuple(
@@ -144,7 +146,7 @@ def _is_typical(result: Result, ordered: list[Result]) -> bool:
 
 
 def _in_order(results: Iterable[Result]) -> list[Result]:
-    order = list(TITLES)
+    order = list(_ALL)
     return sorted(results, key=lambda r: (order.index(r.case), r.link, r.numel, r.density))
 
 
@@ -162,7 +164,7 @@ def _cells(result: Result) -> tuple[str, ...]:
     is_memory = result.ratio_is == MEMORY
     has_other = is_memory or result.baseline_seconds > 0
     return (
-        TITLES[result.case],
+        _ALL[result.case],
         f"{result.model}, {result.numel / 1e9:.3g} B",
         f"{100 * result.density:.3g} %",
         mebibytes(result.bytes) if is_memory else milliseconds(result.seconds),
