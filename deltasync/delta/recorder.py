@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
-from deltasync.delta.route import Dims, Piece, covers, joined
+from deltasync.delta.origin import Elements, Join
+from deltasync.delta.route import Piece, covers, joined
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -25,6 +26,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 _aten = torch.ops.aten
 # What they return has the same elements.
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
+_JOINS = (_aten.cat.default, _aten.stack.default)
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 _MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is refused
 
@@ -110,78 +112,6 @@ def _run(
     return recorder
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """The elements of a checkpoint tensor in some order: it itself, or a copy of a view of it.
-
-    Attributes:
-        name: The checkpoint tensor.
-        start: Which of its elements comes first.
-        dims: (size, stride in the checkpoint tensor), the outermost first.
-    """
-
-    name: str
-    start: int
-    dims: tuple[tuple[int, int], ...]
-
-    def box(self, view: Tensor, strides: Iterable[int]) -> tuple[int, Dims] | None:
-        """Start and dimensions of the elements of a view of this storage.
-
-        None if they are no box of the checkpoint tensor.
-
-        Args:
-            view: Part of this storage.
-            strides: Of the view's dimensions elsewhere.
-        """
-        if not view.numel():
-            return self.start, [(0, 0, 0)]
-        if len(self.dims) == 1:  # no dimension of a view can run through more than this one
-            own = self.dims[0][1]
-            sizes = zip(view.shape, view.stride(), strides, strict=True)
-            start = self.start + int(view.storage_offset()) * own
-            return start, [(size, step * own, stride) for size, step, stride in sizes]
-        spaces = [prod(size for size, _ in self.dims[n + 1 :]) for n in range(len(self.dims))]
-        offset = int(view.storage_offset())
-        digits = [
-            offset // space % size for space, (size, _) in zip(spaces, self.dims, strict=True)
-        ]
-        start = self.start + sum(
-            digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True)
-        )
-        found: Dims = []
-        for size, step, stride in zip(view.shape, view.stride(), strides, strict=True):
-            dims = self._split(size, step, stride, spaces, digits)
-            if dims is None:
-                return None
-            found += dims
-        return start, found
-
-    def _split(
-        self, count: int, step: int, stride: int, spaces: list[int], digits: list[int]
-    ) -> Dims | None:
-        """One dimension of a view, along the dimensions of this storage that it runs through.
-
-        `digits` are how far the view has gone in each of these.
-        """
-        found: Dims = []
-        while count > 1 and step > 0:
-            place = next(n for n, space in enumerate(spaces) if space <= step)
-            size, source_stride = self.dims[place]
-            leap, odd = divmod(step, spaces[place])
-            fits = digits[place] + (count - 1) * leap < size
-            here = count if fits else size // leap  # else it goes on in the next one outwards
-            digits[place] += (here - 1) * leap
-            if (
-                odd
-                or digits[place] >= size
-                or (not fits and (here < 2 or size % leap or count % here))
-            ):
-                return None
-            found.insert(0, (here, leap * source_stride, stride))
-            count, step, stride = count // here, step * here, stride * here
-        return [(count, 0, stride), *found] if count > 1 else found or [(1, 0, stride)]
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies from checkpoint tensors into live ones, and lets no live tensor be written.
 
@@ -211,8 +141,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._padding: dict[str, list[Piece]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._uncovered: dict[str, str] = {}
-        # By storage: the checkpoint tensor it holds, or those it was computed from and how.
-        self._is: dict[int, _Storage] = {}
+        # By storage: the checkpoint tensor it holds, or several, or those it was computed from.
+        self._is: dict[int, Elements] = {}
+        self._joins: dict[int, Join] = {}
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
@@ -223,7 +154,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one, tensor in zip(checkpoint, tensors, strict=True):
             self._checkpoint[one.name] = one
             self.given = one.name
-            self._hold(tensor, _Storage(one.name, 0, ((one.numel, 1),)))
+            self._hold(tensor, Elements(one.name, 0, ((one.numel, 1),)))
             yield one.name, tensor
 
     def miss(self, checkpoint: Sequence[CheckpointTensor]) -> None:
@@ -285,12 +216,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _COPIES and _storage(args[0]) in self._is:
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
+        if func in _JOINS and self._joined(result, *args, **kwargs):
+            return result
         if sources:
             earlier = (
                 self._made_of[key][1] for key in map(_storage, given) if key in self._made_of
             )
             self._derive(_tensors(result), sources, next(earlier, str(func)))
         return result
+
+    def _joined(self, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
+        """Whether `whole` is known by its parts from now on."""
+        known = self._is.keys() | self._joins.keys()
+        if not whole.numel() or not all(_storage(part) in known for part in parts):
+            return False
+        if any(part.dtype != whole.dtype or not part.dim() for part in parts):
+            return False
+        self._joins[_storage(whole)] = Join(whole, dim % whole.dim(), tuple(parts))
+        return True
 
     def _derive(self, made: Sequence[Tensor], sources: set[str], how: str) -> None:
         """Remember of what `made` was computed, and by what at first."""
@@ -313,10 +256,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
             self._derive([copy], {held.name}, "a rearrangement that cannot be followed")
         else:
-            self._hold(copy, _Storage(held.name, box[0], tuple(dim[:2] for dim in dims)))
+            self._hold(copy, Elements(held.name, box[0], tuple(dim[:2] for dim in dims)))
         return copy
 
-    def _hold(self, tensor: Tensor, elements: _Storage) -> None:
+    def _hold(self, tensor: Tensor, elements: Elements) -> None:
         self._is[_storage(tensor)] = elements
         self._kept.append(tensor.untyped_storage())
 
@@ -340,10 +283,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        join = self._joins.get(_storage(source))
+        if join is not None and (copies := join.split(source, target)) is not None:
+            for there, part in copies:
+                self._copy(there, part)
+            return
         held = self._is.get(_storage(source))
         region = self._region(target)
         if held is None:
-            names, how = self._made_of.get(_storage(source), (frozenset(), "something unknown"))
+            names, how = self._made_of.get(
+                _storage(source), (self._sources([source]), "a rearrangement of several")
+            )
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
         elif region is None or self._is_reinterpreted(source):
@@ -388,6 +338,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in map(_storage, tensors):
             if key in self._is:
                 found.add(self._is[key].name)
+            elif key in self._joins:
+                found |= self._sources(self._joins[key].parts)
             elif key in self._made_of:
                 found |= self._made_of[key][0]
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -289,6 +289,30 @@ def test_tied_names_stand_for_one_tensor() -> None:
     assert [piece.live for piece in recording.pieces["w"]] == ["embed"]
 
 
+@given(st.data())
+def test_joined_tensors_are_followed_into_any_box_of_the_join(data: st.DataObject) -> None:
+    """Of views, of joins too, narrowed afterwards as a rank of an engine takes its shard."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    weights = {f"w{n}": torch.randn(2, size, 3) for n, size in enumerate(sizes)}
+    stacks, dim = data.draw(st.booleans()), data.draw(st.integers(-4, 3))
+    turned = data.draw(st.booleans())
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([part.transpose(0, 2) if turned else part for part in parts], dim=1)
+        if not stacks:
+            return whole
+        return torch.stack((whole, torch.cat([whole[:, :1], whole[:, 1:]], 1).contiguous()), dim)
+
+    narrow = narrowed(data.draw, join(list(weights.values())))
+    live = {"live": torch.zeros_like(narrow(join(list(weights.values())))).contiguous()}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        live["live"].copy_(narrow(join([tensor for _, tensor in given])))
+
+    recording = loads_as_recorded(load, weights, live)
+    assert recording.refused == recording.uncovered == {}
+
+
 def in_place(w: Tensor, live: Tensor) -> None:
     live.copy_(w.mul_(2))
 
@@ -302,7 +326,10 @@ def through_a_buffer(w: Tensor, live: Tensor) -> None:
 COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda w, live: live.copy_(w + 1),
     "exponential": lambda w, live: live.copy_(-torch.exp(w)),
-    "concatenation": lambda w, live: live.copy_(torch.cat((w[2:], w[:2]))),
+    "concatenation with others": lambda w, live: live.copy_(
+        torch.cat((w[2:], torch.ones(2, device=w.device)))
+    ),
+    "view of a concatenation": lambda w, live: live.copy_(torch.cat((w[2:], w[:2])).flip(0)),
     "index": lambda w, live: live.copy_(w[torch.tensor([3, 2, 1, 0])]),
     "view of a sum": lambda w, live: live.copy_((w + 1).flip(0)),
     "in place": in_place,

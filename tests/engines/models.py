@@ -44,7 +44,12 @@ def vllm_models(folder: Path, count: int, place: Place | None = None) -> Iterato
         VllmConfig,
         set_current_vllm_config,
     )
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -77,5 +82,9 @@ def vllm_models(folder: Path, count: int, place: Place | None = None) -> Iterato
         for parameter in model.parameters():
             parameter.data.zero_()
         models.append(model)
-    with set_current_vllm_config(config()):
-        yield models
+    try:
+        with set_current_vllm_config(config()):
+            yield models
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()

@@ -26,7 +26,7 @@ from tests.engines.models import Place, vllm_models
 from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
-REFUSED = {"FalconForCausalLM": r"aten\.cat", "MambaForCausalLM": r"aten\.exp"}
+REFUSED = {"MambaForCausalLM": r"aten\.exp"}
 
 
 def target_of(model: nn.Module, weights: dict[str, Tensor]) -> RoutedTarget:
