@@ -31,6 +31,7 @@ from benchmarks.record import PER_PARAMETER, SPEED_UP, Result, compared
 from deltasync import (
     CheckpointTensor,
     NamedTensor,
+    ReceiverOptions,
     RoutedTarget,
     SyncStats,
     WeightReceiver,
@@ -150,7 +151,10 @@ class Engine:
         target = _target_of(model, trainer.weights)
         self.sender = WeightSender(trainer, link)
         self.busy_s, self._link = 0.0, Busy(link)
-        self._receiver = WeightReceiver(target, self._link)
+        options = ReceiverOptions(
+            max_staged_bytes=1 << 40
+        )  # so that every pause is one of a commit
+        self._receiver = WeightReceiver(target, self._link, options=options)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()

@@ -39,11 +39,9 @@ ENGINE_TITLES = {
     "engine_recording": "watching the loader, once",
 }
 TYPICAL_DENSITY = 0.003
-_SWEPT = tuple(
-    case
-    for case in TITLES
-    if case.startswith(("sync_", "diff", "apply_", "engine_work", "engine_pa"))
-)
+_ALL = TITLES | ENGINE_TITLES
+_SWEEPS = ("sync_", "diff", "apply_", "engine_work", "engine_pause")
+_SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
 
