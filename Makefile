@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 ENGINES := .venv-engines
+# The last without sessions of updates.
+OLD_SGLANG := 0.5.20
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 CHECKED := deltasync tests docs/examples $(if $(wildcard benchmarks/*.py),benchmarks)
@@ -42,6 +44,7 @@ bench: $(STAMP)
 
 # Engines live in an environment of their own: they are large, and pin what others do not want.
 test-engines: $(ENGINES)/.installed
+	-PIP=$(ENGINES)/bin/pip tests/engines/vllm_own/fetch.sh $(ENGINES)/vllm-tests
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
 	  tests/engines
 
@@ -50,6 +53,8 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/pip install --disable-pip-version-check "$(TORCH)"
 	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps -r constraints-engines.txt
 	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps -e .
+	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps --upgrade \
+	  --target $(ENGINES)/sglang-$(OLD_SGLANG) sglang==$(OLD_SGLANG)
 	touch $@
 
 clean:

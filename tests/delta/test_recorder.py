@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -303,7 +303,7 @@ def test_joined_tensors_are_followed_into_any_box_of_the_join(data: st.DataObjec
             return whole
         return torch.stack((whole, torch.cat([whole[:, :1], whole[:, 1:]], 1).contiguous()), dim)
 
-    narrow = narrowed(data.draw, join(list(weights.values())))
+    narrow = narrowed(cast("st.DrawFn", data.draw), join(list(weights.values())))
     live = {"live": torch.zeros_like(narrow(join(list(weights.values())))).contiguous()}
 
     def load(given: Iterable[tuple[str, Tensor]]) -> None:

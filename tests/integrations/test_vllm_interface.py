@@ -1,0 +1,58 @@
+"""Our vLLM backend against the interface of each version that is noted, without a vLLM.
+
+`vllm_interface.py` notes a version, and says how to add one. What an old one lacks is listed here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.vllm_interface import noted
+from tests.integrations.vllm_uses import BASE, arguments, methods, our_engine, uses
+
+VERSIONS = noted()
+_LLM, _ASYNC_LLM = "vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"
+_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+# `EngineSync.disconnect` fails; workers leave one trainer for another without it.
+_NO_SHUTDOWN = {
+    "post /shutdown_weight_transfer_engine",
+    f"{_LLM}.shutdown_weight_transfer_engine",
+    f"{_ASYNC_LLM}.shutdown_weight_transfer_engine",
+}
+# Versions have no names. Servers ignore them, and `OfflineClient` and `AsyncClient` fail.
+_NO_NAMES = {f"{_LLM}.finish_weight_update", f"{_ASYNC_LLM}.finish_weight_update"}
+# There is nothing that would have to be announced.
+_NO_RESET = {f"{_WORKER}.reset_weights"}
+MISSING: dict[str, set[str]] = {
+    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_NAMES,
+    "0.28.0": _NO_SHUTDOWN | _NO_RESET,
+    "0.30.0": _NO_SHUTDOWN | _NO_RESET,
+    "0.31.0": _NO_SHUTDOWN | _NO_RESET,
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_has_what_we_use_with_arguments_as_ours(version: str) -> None:
+    missing = {use.name for use in uses() if not use.fits(VERSIONS[version])}
+    assert missing == MISSING.get(version, set())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_engine_implements_what_is_abstract(version: str) -> None:
+    abstract = {
+        name.removeprefix(f"{BASE}."): fact.removeprefix("abstract ")
+        for name, fact in VERSIONS[version].items()
+        if fact.startswith("abstract")
+    }
+    ours = {method.name: arguments(method) for method in methods(our_engine())}
+    assert abstract
+    assert {name: ours.get(name) for name in abstract} == abstract
+
+
+def test_uses_are_found() -> None:
+    calls = {use.name: use.call for use in uses() if use.call is not None}
+    assert calls["vllm.model_executor.model_loader.get_model_loader"] == (1, ())
+    assert calls[f"{_LLM}.finish_weight_update"] == (1, ())
+    assert calls[f"{_ASYNC_LLM}.pause_generation"] == (0, ("mode", "clear_cache"))
+    others = {"post /pause", "vllm.config.set_current_vllm_config", f"{BASE}.model"}
+    assert others | {f"{_WORKER}.sleep"} <= {use.name for use in uses()}
