@@ -186,6 +186,7 @@ class Engine:
 def run(plan: EnginesPlan) -> Iterator[Result]:
     """All records, as they come."""
     patches = _vllm_patches(plan)
+    torch.set_num_threads(1)  # two ends share this process
     for key in plan.geometries:
         geometry = GEOMETRIES[key]
         with _model_of(geometry, plan) as (model, name):

@@ -47,7 +47,8 @@ def step(source: nn.Module, generator: torch.Generator, share: float) -> None:
     """Draw a share of the weights anew."""
     for weights in source.parameters():
         mask = torch.rand(weights.shape, generator=generator) < share
-        weights.data[mask] = torch.randn(weights.shape, generator=generator)[mask]
+        drawn = torch.randn(weights.shape, generator=generator).to(weights.dtype)
+        weights.data[mask] = drawn[mask]
 
 
 def bits_equal(left: nn.Module, right: nn.Module) -> bool:

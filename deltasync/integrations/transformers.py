@@ -1,0 +1,131 @@
+"""Hugging Face transformers models, as trainers and as engines, by the names of their checkpoints.
+
+transformers keeps some weights in another shape than its checkpoints have them: experts stacked,
+gate beside up. Engines know the checkpoint's names. Here every checkpoint tensor is a view of the
+parameter that it is a part of, found by watching transformers' own conversion once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from deltasync.delta.recorder import CheckpointTensor, Recording, record
+from deltasync.delta.route import Piece
+from deltasync.errors import ConfigError
+from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.source import ModuleWatch, NamedTensor, tied_tensors
+
+
+class TransformersSource:
+    """A transformers model's weights by the names and shapes of its checkpoint: a `WeightSource`.
+
+    Args:
+        model: The trainer's; read at every sync, never written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._views = _Views(model)
+        self._known: dict[str, Tensor] = {}
+        self._tensors: list[NamedTensor] = []
+
+    def tensors(self) -> list[NamedTensor]:
+        """Views of the model's parameters; the list of the last call if nothing moved.
+
+        Raises ConfigError, by name, for weights that transformers computes for a checkpoint.
+        """
+        if (views := self._views.current()) is not self._known:
+            self._known, self._tensors = views, tied_tensors(iter(views.items()))
+        return self._tensors
+
+
+def transformers_target(model: nn.Module) -> RoutedTarget:
+    """A transformers model as a target, by the names and shapes of its checkpoint.
+
+    Args:
+        model: The engine's. It must keep its storage between syncs.
+    """
+    views = _Views(model)
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            views.current()[name].copy_(tensor)
+
+    checkpoint = [
+        CheckpointTensor(one.name, tuple(one.tensor.shape), one.tensor.dtype)
+        for one in tied_tensors(iter(views.current().items()))
+    ]
+    return RoutedTarget(model, checkpoint, load=load)
+
+
+class _Views:
+    """Of a model's parameters by checkpoint name, made anew when storage was replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._watch: ModuleWatch | None = None
+        self._views: dict[str, Tensor] = {}
+
+    def current(self) -> dict[str, Tensor]:
+        if self._watch is None or not self._watch.is_unmoved():
+            self._watch, self._views = ModuleWatch(self._model), _views_of(self._model)
+        return self._views
+
+
+def _views_of(model: nn.Module) -> dict[str, Tensor]:
+    """Raises ConfigError for tensors of a checkpoint that are no view of one parameter."""
+    live = model.state_dict()
+    parts, recording = _converted(model, live)
+    refused = recording.refused | recording.uncovered
+    views: dict[str, Tensor] = {}
+    for name, pieces in recording.pieces.items():
+        for piece in pieces:
+            if piece.numel == parts[piece.live].numel():
+                views[piece.live] = _view(live[name], piece, parts[piece.live].shape)
+    for name in parts.keys() - views.keys():
+        refused.setdefault(name, "is made of several parameters")
+    if refused:
+        name, why = min(refused.items())
+        raise ConfigError(f"{len(refused)} tensors are no views of parameters: {name!r} {why}")
+    return {name: views[name] for name in parts}
+
+
+def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Tensor], Recording]:
+    """A checkpoint's tensors, without data, and where parameters go to in them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = revert_weight_conversion(model, state)
+        return found
+
+    def save(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in convert(dict(weights)).items():
+            parts[name].copy_(tensor)
+
+    metas = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in live.items()}
+    # Memory that nobody touches: places to tell apart, which those without data are not.
+    parts = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in convert(metas).items()}
+    tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in live.items()]
+    return parts, record(save, tensors, parts)
+
+
+def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
+    """The piece of a parameter as a tensor of this shape. Raises ConfigError."""
+    dims = sorted(piece.dims, key=lambda dim: -dim[2])  # as the checkpoint has them
+    sizes = [size for size, _, _ in dims]
+    steps = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    flat = parameter.detach().view(-1)
+    box = flat.as_strided(sizes, [stride for _, stride, _ in dims], _start(flat, piece))
+    try:
+        if [live for _, _, live in dims] == steps:
+            return box.view(shape)
+    except RuntimeError:
+        pass  # its dimensions run through several of the parameter's
+    raise ConfigError(f"a checkpoint tensor of shape {tuple(shape)} is no view of its parameter")
+
+
+def _start(flat: Tensor, piece: Piece) -> int:
+    return int(flat.storage_offset()) + piece.start

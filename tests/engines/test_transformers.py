@@ -1,0 +1,86 @@
+"""transformers' own models at both ends: experts stacked here, one by one in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deltasync import WeightSource
+from deltasync.integrations.transformers import TransformersSource, transformers_target
+from tests.engines.checkpoints import Weights, write_config
+from tests.sync.harness import bits_equal, fleet, step
+
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",  # tied
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",  # whose names are others in the checkpoint
+    "DeepseekV2ForCausalLM",
+    "GPT2LMHeadModel",
+]
+
+
+def model_of(architecture: str, folder: Path, seed: int) -> Any:
+    config = transformers.AutoConfig.from_pretrained(write_config(architecture, folder))
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+
+
+def saved(model: Any, folder: Path) -> dict[str, Tensor]:
+    """By transformers itself."""
+    model.save_pretrained(folder)
+    return dict(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_source_is_what_transformers_saves(architecture: str, tmp_path: Path) -> None:
+    model = model_of(architecture, tmp_path, 0)
+    source = TransformersSource(model)
+    for _ in range(2):
+        wanted = saved(model, tmp_path / "saved")
+        found = {tensor.name: tensor.tensor for tensor in source.tensors()}
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
+        step(model, torch.Generator().manual_seed(1), 0.3)
+    assert source.tensors() is source.tensors()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("names", ["the model's", "the checkpoint's"])
+def test_a_target_follows_names_of_a_checkpoint(
+    architecture: str, names: str, tmp_path: Path
+) -> None:
+    trainer, engine = model_of(architecture, tmp_path, 0), model_of(architecture, tmp_path, 1)
+    generator = torch.Generator().manual_seed(2)
+    source: WeightSource = TransformersSource(trainer)
+    if names == "the checkpoint's":  # of a trainer that keeps them so
+        source = Weights({tensor.name: tensor.tensor for tensor in source.tensors()})
+    with fleet(source) as here:
+        here.add(transformers_target(engine))
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert bits_equal(trainer, engine)
+        for share in (0.01, 0.0, 1.0):
+            step(trainer, generator, share)
+            assert here.sender.send_weights().kind == "delta"
+            assert bits_equal(trainer, engine)
+
+
+def test_a_model_that_moved_is_followed(tmp_path: Path) -> None:
+    model = model_of("Qwen3MoeForCausalLM", tmp_path, 0)
+    source = TransformersSource(model)
+    before = source.tensors()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    wanted = saved(model, tmp_path / "saved")
+    found = {tensor.name: tensor.tensor for tensor in source.tensors()}
+    assert source.tensors() is not before
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
