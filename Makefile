@@ -46,7 +46,7 @@ bench: $(STAMP)
 test-engines: $(ENGINES)/.installed
 	-PIP=$(ENGINES)/bin/pip tests/engines/vllm_own/fetch.sh $(ENGINES)/vllm-tests
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
-	  tests/engines
+	  tests/engines --support docs/integrations/support.md
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)

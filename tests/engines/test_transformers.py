@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_a_source_is_what_transformers_saves(architecture: str, tmp_path: Path) 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("names", ["the model's", "the checkpoint's"])
 def test_a_target_follows_names_of_a_checkpoint(
-    architecture: str, names: str, tmp_path: Path
+    architecture: str, names: str, tmp_path: Path, found: Callable[[str, str, str, str], None]
 ) -> None:
     trainer, engine = model_of(architecture, tmp_path, 0), model_of(architecture, tmp_path, 1)
     generator = torch.Generator().manual_seed(2)
@@ -72,6 +73,7 @@ def test_a_target_follows_names_of_a_checkpoint(
             step(trainer, generator, share)
             assert here.sender.send_weights().kind == "delta"
             assert bits_equal(trainer, engine)
+    found("transformers", architecture, "1", "routed")
 
 
 def test_a_model_that_moved_is_followed(tmp_path: Path) -> None:

@@ -184,8 +184,11 @@ def test_an_engine_by_configuration_alone(
     packs: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    found: Callable[[str, str, str, str], None],
 ) -> None:
     use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     run_ranks(what, 1, write_config(architecture, tmp_path), timeout_s=480)
+    if what is reload:
+        found("vLLM with packed matrices", architecture, "1", "reloaded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.engines.models import Place, vllm_models
 from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
+Found = Callable[[str, str, str, str], None]
 REFUSED = {"MambaForCausalLM": r"aten\.exp"}
 
 
@@ -108,10 +110,11 @@ def refuse(_: int, architecture: str, folder: Path) -> None:
 @pytest.mark.parametrize("joins_equal", [True, False], ids=["same weights", "other weights"])
 @pytest.mark.parametrize("architecture", sorted(CONFIGS.keys() - REFUSED.keys()))
 def test_any_history_leaves_what_vllm_would_load(
-    architecture: str, joins_equal: bool, tmp_path: Path
+    architecture: str, joins_equal: bool, tmp_path: Path, found: Found
 ) -> None:
     folder = write_config(architecture, tmp_path)
     run_ranks(_follow, 1, architecture, folder, joins_equal, timeout_s=280)
+    found("vLLM", architecture, "1", "routed")
 
 
 def _follow(rank: int, architecture: str, folder: Path, joins_equal: bool) -> None:
@@ -120,9 +123,10 @@ def _follow(rank: int, architecture: str, folder: Path, joins_equal: bool) -> No
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_loaders_that_compute_are_refused(architecture: str, tmp_path: Path) -> None:
+def test_loaders_that_compute_are_refused(architecture: str, tmp_path: Path, found: Found) -> None:
     folder = write_config(architecture, tmp_path)
     run_ranks(refuse, 1, architecture, folder, timeout_s=280)
+    found("vLLM", architecture, "1", "refused")
 
 
 @pytest.mark.timeout(300)
@@ -142,8 +146,10 @@ def test_ranks_hold_what_vllm_would_load_there(
     pipeline: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    found: Found,
 ) -> None:
     monkeypatch.setenv("VLLM_DIST_IDENT", tmp_path.name)  # as vLLM's own executor does
     folder = write_config(architecture, tmp_path)
     checkpoint(folder, 0)  # written once, before two read it
     run_ranks(follow_in_parts, 2, folder, free_port(), tensor, pipeline, timeout_s=280)
+    found("vLLM", architecture, "TP 2" if tensor == 2 else "PP 2", "routed")

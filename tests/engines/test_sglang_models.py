@@ -1,0 +1,95 @@
+"""SGLang's own model classes hold, bit for bit, what SGLang's own loader would load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import CheckpointTensor, RoutedTarget
+from deltasync.testing.processes import run_ranks
+from tests.engines.checkpoints import Weights, checkpoint, write_config
+from tests.engines.environment import use_sglang
+from tests.engines.programs import free_port
+from tests.sync.harness import fleet
+
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "OPTForCausalLM",
+]
+
+
+def model_of(folder: Path) -> Any:
+    """A model of a worker of SGLang's, as its scheduler makes it."""
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    port = free_port()
+    arguments = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_cuda_graph=True,
+        context_length=128,
+    )
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
+    return TpModelWorker(arguments, gpu_id=0, nccl_port=port).model_runner.model
+
+
+def assert_as_loaded(model: Any, weights: dict[str, Tensor]) -> None:
+    """Loading all changes nothing."""
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    model.load_weights(list(weights.items()))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(before[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def follow(_: int, folder: Path) -> None:
+    weights = checkpoint(folder, 0)
+    generator = torch.Generator().manual_seed(1)
+    model = model_of(folder)
+    model.load_weights(list(checkpoint(folder, 1).items()))
+    target = RoutedTarget(
+        model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
+    )
+    with fleet(Weights(weights)) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert_as_loaded(model, weights)
+        for share in (0.001, 0.0, 0.3, 1.0):
+            for tensor in weights.values():
+                mask = torch.rand(tensor.shape, generator=generator) < share
+                tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
+            stats = here.sender.send_weights()
+            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
+            assert_as_loaded(model, weights)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_any_history_leaves_what_sglang_would_load(
+    architecture: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: Callable[[str, str, str, str], None],
+) -> None:
+    use_sglang(monkeypatch)
+    run_ranks(follow, 1, write_config(architecture, tmp_path), timeout_s=180)
+    found("SGLang", architecture, "1", "routed")
