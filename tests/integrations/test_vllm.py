@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltasync import CheckpointTensor, ModuleSource, ModuleTarget
-from deltasync.errors import ConfigError, SyncAborted
+from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import VllmServer
@@ -32,13 +32,16 @@ class Server:
 
     def __init__(self, module: Model) -> None:
         self.module, self.calls, self.version = module, list[str](), "default"
-        self.fails_to_update = self.fails_to_start = self.is_updating = False
+        self.fails_to_update = self.fails_to_start = self.is_updating = self.declines = False
         self.worker = Worker()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
         self.worker.disconnect()
         connection = Connection.model_validate(init_info["connection"])
+        if self.declines:
+            self.worker.decline(connection, torch.device("cpu"), ConfigError("planted"))
+            return
         assert connection.checkpoint() == [CheckpointTensor("a", (40, 16), torch.bfloat16)]
         self.worker.connect(
             connection,
@@ -144,6 +147,20 @@ def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_g
         assert sync.send_weights().full_synced == 1
         assert server.calls == ["init", "start", "update", "finish"]
         assert bits_equal(source, server.module)
+
+
+def test_a_worker_that_cannot_take_part_says_why(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    link = shared_memory.Sender(tmp_path / "socket")
+    with EngineSync(ModuleSource(source), VllmServer(server), link) as sync:
+        for _ in range(2):
+            server.declines = True
+            with pytest.raises(EngineFailed, match="ConfigError: planted"):
+                sync.connect()
+            server.declines = False
+            sync.connect()
+            assert sync.send_weights().receivers == 1
+        server.worker.disconnect()
 
 
 def test_workers_cannot_connect_to_any_transport() -> None:
