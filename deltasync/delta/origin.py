@@ -90,16 +90,15 @@ class Join:
     Attributes:
         whole: That tensor.
         dim: Along which.
-        parts: With as many dimensions as it has, or one less if they are stacked.
+        parts: With as many dimensions as it has, or one less if they are stacked. Nobody else has
+            these objects.
+        is_stack: Whether they are.
     """
 
     whole: Tensor
     dim: int
     parts: tuple[Tensor, ...]
-
-    @property
-    def is_stack(self) -> bool:
-        return self.parts[0].dim() < self.whole.dim()
+    is_stack: bool
 
     def split(self, view: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]] | None:
         """A copy of a view to `target` as copies of the parts: (target, source) of each.
@@ -114,6 +113,9 @@ class Join:
         for stride in self.whole.stride():
             starts.append(rest // stride)
             rest %= stride
+        ends = map(int.__add__, starts, view.shape)
+        if not self.whole.is_contiguous() or any(map(int.__gt__, ends, self.whole.shape)):
+            return None
         return self._split(starts, target)
 
     def _split(self, starts: list[int], target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

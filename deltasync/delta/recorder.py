@@ -216,7 +216,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _COPIES and _storage(args[0]) in self._is:
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
-        if func in _JOINS and self._joined(result, *args, **kwargs):
+        if func in _JOINS and self._joined(func is _JOINS[1], result, *args, **kwargs):
             return result
         if sources:
             earlier = (
@@ -225,14 +225,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._derive(_tensors(result), sources, next(earlier, str(func)))
         return result
 
-    def _joined(self, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
+    def _joined(self, is_stack: bool, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
         """Whether `whole` is known by its parts from now on."""
         known = self._is.keys() | self._joins.keys()
         if not whole.numel() or not all(_storage(part) in known for part in parts):
             return False
-        if any(part.dtype != whole.dtype or not part.dim() for part in parts):
+        if any(p.dtype != whole.dtype or p.dim() + is_stack != whole.dim() for p in parts):
             return False
-        self._joins[_storage(whole)] = Join(whole, dim % whole.dim(), tuple(parts))
+        held = tuple(part.detach() for part in parts)
+        join = Join(whole.detach(), dim % whole.dim(), held, is_stack)
+        self._joins[_storage(whole)] = join
         return True
 
     def _derive(self, made: Sequence[Tensor], sources: set[str], how: str) -> None:

@@ -36,7 +36,7 @@ class Connection(BaseModel):
         "refuse", description="what to do where no route leads; see `EngineSync`"
     )
     max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
-    timeout_s: float = Field(gt=0, description="for each wait")
+    timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
 
     @classmethod
     def to(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
-from deltasync.errors import TransportTimeout
+from deltasync.errors import EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.connection import Connection, WithoutRoutes
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
@@ -29,7 +29,7 @@ class Server(Protocol):
         ...
 
     def update(self, version: int, /) -> object:
-        """Let workers write a version, which is the engine's weight version from then on."""
+        """Let workers write a version."""
         ...
 
     def name(self, version: int, /) -> object:
@@ -45,8 +45,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     """Keeps an engine at a trainer's weights.
 
     Workers receive and stage while they generate. When a version is decided the trainer asks for an
-    update, in which they only write; its version becomes the engine's weight version. A full sync,
-    and a delta too large to be staged, is received and written within the update.
+    update, in which they only write. Once all have, its version becomes the engine's weight
+    version. A full sync, and a delta too large to be staged, is received and written within the
+    update; if that breaks off, weights are a mixture, and generation stays paused until a later one
+    has healed them.
 
     Use it as a context manager, or `close` it.
 
@@ -85,7 +87,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
         self._connection()  # which refuses a transport that workers cannot reach
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
+        self._pause = ExitStack()
+        self._is_paused = False
         self._updates: dict[int, Future[None]] = {}
+        self._sent: Future[SyncStats] = Future()  # what has become of the version
         self._is_behind = False  # workers have to connect anew
         self.sender = WeightSender(source, transport, options=options, tell=self._follow)
 
@@ -99,6 +104,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
         Raises TransportTimeout, or what the engine raises.
         """
+        with suppress(EngineFailed):  # said by workers that were asked before
+            self.sender.wait_for_receivers(0, timeout_s=0)
         self._server.connect(self._connection().model_dump(mode="json"))
         self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
         self._is_behind = False
@@ -106,22 +113,25 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def send_weights(self) -> SyncStats:
         """`WeightSender.send_weights`, with the engine's update when it is due.
 
-        Raises what that raises, and what the engine raises.
+        Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
+        not hold the version.
         """
         if self._is_behind or not self._are_here():
             self.connect()
         self._updates.clear()
+        self._sent = Future()
         try:
             stats = self.sender.send_weights(timeout_s=self._timeout_s)
-        finally:
-            updates = self._updates.values()
-            done, unfinished = wait(updates, self._timeout_s)
-            self._is_behind = bool(unfinished) or any(update.exception() for update in done)
-        if unfinished:
-            raise TransportTimeout("the engine's update did not end in time")
-        for update in updates:
-            update.result()
-        if not updates:  # the engine joined with the trainer's weights
+            self._check_complete(stats)
+        except BaseException as error:
+            self._sent.set_exception(error)
+            for problem in self._ended():
+                error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
+            raise
+        self._sent.set_result(stats)
+        for problem in self._ended():
+            raise problem
+        if not self._updates:  # the engine joined with the trainer's weights
             self._server.name(stats.version)
         return stats
 
@@ -137,15 +147,34 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def close(self) -> None:
         """End every connection. The engine keeps its weights."""
         self.sender.close()
-        self._calls.shutdown()
+        self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _are_here(self) -> bool:
         """Whether all workers are connected, or come back by themselves after a failure."""
         try:
             self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
-        except TransportTimeout:
+        except (TransportTimeout, EngineFailed):
             return False
         return True
+
+    def _check_complete(self, stats: SyncStats) -> None:
+        if stats.receivers < self._workers:
+            why = "; ".join(f"{who}: {what}" for who, what in stats.lost.items()) or "refused"
+            raise SyncAborted(
+                f"{stats.receivers} of {self._workers} workers hold v{stats.version} ({why}); the "
+                "next sync covers the others"
+            )
+
+    def _ended(self) -> list[BaseException]:
+        """Wait for updates to end. What they raised."""
+        done, unfinished = wait(self._updates.values(), self._timeout_s)
+        problems = [error for update in done if (error := update.exception()) is not None]
+        if unfinished:
+            problems.append(TransportTimeout("the engine's update did not end in time"))
+        for update in unfinished:
+            update.cancel()
+        self._is_behind = bool(problems)
+        return problems
 
     def _connection(self) -> Connection:
         return Connection.to(
@@ -160,8 +189,22 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """Ask for the update as soon as workers would wait for it."""
         at_once = moment.num_bytes * _STAGED_PER_BYTE > self._max_staged_bytes
         if moment.version not in self._updates and (moment.is_decided or moment.is_full or at_once):
-            self._updates[moment.version] = self._calls.submit(self._update, moment.version)
+            self._updates[moment.version] = self._calls.submit(
+                self._update, moment.version, self._sent, is_in_place=not moment.is_decided
+            )
 
-    def _update(self, version: int) -> None:
-        with self._paused():
+    def _update(self, version: int, sent: Future[SyncStats], *, is_in_place: bool) -> None:
+        """Pause, let workers write, and name the version when the sender knows that they have."""
+        if not self._is_paused:
+            self._pause.enter_context(self._paused())
+            self._is_paused = True
+        is_whole = not is_in_place
+        try:
             self._server.update(version)
+            if sent.exception(self._timeout_s) is None:
+                is_whole = True
+                self._server.name(version)
+        finally:
+            if is_whole:
+                self._is_paused = False
+                self._pause.close()

@@ -7,11 +7,12 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
 
 _MAX_REASON = 4096
+_MAX_ANSWER = 64 << 20
 
 
 class Http:
@@ -51,14 +52,33 @@ class Http:
     def _call(self, request: Request) -> Any:
         where = request.full_url
         try:
-            with urlopen(request, timeout=self._timeout_s) as response:
-                text = response.read()
+            with _OPENER.open(request, timeout=self._timeout_s) as response:
+                text = response.read(_MAX_ANSWER)
         except HTTPError as error:
-            reason = error.read(_MAX_REASON).decode(errors="replace")
-            text = f"{where}: {error.code} {error.reason}: {reason}"
-            raise EngineFailed(text, status=error.code) from error
+            said = f"{where}: {error.code} {error.reason}: {_reason(error)}"
+            raise EngineFailed(said, status=error.code) from error
         except TimeoutError as error:
             raise TransportTimeout(f"{where} did not answer in {self._timeout_s} s") from error
         except (OSError, HTTPException) as error:
             raise PeerLost(f"{where} does not answer: {error}") from error
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise EngineFailed(f"{where} does not answer in JSON: {text[:200]!r}") from error
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A call that is sent elsewhere was not done: it would arrive there as another."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # a server is reached directly
+
+
+def _reason(error: HTTPError) -> str:
+    try:
+        return error.read(_MAX_REASON).decode(errors="replace")
+    except OSError:
+        return "it says no more"

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pickle import dumps  # SGLang takes nothing else, over HTTP; it reads tensors and no objects
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed
+from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.http import Http
 from deltasync.integrations.worker import Worker
@@ -28,9 +27,7 @@ LOADER = "deltasync.integrations.sglang.load"
 PauseMode = Literal["abort", "retract", "in_place"]
 
 logger = logging.getLogger(__name__)
-_workers: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
-# What an engine, torch or a connection may raise. A loader that raises ends SGLang's server.
-_FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
+_WORKER = "_deltasync_worker"
 
 
 class Order(BaseModel):
@@ -52,40 +49,44 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         model: The worker's.
         named_tensors: One: uint8[n], an `Order` as JSON.
     """
-    worker = _workers.setdefault(model, Worker())
     try:
         [(_, data)] = named_tensors
+        if not isinstance(data, Tensor) or (data.dtype, data.dim()) != (torch.uint8, 1):
+            raise ConfigError("an order is a tensor uint8[n]")
         order = Order.model_validate_json(bytes(data.cpu().numpy()))
+        worker = vars(model).setdefault(_WORKER, Worker())  # as long as the model lives
         if order.version is not None:
             worker.commit(order.version)
         else:
             worker.disconnect()
         if order.connection is not None:
             _connect(worker, model, order.connection)
-    except _FAILURES:
+    except Exception:
         logger.exception("deltasync: the order was not carried out, weights are as they were")
 
 
 def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
-    from sglang.srt.distributed import parallel_state as parallel
-
-    device = next(model.parameters()).device
-    tensors, stages = (
-        parallel.get_tensor_model_parallel_world_size(),
-        parallel.get_pipeline_model_parallel_world_size(),
-    )
-    stage, shard = (
-        parallel.get_pipeline_model_parallel_rank(),
-        parallel.get_tensor_model_parallel_rank(),
-    )
     try:
         target = worker.routed(model, to, lambda: _started_on(model), finish=_finish_of(model))
-    except _FAILURES as error:
-        worker.decline(to, device, error)
+        worker.connect(to, target, _device_of(model), **_place())
+    except Exception as error:
+        worker.decline(to, _device_of(model), error)
         raise
-    worker.connect(
-        to, target, device, engine="sglang", rank=stage * tensors + shard, world=stages * tensors
-    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _place() -> dict[str, Any]:
+    """Of this worker in its engine."""
+    from sglang.srt.distributed import parallel_state as parallel
+
+    shards = parallel.get_tensor_model_parallel_world_size()
+    rank = parallel.get_pipeline_model_parallel_rank() * shards
+    rank += parallel.get_tensor_model_parallel_rank()
+    world = shards * parallel.get_pipeline_model_parallel_world_size()
+    return {"engine": "sglang", "rank": rank, "world": world}
 
 
 def _finish_of(model: nn.Module) -> Any:
@@ -152,7 +153,7 @@ class SglangServer:
         self._give(Order(connection=Connection.model_validate(connection)))
 
     def update(self, version: int, /) -> None:
-        self._give(Order(version=version), weight_version=str(version))
+        self._give(Order(version=version))
 
     def name(self, version: int, /) -> None:
         named = {"new_version": str(version), "abort_all_requests": False}
@@ -170,7 +171,7 @@ class SglangServer:
         finally:
             self._http.post("continue_generation", {})
 
-    def _give(self, order: Order, **settings: str) -> None:
+    def _give(self, order: Order) -> None:
         """Hand an order to the loader of each worker. Raises EngineFailed."""
         data = torch.frombuffer(bytearray(order.model_dump_json().encode()), dtype=torch.uint8)
         text = base64.b64encode(dumps([("deltasync", data)])).decode()
@@ -182,7 +183,7 @@ class SglangServer:
             "disable_draft_model": True,
         }
         with self._session():
-            self._http.post("update_weights_from_tensor", body | settings)
+            self._http.post("update_weights_from_tensor", body)
 
     @contextmanager
     def _session(self) -> Iterator[None]:

@@ -166,26 +166,21 @@ class VllmServer:
         self._client.init_weight_transfer_engine({"connection": connection})
 
     def update(self, version: int, /) -> None:
-        with self._updating(version):
-            self._client.update_weights({"version": version})
-
-    def name(self, version: int, /) -> None:
-        with self._updating(version):
-            pass
-
-    def disconnect(self) -> None:
-        self._client.shutdown_weight_transfer_engine()
-
-    @contextmanager
-    def _updating(self, version: int) -> Iterator[None]:
-        """An update. One that breaks off is finished: workers that did not fail wait for that."""
+        """An update that breaks off is finished: workers that did not fail wait for that."""
         try:
             self._client.start_weight_update()
-            yield
-            self._client.finish_weight_update(weight_version=str(version))
+            self._client.update_weights({"version": version})
+            self._client.finish_weight_update()
         except BaseException as error:
             try:
                 self._client.finish_weight_update()
             except Exception as other:  # nobody has begun it, or the server is gone
                 raise error from other
             raise
+
+    def name(self, version: int, /) -> None:
+        self._client.start_weight_update()
+        self._client.finish_weight_update(weight_version=str(version))
+
+    def disconnect(self) -> None:
+        self._client.shutdown_weight_transfer_engine()

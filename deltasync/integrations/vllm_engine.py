@@ -60,7 +60,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._worker = Worker()
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
-        self._is_reload_proved = False  # that loading the same weights again changes nothing
+        self._reloads: frozenset[CheckpointTensor] = frozenset()  # which change nothing if repeated
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer. A connection to another one is ended.
@@ -95,11 +95,11 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _reloaded(self, checkpoint: list[CheckpointTensor]) -> ReloadedTarget:
         """What the worker holds is known only when it has just been started."""
         target = ReloadedTarget(checkpoint, self._reload)
-        if not self._is_reload_proved:
+        if not self._reloads.issuperset(checkpoint):
             target.know(self._started_on())
             with set_current_vllm_config(self.vllm_config):
                 target.prove(self.model)
-            self._is_reload_proved = True
+            self._reloads |= frozenset(checkpoint)
         return target
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:

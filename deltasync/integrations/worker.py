@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
 
@@ -14,21 +15,21 @@ from deltasync.integrations.connection import Connection
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.session import ReceiverState
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target import WeightTarget
 from deltasync.wire.messages import Failed, encode
 
+_TURN_S = 0.05
+
 
 class Worker:
-    """A worker's connection to a trainer, if it has one.
-
-    Attributes:
-        is_proved: Whether its weights were found to be where they were loaded. Only those that it
-            was started with tell.
-    """
+    """A worker's connection to a trainer, if it has one."""
 
     def __init__(self) -> None:
-        self.is_proved = False
+        self._proved: frozenset[tuple[str, str, tuple[int, ...]]] = (
+            frozenset()
+        )  # found to be where they were loaded
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -84,11 +85,11 @@ class Worker:
             finish: See `RoutedTarget`.
         """
         target = RoutedTarget(model, to.checkpoint(), finish=finish)
-        if self.is_proved:
+        if self._proved.issuperset(to.tensors):
             target.parameters()  # so that the trainer hears at once what has no route
         else:
             target.prove(started_on())
-            self.is_proved = True
+            self._proved |= frozenset(to.tensors)
         return target
 
     def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
@@ -113,16 +114,19 @@ class Worker:
         """
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")
-        if not self._staging.wait_staged(timeout_s=self._timeout_s):
-            raise self._staging.last_error or TransportTimeout("no version was staged in time")
+        deadline = time.monotonic() + self._timeout_s
+        while not self._staging.wait_staged(timeout_s=_TURN_S):
+            if self._holds(version):
+                return  # it has joined with it
+            if time.monotonic() > deadline:
+                raise self._staging.last_error or TransportTimeout("no version was staged in time")
         written = self._staging.commit()
         if written != version:
             raise IllegalMessage(f"v{written} was written, v{version} was asked for")
 
-    def invalidate(self) -> None:
-        """Weights were released, put to sleep or reloaded: the worker rejoins before a delta."""
-        if self._receiver is not None:
-            self._receiver.invalidate()
+    def _holds(self, version: int) -> bool:
+        here = self._receiver
+        return here is not None and (here.version, here.state) == (version, ReceiverState.READY)
 
     def disconnect(self) -> None:
         """End the connection, if there is one. The weights stay as they are."""

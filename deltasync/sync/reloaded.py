@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, as_bits, dtype_of
+from deltasync.delta.bits import Flat, as_bits, dtype_of, identity
 from deltasync.delta.loading import Loader
 from deltasync.delta.recorder import CheckpointTensor
-from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
 from deltasync.sync.target import match_parameters
 from deltasync.wire.messages import ParameterSpec
+
+_SAMPLED = 16  # elements
 
 Reload = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Takes a whole checkpoint and works on it as when the engine was started."""
@@ -45,6 +47,7 @@ class ReloadedTarget:
         }
         for tensor in self._copy.values():  # what no trainer has: the first sync is a full one
             tensor.view(-1).view(torch.uint8).random_(256)
+        self._unknown = self._sample()
 
     def know(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Say what the engine was loaded with, so that a trainer that holds it need not send it.
@@ -67,15 +70,17 @@ class ReloadedTarget:
 
         It takes a copy of the engine's weights, beside the other, for as long as it runs.
 
-        Raises ConfigError, by name, for what is different then; that is put back.
+        Raises ConfigError, by name, for what is different then, or elsewhere. Whatever it raises,
+        the engine is put back.
         """
-        before = {name: tensor.to(self._device, copy=True) for name, tensor in _live(module)}
-        self.finish()
-        after = dict(_live(module))
-        wrong = [name for name in before if not _is_same(before[name], after.get(name))]
-        for name in wrong:
-            if name in after and after[name].shape == before[name].shape:
-                after[name].copy_(before[name])
+        before = _Live(module, self._device)
+        wrong: list[str] | None = None
+        try:
+            self.finish()
+            wrong = before.changed()
+        finally:
+            if wrong != []:
+                before.put_back()
         if wrong:
             raise ConfigError(
                 f"{len(wrong)} tensors of the engine, {wrong[0]!r} among them, are not what they "
@@ -105,19 +110,58 @@ class ReloadedTarget:
         return None
 
     def finish(self) -> None:
-        """Load all. Raises what the engine raises."""
+        """Load all. Raises what the engine raises, and DirtyReceiver if nothing is known to load:
+        the first sync is undone, and what the engine held before is gone.
+        """
+        if all(map(torch.equal, self._sample(), self._unknown)):
+            raise DirtyReceiver(
+                "what the engine was loaded with is not known: it needs a full sync"
+            )
         with torch.no_grad():
             self._reload(iter(self._copy.items()))
 
+    def _sample(self) -> list[Tensor]:
+        """A few bytes of each tensor."""
+        tensors = self._copy.values()
+        return [t.view(-1)[:_SAMPLED].view(torch.uint8).clone() for t in tensors]
 
-def _live(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield name, tensor.detach()
+
+class _Live:
+    """A module's parameters and buffers: where they are, and what is in them."""
+
+    def __init__(self, module: nn.Module, device: torch.device | str) -> None:
+        self._module = module
+        self._owners = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+        self._tensors = dict(_named(module))
+        self._storage = {name: tensor.detach() for name, tensor in self._tensors.items()}
+        self._bits = {n: t.detach().to(device, copy=True) for n, t in self._tensors.items()}
+
+    def changed(self) -> list[str]:
+        """Names of what is new, gone, elsewhere, or other to the bit."""
+        now = dict(_named(self._module))
+        both = self._bits.keys() & now.keys()
+        return sorted(
+            (self._bits.keys() ^ now.keys()) | {n for n in both if self._is_other(n, now[n])}
+        )
+
+    def _is_other(self, name: str, now: Tensor) -> bool:
+        before = self._bits[name]
+        return identity(now) != identity(self._storage[name]) or not torch.equal(
+            as_bits(before), as_bits(now).to(before.device)
+        )
+
+    def put_back(self) -> None:
+        """The same tensors, in the same storage, with the same bits."""
+        for owner, parameters, buffers in self._owners:
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        for name, tensor in self._tensors.items():
+            tensor.data = self._storage[name]
+            self._storage[name].copy_(self._bits[name])
 
 
-def _is_same(before: Tensor, after: Tensor | None) -> bool:
-    """Whether two tensors are alike to the bit."""
-    if after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
-        return False
-    return torch.equal(as_bits(before), as_bits(after.to(before.device)))
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

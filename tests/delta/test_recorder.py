@@ -317,6 +317,12 @@ def in_place(w: Tensor, live: Tensor) -> None:
     live.copy_(w.mul_(2))
 
 
+def exchanged(w: Tensor, live: Tensor) -> None:
+    whole = torch.cat((w[2:], w[:2]))
+    whole.data = whole.data.flip(0)
+    live.copy_(whole)
+
+
 def through_a_buffer(w: Tensor, live: Tensor) -> None:
     buffer = torch.empty(4)
     buffer.copy_(w)
@@ -333,6 +339,7 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "index": lambda w, live: live.copy_(w[torch.tensor([3, 2, 1, 0])]),
     "view of a sum": lambda w, live: live.copy_((w + 1).flip(0)),
     "in place": in_place,
+    "exchanged": exchanged,
     "buffer": through_a_buffer,
     "filled with it": lambda w, live: live.fill_(w[0]),
     "negated view": lambda w, live: torch._neg_view(live).copy_(w),
@@ -359,6 +366,21 @@ def test_what_is_not_only_copied_is_refused(way: Callable[[Tensor, Tensor], obje
     assert set(recording.pieces) == {"good"}
     assert "bad" in {*recording.uncovered, *recording.untouched}
     assert "good" not in {*recording.uncovered, *recording.untouched}
+
+
+def test_parts_of_a_join_may_be_freed_before_it_is_copied() -> None:
+    live = {"live": torch.zeros(6)}
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        parts = [tensor for _, tensor in given]
+        whole = torch.cat(parts)
+        for part in parts:
+            part.data = torch.empty(0, device=part.device)
+        live["live"].copy_(whole)
+
+    recording = watched(load, {"a": torch.randn(2), "b": torch.randn(4)}, live)
+    assert recording.refused == recording.uncovered == {}
+    assert set(recording.pieces) == {"a", "b"}
 
 
 def test_storage_that_is_freed_is_not_taken_for_another() -> None:

@@ -126,6 +126,21 @@ def test_reloading_is_proved_by_what_it_leaves_as_it_was(always: bool) -> None:
         assert torch.equal(tensor, before[name])
 
 
+def test_what_the_engine_held_before_the_first_sync_cannot_be_put_back() -> None:
+    source, engine = random_model(SHAPES, 0), Quantised()
+    with fleet(source) as here:
+        serving = here.add(target_of(engine, source))
+        here.wait(1)
+        engine.fails_once = True
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights()
+        assert (serving.receiver.is_dirty, engine.num_loads) == (True, 0)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert not serving.receiver.is_dirty
+        assert_as_loaded(engine, source)
+
+
 def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
     target = target_of(Quantised(), random_model(SHAPES, 0))
     with pytest.raises(LayoutMismatch, match="a: torch"):

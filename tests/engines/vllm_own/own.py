@@ -93,7 +93,7 @@ class Trained(DeltaSyncEngine):
         super().receive_weights(UpdateInfo(version))
 
     def name(self, version: int) -> None:
-        assert version == 1  # it has been started on the trainer's weights
+        self.weight_version = version
 
     def disconnect(self) -> None:
         super().shutdown()

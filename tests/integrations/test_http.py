@@ -1,0 +1,81 @@
+"""Calls to a server: what it answers, or a typed error that says what it said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
+from deltasync.integrations.http import Http
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        seen.append(self.path)
+        match self.path.split("?")[0]:
+            case "/echo":
+                self.answer(200, self.rfile.read(int(self.headers["Content-Length"])))
+            case "/moved":
+                self.answer(302, b"", Location="/echo")
+            case "/fails":
+                self.answer(500, b"the reason")
+            case "/page":
+                self.answer(200, b"<html>")
+            case "/slow":
+                stop.wait(5)
+            case _:
+                self.answer(200, b"")
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+seen: list[str] = []
+stop = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    stop.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_answers_are_json_or_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a server is reached directly
+    assert Http(url).post("echo", {"a": [1]}) == {"a": [1]}
+    assert Http(url).post("empty", mode="keep", clear_cache=False) is None
+    assert seen[-1] == "/empty?mode=keep&clear_cache=false"
+
+
+def test_errors_say_what_the_server_said(url: str) -> None:
+    with pytest.raises(EngineFailed, match=r"500 .*the reason") as caught:
+        Http(url).post("fails")
+    assert caught.value.status == 500
+    with pytest.raises(EngineFailed, match="302"):  # a call that is sent elsewhere was not done
+        Http(url).post("moved", {"a": 1})
+    with pytest.raises(EngineFailed, match="JSON"):
+        Http(url).post("page")
+    with pytest.raises(TransportTimeout):
+        Http(url, timeout_s=0.2).post("slow")
+
+
+def test_servers_that_are_not_there() -> None:
+    with pytest.raises(PeerLost):
+        Http("http://127.0.0.1:9").get("health")
+    with pytest.raises(ConfigError):
+        Http("127.0.0.1:9")
