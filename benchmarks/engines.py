@@ -189,7 +189,7 @@ def run(plan: EnginesPlan) -> Iterator[Result]:
     torch.set_num_threads(1)  # two ends share this process
     for key in plan.geometries:
         geometry = GEOMETRIES[key]
-        with _model_of(geometry, plan) as (model, name):
+        with _model_of(key, plan) as (model, name):
             weights = {n: p.detach() for n, p in geometry.build(plan.device).named_parameters()}
             model.load_weights(iter(weights.items()))
             yield _recorded(model, weights, name)
@@ -202,7 +202,7 @@ def run(plan: EnginesPlan) -> Iterator[Result]:
         name: torch.empty(shape, dtype=torch.bfloat16, device=meta)
         for name, shape in many.shapes().items()
     }
-    yield _recorded(Fused(many, torch.device("cpu")), weights, "stand-in")
+    yield _recorded(Fused(many, torch.device("cpu")), weights, f"{_MANY_TENSORS}, stand-in")
 
 
 def _applied(
@@ -317,10 +317,11 @@ def _vllm_patches(plan: EnginesPlan) -> ModuleType | None:
 
 
 @contextmanager
-def _model_of(geometry: Geometry, plan: EnginesPlan) -> Iterator[tuple[Any, str]]:
+def _model_of(key: str, plan: EnginesPlan) -> Iterator[tuple[Any, str]]:
     """An engine's model, not loaded, and what to call it."""
+    geometry = GEOMETRIES[key]
     if not plan.has_vllm:
-        yield Fused(geometry, plan.device), "stand-in"
+        yield Fused(geometry, plan.device), f"{key}, stand-in"
         return
     from tests.engines.models import vllm_models
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from benchmarks.record import MEMORY, Environment, Result
+from benchmarks.record import MEMORY, PER_PARAMETER, Environment, Result
 from benchmarks.report import bold, mebibytes, megabytes, milliseconds, ratio, row, sign
 
 TITLES = {
@@ -160,7 +160,7 @@ def _marked(result: Result) -> list[str]:
 def _cells(result: Result) -> tuple[str, ...]:
     """One row, in the order of the columns."""
     is_memory = result.ratio_is == MEMORY
-    has_other = is_memory or result.baseline_seconds > 0
+    has_other = is_memory or result.baseline_seconds > 0 or result.ratio_is == PER_PARAMETER
     return (
         _ALL[result.case],
         f"{result.model}, {result.numel / 1e9:.3g} B",
