@@ -136,11 +136,11 @@ def _by_density(ordered: list[Result]) -> list[str]:
 
 
 def _is_typical(result: Result, ordered: list[Result]) -> bool:
-    """Of a sweep the record nearest to a typical density."""
+    """Of a sweep the record nearest to a typical density, with a goal if one has."""
     same = [
         r for r in ordered if (r.case, r.model, r.link) == (result.case, result.model, result.link)
     ]
-    return result is min(same, key=lambda r: abs(r.density - TYPICAL_DENSITY))
+    return result is min(same, key=lambda r: (r.goal is None, abs(r.density - TYPICAL_DENSITY)))
 
 
 def _in_order(results: Iterable[Result]) -> list[Result]:
