@@ -71,8 +71,7 @@ def cpu(
     results = _measure(groups, "quick" if quick else "full")
     if record:
         RECORDS.unlink(missing_ok=True)
-    for path in (RECORDS if record else None, out):
-        results = results if path is None else append_records(path, results)
+    results = _kept(results, RECORDS if record else None, out)
     try:
         _show(results, cpu_report.make_table, as_json=as_json)
     except GroupFailed as error:
@@ -101,8 +100,7 @@ def gpu(
     failures: list[str] = []
     results = run_groups(setup, groups, failures)
     kept = _gpu_records(setup, replace=groups == list(GPU_GROUPS)) if record else None
-    for path in (kept, out):
-        results = results if path is None else append_records(path, results)
+    results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
@@ -132,8 +130,7 @@ def engines(
     kept = ENGINE_RECORDS[plan.device.type] if record else None
     if kept is not None:
         kept.unlink(missing_ok=True)
-    for path in (kept, out):
-        results = results if path is None else append_records(path, results)
+    results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
 
 
@@ -262,6 +259,13 @@ def _measure(groups: list[str], scale: str) -> Iterator[Result]:
                 progress.update(task, description=f"{group}: {changed}")
                 yield result
             progress.advance(task)
+
+
+def _kept(results: Iterator[Result], *paths: Path | None) -> Iterator[Result]:
+    """The same records, appended to each file on their way."""
+    for path in filter(None, paths):
+        results = append_records(path, results)
+    return results
 
 
 def _show(

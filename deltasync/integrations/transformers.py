@@ -118,14 +118,11 @@ def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
     sizes = [size for size, _, _ in dims]
     steps = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
     flat = parameter.detach().view(-1)
-    box = flat.as_strided(sizes, [stride for _, stride, _ in dims], _start(flat, piece))
+    start = int(flat.storage_offset()) + piece.start
+    box = flat.as_strided(sizes, [stride for _, stride, _ in dims], start)
     try:
         if [live for _, _, live in dims] == steps:
             return box.view(shape)
     except RuntimeError:
         pass  # its dimensions run through several of the parameter's
     raise ConfigError(f"a checkpoint tensor of shape {tuple(shape)} is no view of its parameter")
-
-
-def _start(flat: Tensor, piece: Piece) -> int:
-    return int(flat.storage_offset()) + piece.start
