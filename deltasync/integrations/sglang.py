@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import base64
 import logging
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pickle import dumps  # SGLang takes nothing else, over HTTP; it reads tensors and no objects
 from typing import Any, Literal
 
 import torch
@@ -173,8 +173,7 @@ class SglangServer:
 
     def _give(self, order: Order) -> None:
         """Hand an order to the loader of each worker. Raises EngineFailed."""
-        data = torch.frombuffer(bytearray(order.model_dump_json().encode()), dtype=torch.uint8)
-        text = base64.b64encode(dumps([("deltasync", data)])).decode()
+        text = base64.b64encode(_named_tensor(order.model_dump_json().encode())).decode()
         body = {
             "serialized_named_tensors": [text] * self._tensor_parallel,
             "load_format": LOADER,
@@ -199,3 +198,21 @@ class SglangServer:
             yield
         finally:
             self._http.post("end_weight_update", {})
+
+
+def _named_tensor(data: bytes) -> bytes:
+    """[("deltasync", torch.ByteTensor(bytearray(data)))] as SGLang reads it: in a pickle's format.
+
+    Its operations, as Python's pickletools names them: PROTO, EMPTY_LIST, BINUNICODE, GLOBAL,
+    BYTEARRAY8, TUPLE1, REDUCE, TUPLE2, APPEND, STOP.
+    """
+    name = b"deltasync"
+    return b"".join(
+        (
+            b"\x80\x05]",
+            b"X" + struct.pack("<I", len(name)) + name,
+            b"ctorch\nByteTensor\n",
+            b"\x96" + struct.pack("<Q", len(data)) + data,
+            b"\x85R\x86a.",
+        )
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from deltasync import ModuleSource
 from deltasync.errors import EngineFailed
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import Order, load
+from deltasync.integrations.sglang import Order, _named_tensor, load
 from deltasync.transports import shared_memory
 from tests.sync.harness import random_model
 
@@ -40,6 +41,12 @@ def order(text: str) -> list[tuple[str, Tensor]]:
 )
 def test_orders_that_make_no_sense_are_refused_quietly(given: Any) -> None:
     load(nn.Linear(2, 2), given)
+
+
+def test_an_order_travels_as_a_tensor_that_sglang_can_read() -> None:
+    data = b'{"version": 7}' * 1000
+    [(name, tensor)] = pickle.loads(_named_tensor(data))  # noqa: S301 (as SGLang does)
+    assert (name, tensor.dtype, bytes(tensor.numpy())) == ("deltasync", torch.uint8, data)
 
 
 class Worker:
