@@ -122,22 +122,20 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def refuse(_: int, folder: Path) -> None:
     """An engine that has packed its matrices away says so when the trainer connects."""
-    weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    llm = started(folder, weights)
-    before = tokens(llm)
-    with synced(Weights(weights), llm, folder) as sync:
-        with pytest.raises(ConfigError, match=r"cannot be watched: at 'model.layers.0.mlp"):
-            sync.connect()
-        assert tokens(llm) == before
+    refused(folder, r"cannot be watched: at 'model.layers.0.mlp")
 
 
 def refuse_experts(_: int, folder: Path) -> None:
     """One that has reordered its experts in place too: they are read back."""
+    refused(folder, r"experts.*no route leads there")
+
+
+def refused(folder: Path, reason: str) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     llm = started(folder, weights)
     before = tokens(llm)
     with synced(Weights(weights), llm, folder) as sync:
-        with pytest.raises(ConfigError, match=r"experts.*no route leads there"):
+        with pytest.raises(ConfigError, match=reason):
             sync.connect()
         assert tokens(llm) == before
 
