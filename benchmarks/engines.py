@@ -152,8 +152,9 @@ class Engine:
         self.sender = WeightSender(trainer, link)
         self.busy_s, self._link = 0.0, Busy(link)
         options = ReceiverOptions(
-            max_staged_bytes=1 << 40
-        )  # so that every pause is one of a commit
+            max_staged_bytes=1 << 40,  # so that every pause is one of a commit
+            scrub_every=0,  # that is done between syncs, of which the others do nothing
+        )
         self._receiver = WeightReceiver(target, self._link, options=options)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

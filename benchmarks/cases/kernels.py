@@ -16,10 +16,13 @@ from deltasync import Policy, apply_patch
 from deltasync.delta.apply import Staging
 from deltasync.delta.bits import Flat, WireReader, dtype_of
 from deltasync.delta.diff import diff_model, find_runs
+from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import CHUNK_NUMEL, Patch, Run
 from deltasync.delta.snapshot import Snapshot
+from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
 
+_BUCKET_BYTES = 256 << 20  # so that there is one
 ALWAYS_SPARSE = Policy(dense_above=1.0)
 DIFF_GOAL, DIFF_GOAL_UP_TO = 1.7, 0.01
 APPLY_GOAL = 1.2
@@ -198,10 +201,13 @@ def _apply_all(target: list[Tensor], patches: list[Patch | None]) -> None:
 def _staged(snapshot: Snapshot, flip: Flip, values: list[Tensor]) -> Staging:
     """A change staged onto the module that `snapshot` equals."""
     flats = {number: Flat.of(tensor) for number, tensor in enumerate(flip.parameters)}
-    staging = Staging(flats, snapshot.ledger, max_bytes=None)
-    for number, (positions, bits) in enumerate(zip(flip.positions, values, strict=True)):
-        if len(positions):
-            staging.stage(number, Run(0, flats[number].numel, positions.int(), bits))
+    staging = Staging(Lines(flats, len(flats)), snapshot.ledger)
+    runs = [
+        (number, Run(0, flats[number].numel, positions.int(), bits))
+        for number, (positions, bits) in enumerate(zip(flip.positions, values, strict=True))
+        if len(positions)
+    ]
+    stage_runs(staging, runs, snapshot.specs, bucket_bytes=_BUCKET_BYTES)
     return staging
 
 

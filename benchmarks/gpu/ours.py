@@ -14,6 +14,7 @@ from deltasync.delta.batched import device_for_batches
 from deltasync.delta.bits import Flat
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run, chunk_numel_on
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.plan import Delta, plan_delta
@@ -123,7 +124,7 @@ class Stager:
     def _new_applier(self) -> Applier:
         device = device_for_batches(self._flats.values(), "auto", need_contiguous=True)
         if device is None:
-            return Staging(self._flats, self._ledger, max_bytes=None)
+            return Staging(Lines(self._flats, len(self._ledger.specs)), self._ledger)
         from deltasync.delta.batched.staging import BatchedStaging
         from deltasync.delta.batched.weights import BatchedWeights
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import HostRows, Lines
 from deltasync.delta.kernels import kernels_for
 from deltasync.delta.patch import ChunkedPatch, Patch, Run, positions_of, runs_of, write_run
 from deltasync.errors import DigestMismatch, InvalidIndices, LayoutMismatch, LimitExceeded
-from deltasync.wire.digest import MASK
 
 _POSITION_BYTES = 8
 _BLOCK = 1 << 14  # elements written before they are read back: their lines fit the L2 cache
@@ -104,37 +104,53 @@ class Applier(Protocol):
 
 @dataclass(slots=True)
 class StagedRun:
-    """One run, checked and ready to be written.
+    """Elements of one live tensor, checked and ready to be written.
 
     Attributes:
-        parameter: Its parameter's number in the layout.
-        flat: The live parameter.
+        name: For errors: what it belongs to.
+        flat: The live tensor.
         start: Flat position of a dense run's first element.
         positions: int64[count] flat positions; None for a dense run.
         bits: int[count], the new bits.
         old: int[count], the undo log.
-        digest: The digest of the new bits at their places.
     """
 
-    parameter: int
+    name: str
     flat: Live
     start: int
     positions: Tensor | None
     bits: Tensor
     old: Tensor
-    digest: int
 
-    def write(self, bits: Tensor) -> None:
+    def commit(self) -> None:
+        """Write, and read back while it is still in the cache. Raises DigestMismatch."""
+        step = _BLOCK if self.bits.is_cpu and self.positions is not None else len(self.bits)
+        for begin in range(0, len(self.bits), step):
+            block = slice(begin, begin + step)
+            self._write(self.bits, block)
+            if not torch.equal(self._read(block), self.bits[block]):
+                raise DigestMismatch(
+                    f"{self.name}: the weights read back are not those that were written"
+                )
+
+    def restore(self) -> None:
+        """Write the old bits."""
+        self._write(self.old, slice(0, len(self.old)))
+
+    def is_restored(self) -> bool:
+        """Whether they are there."""
+        return torch.equal(self._read(slice(0, len(self.old))), self.old)
+
+    def _write(self, bits: Tensor, block: slice) -> None:
         if self.positions is None:
-            self.flat.write(self.start, bits)
+            self.flat.write(self.start + block.start, bits[block])
         else:
-            self.flat.scatter(self.positions, bits)
+            self.flat.scatter(self.positions[block], bits[block])
 
-    def read(self) -> Tensor:
-        """int[count]: the live bits."""
+    def _read(self, block: slice) -> Tensor:
         if self.positions is None:
-            return self.flat.read(self.start, self.start + len(self.bits))
-        return self.flat.gather(self.positions)
+            return self.flat.read(self.start + block.start, self.start + block.stop)
+        return self.flat.gather(self.positions[block])
 
     @property
     def num_bytes(self) -> int:
@@ -145,151 +161,113 @@ class StagedRun:
 class Staging:
     """The patches of one sync at a receiver, from checked bytes to written weights.
 
-    `stage` checks, copies and predicts while the engine serves and writes nothing; `commit`
+    Staging checks, copies and predicts while the engine serves and writes nothing; `commit`
     writes and reads back; `undo` restores. Its memory is positions, new bits and undo log.
 
+    With `in_place`, for receivers without that memory, what is staged is written at once and
+    nothing of it is kept. The engine must be paused. There is no undo: broken off, the model is
+    dirty.
+
     Attributes:
+        in_place: Whether it does so.
         ledger: The digests that the weights have after `commit`.
         staged_bytes: Memory held.
     """
 
-    in_place = False
-
     def __init__(
-        self, flats: Mapping[int, Live], ledger: DigestLedger, *, max_bytes: int | None
+        self,
+        lines: Lines,
+        ledger: DigestLedger,
+        *,
+        max_bytes: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """Begin a sync.
 
         Args:
-            flats: The live parameters that this receiver holds, by number in the layout.
+            lines: The live weights that this receiver holds.
             ledger: Their digests now. Not changed.
             max_bytes: Raise LimitExceeded beyond; None when the sender's word is taken.
+            in_place: Write what is staged, at once.
         """
-        self._flats = flats
+        self.in_place = in_place
+        self._lines = lines
         self._runs: list[StagedRun] = []
         self._max_bytes = max_bytes
         self.ledger = ledger.copy()
         self.staged_bytes = 0
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
-        """Take over all its runs."""
-        for parameter, run in bucket.runs():
-            self.stage(parameter, run)
+        """Take over all its rows; their memory is copied. Raises InvalidIndices, LimitExceeded."""
+        sparse = self._lines.sparse(bucket)
+        item_size = self.ledger.item_sizes[bucket.rows["parameter"]] * sparse
+        for size in np.unique(item_size[sparse]):
+            rows = HostRows.of(bucket, np.flatnonzero(item_size == size), self._lines)
+            rows.check(bucket.specs)
+            self._stage_rows(rows.held())
+        for parameter, run in bucket.runs(~sparse):
+            self._stage_run(parameter, run)
 
-    def stage(self, parameter: int, run: Run) -> None:
-        """Take over one run; its memory is copied. Raises InvalidIndices, LimitExceeded."""
-        flat = self._flats.get(parameter)
+    def _stage_rows(self, rows: HostRows) -> None:
+        """Take over checked rows, all of them held in `lines`."""
+        positions, old = rows.positions(), torch.empty_like(rows.bits)
+        staged = []
+        for line, part in rows.by_line():
+            flat = self._lines.storages[line]
+            torch.index_select(flat.line, 0, positions[part], out=old[part])
+            name = self.ledger.specs[rows.parameter_at(part.start)].name
+            staged.append(StagedRun(name, flat, 0, positions[part], rows.bits[part], old[part]))
+        self.ledger.replace_rows(rows, old, rows.bits)
+        self._take(staged)
+
+    def _stage_run(self, parameter: int, run: Run) -> None:
+        flat = self._lines.flats.get(parameter)
         name = self.ledger.specs[parameter].name
         check_indices(run, name=name)
         if flat is None or run.bits is None:
             return
-        positions, new = _held_of(run, run.bits.to(flat.line.device, copy=True), flat)
+        bits = run.bits.to(flat.line.device, copy=not self.in_place)
+        positions, new = _held_of(run, bits, flat)
         if not len(new):
             return
-        staged = self._staged(parameter, flat, run.start, positions, new)
-        self.staged_bytes += staged.num_bytes
-        if self._max_bytes is not None and self.staged_bytes > self._max_bytes:
-            raise LimitExceeded(f"{name}: the sync is larger than its begin declared")
-        self._runs.append(staged)
-
-    def _staged(
-        self, parameter: int, flat: Live, start: int, positions: Tensor | None, new: Tensor
-    ) -> StagedRun:
         if positions is None:
-            old = flat.read(start, start + len(new)).clone()
-            gained = self.ledger.replace_dense(parameter, start, new, flat.read)
-            return StagedRun(parameter, flat, start, None, new, old, gained)
-        old = flat.gather(positions)
-        gained = self.ledger.replace_sparse(parameter, positions, old, new)
-        return StagedRun(parameter, flat, start, positions, new, old, gained)
-
-    def commit(self) -> int:
-        """Write everything and read it back. Returns the digest of the weights as re-read.
-
-        Raises whatever a write raises; the caller then calls `undo`.
-        """
-        digest = self.ledger.total
-        for run in self._runs:
-            digest += self._write(run) - run.digest
-        return digest & MASK
-
-    def undo(self) -> None:
-        """Put the old bits back and check that they are there. Raises DigestMismatch."""
-        for run in self._runs:
-            run.write(run.old)
-        for run in self._runs:
-            if not torch.equal(run.read(), run.old):
-                raise DigestMismatch(f"{self.ledger.specs[run.parameter].name}: undo failed")
-
-    def _write(self, run: StagedRun) -> int:
-        """Write a run. Returns the digest of what is read back, while it is still in the cache."""
-        if run.positions is None:
-            run.write(run.bits)
-            return self.ledger.digest_run(run.parameter, run.read(), run.start)
-        digest = 0
-        step = _BLOCK if run.positions.is_cpu else len(run.positions)
-        for begin in range(0, len(run.positions), step):
-            positions = run.positions[begin : begin + step]
-            run.flat.scatter(positions, run.bits[begin : begin + step])
-            live = run.flat.gather(positions)
-            digest += self.ledger.digest_at(run.parameter, positions, live)
-        return digest
-
-
-class InPlace:
-    """Writes a sync as it arrives, for receivers without the memory to stage it.
-
-    The engine must be paused. There is no undo: broken off, the model is dirty.
-
-    Attributes:
-        ledger: The digests of the weights as re-read after each write.
-        staged_bytes: Memory held: none.
-    """
-
-    in_place = True
-    staged_bytes = 0
-
-    def __init__(self, flats: Mapping[int, Live], ledger: DigestLedger) -> None:
-        self._flats = flats
-        self.ledger = ledger.copy()
-
-    def stage_bucket(self, bucket: ReadBucket) -> None:
-        """Write all its runs."""
-        for parameter, run in bucket.runs():
-            self.stage(parameter, run)
-
-    def stage(self, parameter: int, run: Run) -> None:
-        """Write one run. Raises InvalidIndices before anything of it is written."""
-        flat = self._flats.get(parameter)
-        check_indices(run, name=self.ledger.specs[parameter].name)
-        if flat is None or run.bits is None:
-            return
-        positions, bits = _held_of(run, run.bits.to(flat.line.device), flat)
-        if positions is None:
-            self._write_dense(parameter, flat, run, bits)
-        elif len(positions):
+            old = flat.read(run.start, run.start + len(new))
+            self.ledger.replace_dense(parameter, run.start, new, flat.read)
+            old = old if self.in_place else old.clone()
+        else:
             old = flat.gather(positions)
-            flat.scatter(positions, bits)
-            self.ledger.replace_sparse(parameter, positions, old, flat.gather(positions))
+            self.ledger.replace_sparse(parameter, positions, old, new)
+        self._take([StagedRun(name, flat, run.start, positions, new, old)])
 
-    def _write_dense(self, parameter: int, flat: Live, run: Run, bits: Tensor) -> None:
-        for _, low, high in self.ledger.chunks(run.start, run.stop):
-            self._write_piece(parameter, flat, low, bits[low - run.start : high - run.start])
-
-    def _write_piece(self, parameter: int, flat: Live, start: int, bits: Tensor) -> None:
-        """A piece lies in one chunk, so that its old bits are asked for whole or not at all."""
-        old = flat.read(start, start + len(bits)).clone()
-        flat.write(start, bits)
-        live = flat.read(start, start + len(bits))
-        self.ledger.replace_dense(parameter, start, live, lambda *_: old)
+    def _take(self, runs: list[StagedRun]) -> None:
+        if self.in_place:
+            for run in runs:
+                run.commit()
+            return
+        self.staged_bytes += sum(run.num_bytes for run in runs)
+        if self._max_bytes is not None and self.staged_bytes > self._max_bytes:
+            raise LimitExceeded(f"{runs[0].name}: the sync is larger than its begin declared")
+        self._runs += runs
 
     def commit(self) -> int:
-        """The digest of the weights as they were re-read."""
+        """Write everything and read it back. Returns the digest of the weights.
+
+        Raises DigestMismatch, by name, for what is not there, and whatever a write raises; the
+        caller then calls `undo`.
+        """
+        for run in self._runs:
+            run.commit()
         return self.ledger.total
 
     def undo(self) -> None:
-        """Nothing was kept. Raises DigestMismatch."""
-        raise DigestMismatch("weights that were written in place cannot be put back")
+        """Put the old bits back and check that they are there. Raises DigestMismatch."""
+        if self.in_place:
+            raise DigestMismatch("weights that were written in place cannot be put back")
+        for run in self._runs:
+            run.restore()
+        for run in self._runs:
+            if not run.is_restored():
+                raise DigestMismatch(f"{run.name}: undo failed")
 
 
 def _held_of(run: Run, bits: Tensor, flat: Live) -> tuple[Tensor | None, Tensor]:

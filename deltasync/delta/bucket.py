@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from deltasync.wire.table import (
     block_offsets,
     read_table,
 )
+
+Where: TypeAlias = slice | NDArray[np.bool_]
 
 MIN_BUCKET_BYTES = 256
 """A row, an index and a value with their padding, and some."""
@@ -117,11 +120,10 @@ class ReadBucket:
     value_at: NDArray[np.int64]
     payload: Tensor
 
-    def runs(self) -> Iterator[tuple[int, Run]]:
-        """(parameter, run) of each row, as views of the payload."""
-        for row, index, value in zip(
-            self.rows.tolist(), self.index_at.tolist(), self.value_at.tolist(), strict=True
-        ):
+    def runs(self, where: Where = slice(None)) -> Iterator[tuple[int, Run]]:
+        """(parameter, run) of each row, or of those that `where` selects: views of the payload."""
+        columns = self.rows[where], self.index_at[where], self.value_at[where]
+        for row, index, value in zip(*(column.tolist() for column in columns), strict=True):
             parameter, kind, _, _, _, start, span, _, index_bytes, value_bytes = row
             dtype = integer_dtype(self.specs[parameter].dtype)
             bits = self.payload[value : value + value_bytes].view(dtype)

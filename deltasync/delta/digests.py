@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Live
+from deltasync.delta.host_rows import HostPieces, HostRows
 from deltasync.delta.kernels import kernels_for
 from deltasync.wire.digest import MASK, seed
 from deltasync.wire.messages import ParameterSpec
@@ -186,6 +187,12 @@ class DigestLedger:
         begin = int(self.first[parameter]) + first
         self.sums[begin : begin + len(gained)] += gained - lost
         return int(gained.sum()) & MASK
+
+    def replace_rows(self, rows: HostRows, old: Tensor, new: Tensor) -> None:
+        """Account for int[n] `old` bits of the elements of rows becoming `new`."""
+        first, keys = self.first, self.keys
+        pieces = HostPieces.of(rows, chunk_numel=self.chunk_numel, first=first, keys=keys)
+        np.add.at(self.sums, pieces.place, pieces.digests(new) - pieces.digests(old))
 
     def replace_dense(self, parameter: int, start: int, new: Tensor, read_old: Read) -> int:
         """Account for int[n] `new` bits taking the place of what stands at `start`.

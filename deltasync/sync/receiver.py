@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.apply import Applier, InPlace, Staging, staged_bytes_of
+from deltasync.delta.apply import Applier, Staging, staged_bytes_of
 from deltasync.delta.batched import device_for_batches
 from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
 from deltasync.delta.loading import Loading
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import (
@@ -83,7 +84,7 @@ class WeightReceiver:
         self._transport = transport
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world)
-        self._flats: Mapping[int, Live] = {}
+        self._lines = Lines({}, 0)
         self._ledger = DigestLedger((), chunk_numel=1)
         self._reader = BucketReader(())
         self._held_bytes = self._max_sync_bytes = 0
@@ -287,18 +288,19 @@ class WeightReceiver:
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""
         specs = layout.specs()
-        self._flats = self._target.bind(specs)
-        devices = {flat.line.device.type for flat in self._flats.values()}
+        flats = self._target.bind(specs)
+        devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.chunk_numel or chunk_numel_on(*devices)
-        self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=self._flats.keys())
-        self._weights = self._batched(self._flats, self._ledger)
+        self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
+        self._lines = Lines(flats, len(specs))
+        self._weights = self._batched(flats, self._ledger)
         self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
         self._reader = BucketReader(specs)
         # Every element once, with an index of its own.
-        parts = {n: f.numel for n, f in self._flats.items() if f.held(0, 0) is not None}
-        sizes = [self._flats[number].dtype.item_size for number in parts]
+        parts = {n: f.numel for n, f in flats.items() if f.held(0, 0) is not None}
+        sizes = [flats[number].dtype.item_size for number in parts]
         self._part_item_size = min(sizes, default=None)
-        self._held_bytes = sum(f.numel * f.dtype.item_size for f in self._flats.values())
+        self._held_bytes = sum(f.numel * f.dtype.item_size for f in flats.values())
         self._max_sync_bytes = sum(
             spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
         )
@@ -325,7 +327,7 @@ class WeightReceiver:
         """Digests of chunks of the live weights."""
         if self._weights is not None:
             return self._weights.digests(chunks)
-        return self._ledger.measured(chunks, self._flats)
+        return self._ledger.measured(chunks, self._lines.flats)
 
     def _begin(self, begin: messages.Begin) -> None:
         if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
@@ -335,7 +337,7 @@ class WeightReceiver:
         if loader is None:
             self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
         else:
-            self._staging = Loading(loader, self._flats, self._ledger, self._measure)
+            self._staging = Loading(loader, self._lines.flats, self._ledger, self._measure)
         if self._is_undivided:
             self._early.make(max_age_s=_EARLY_S)
 
@@ -353,9 +355,7 @@ class WeightReceiver:
             dense_bytes=dense_bytes,
             part_item_size=self._part_item_size,
         )
-        if needed > limit:
-            return InPlace(self._flats, self._ledger)
-        return Staging(self._flats, self._ledger, max_bytes=needed)
+        return Staging(self._lines, self._ledger, max_bytes=needed, in_place=needed > limit)
 
     def _max_staged_bytes(self) -> int:
         if self.options.max_staged_bytes is not None:

@@ -25,9 +25,11 @@ from deltasync import dtypes
 from deltasync.delta.apply import Staging
 from deltasync.delta.bits import Flat, Live, torch_dtype
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target import WeightTarget
+from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import flipped, random_bits, specs_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -95,9 +97,9 @@ class TargetContract(ABC):
         target = self.make_target(state)
         flats, ledger = target.bind(layout), ledger_of(layout, state)
         new = changed(state)
-        staging = Staging(flats, ledger, max_bytes=None)
-        for number, spec in enumerate(layout):
-            staging.stage(number, run_between(state[spec.name], new[spec.name], dense=dense))
+        staging = Staging(Lines(flats, len(layout)), ledger)
+        runs = [run_between(state[spec.name], new[spec.name], dense=dense) for spec in layout]
+        stage_runs(staging, enumerate(runs), layout)
         assert_holds(flats, layout, state)
         target.check_unmoved()
         assert staging.commit() == ledger_of(layout, new).total

@@ -8,7 +8,6 @@ patch, added up over disjoint pieces, and still sees order. It detects faults, n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -66,38 +65,50 @@ def digest_run(bits: NDArray[np.unsignedinteger], *, key: int, start: int) -> in
 def digest_at(
     positions: NDArray[np.integer], bits: NDArray[np.unsignedinteger], *, key: int
 ) -> int:
-    """Sum of mixes over scattered elements. Arguments as for `mixes_at`."""
-    return sum(int(x.sum()) for _, x in mixes_at(positions, bits, key=key)) & MASK
-
-
-def mixes_at(
-    positions: NDArray[np.integer], bits: NDArray[np.unsignedinteger], *, key: int
-) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """The mixes of scattered elements, block by block as (index of the first, uint64[m]).
-
-    The array is overwritten by the next step.
+    """Sum of mixes over scattered elements.
 
     Args:
         positions: int[n], flat checkpoint positions.
         bits: unsigned[n], the bits of the element at each of them.
         key: The parameter's seed.
     """
+    (total,) = digest_pieces(positions, bits, np.array([key], np.uint64), np.array([0, len(bits)]))
+    return int(total)
+
+
+def digest_pieces(
+    positions: NDArray[np.integer],
+    bits: NDArray[np.unsignedinteger],
+    keys: NDArray[np.uint64],
+    cuts: NDArray[np.int64],
+) -> NDArray[np.uint64]:
+    """uint64[pieces]: the sums of mixes over pieces of scattered elements that lie side by side.
+
+    Args:
+        positions: int[n], flat positions. A piece may count its own from another place than 0 if
+            its key is the seed plus that place times the golden ratio.
+        bits: unsigned[n], the bits of the element at each of them.
+        keys: uint64[pieces].
+        cuts: int64[pieces + 1], where each piece begins, and n. None is empty, unless n is 0.
+    """
+    sums = np.zeros(len(keys), np.uint64)
     buffers = _buffers(len(bits))
     for begin in range(0, len(bits), BLOCK):
-        block = bits[begin : begin + BLOCK]
-        x, scratch = buffers[:, : len(block)]
-        np.multiply(_unsigned(positions[begin : begin + BLOCK]), _STEP, out=x)
-        np.add(x, np.uint64(key), out=x)
-        np.add(x, block, out=x)
+        end = min(begin + BLOCK, len(bits))
+        low, high = int(cuts.searchsorted(begin, "right")) - 1, int(cuts.searchsorted(end))
+        inner = np.clip(cuts[low : high + 1], begin, end) - begin
+        x, scratch = buffers[:, : end - begin]
+        np.multiply(_unsigned(positions[begin:end]), _STEP, out=x)
+        x += keys[low] if high == low + 1 else np.repeat(keys[low:high], np.diff(inner))
+        x += bits[begin:end]
         mix64(x, scratch)
-        yield begin, x
+        sums[low:high] += np.add.reduceat(x, inner[:-1])
+    return sums
 
 
 def _unsigned(positions: NDArray[np.integer]) -> NDArray[np.uint64]:
     """Not as they are: numpy would multiply int64 by uint64 as float64."""
-    if positions.dtype == np.int64:
-        return positions.view(np.uint64)
-    return positions.astype(np.uint64)
+    return positions.view(f"u{positions.itemsize}")
 
 
 def _buffers(n: int) -> NDArray[np.uint64]:

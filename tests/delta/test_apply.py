@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,19 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.apply import InPlace, Staging, staged_bytes_of
-from deltasync.delta.bits import Flat, WireReader
+from deltasync.delta.apply import Staging, staged_bytes_of
+from deltasync.delta.bits import Flat, Live, WireReader
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.diff import diff_model
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing import strategies as own
+from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.messages import ParameterSpec
 
 Model = dict[str, Tensor]
+BUCKET_BYTES = st.sampled_from([MIN_BUCKET_BYTES, 1 << 20])
+I16, I32 = partial(torch.tensor, dtype=torch.int16), partial(torch.tensor, dtype=torch.int32)
 
 
 @dataclass
@@ -38,6 +45,9 @@ class Sync:
     ledger: DigestLedger
     runs: list[tuple[int, Run]]
     staged_bytes: int
+
+    def stage(self, staging: Staging, bucket_bytes: int = 1 << 20) -> None:
+        stage_runs(staging, self.runs, self.ledger.specs, bucket_bytes=bucket_bytes)
 
 
 def ledger_of(model: Model, chunk_numel: int) -> DigestLedger:
@@ -80,8 +90,26 @@ def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
 def syncs(draw: st.DrawFn) -> Sync:
     """Syncs in which sender and receiver cut their parameters into different chunks."""
     live = draw(own.models())
+    if draw(st.booleans()):
+        live = fused(live)
     new = {name: draw(own.mutations(tensor)) for name, tensor in live.items()}
     return sync_of(live, new, draw(own.policies()), draw(st.sampled_from([1, 5, 16, 1000])))
+
+
+def staging_of(flats: Mapping[int, Live], ledger: DigestLedger, **options: Any) -> Staging:
+    return Staging(Lines(flats, len(ledger.specs)), ledger, **options)
+
+
+def fused(model: Model) -> Model:
+    """Those that are contiguous in one storage, the last first, as engines fuse and stack."""
+    buffer = torch.zeros(sum(t.nbytes + 8 for t in model.values()), dtype=torch.uint8)
+    together, end = dict(model), len(buffer)
+    for name, tensor in model.items():
+        if tensor.is_contiguous():
+            begin = (end - tensor.nbytes) // 8 * 8
+            piece = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            together[name], end = piece.copy_(tensor), begin
+    return together
 
 
 def copies(model: Model) -> Model:
@@ -92,12 +120,13 @@ def equal(left: Model, right: Model) -> bool:
     return all(same_bits(left[name], right[name]) for name in left)
 
 
-@given(sync=syncs())
-def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(sync: Sync) -> None:
+@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
+def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(
+    sync: Sync, bucket_bytes: int
+) -> None:
     before = copies(sync.live)
-    staging = Staging(sync.flats, sync.ledger, max_bytes=sync.staged_bytes)
-    for number, run in sync.runs:
-        staging.stage(number, run)
+    staging = staging_of(sync.flats, sync.ledger, max_bytes=sync.staged_bytes)
+    sync.stage(staging, bucket_bytes)
     assert staging.staged_bytes == sync.staged_bytes
     assert equal(sync.live, before)
     assert staging.ledger.total == total(sync.new)
@@ -109,24 +138,24 @@ def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(sync: Sync) -> N
     assert np.array_equal(staging.ledger.sums, ledger_of(sync.new, sync.ledger.chunk_numel).sums)
 
 
-@given(sync=syncs())
-def test_in_place_writes_each_run_as_it_comes(sync: Sync) -> None:
-    in_place = InPlace(sync.flats, sync.ledger)
-    for number, run in sync.runs:
-        in_place.stage(number, run)
+@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
+def test_in_place_writes_each_bucket_as_it_comes(sync: Sync, bucket_bytes: int) -> None:
+    in_place = staging_of(sync.flats, sync.ledger, in_place=True)
+    sync.stage(in_place, bucket_bytes)
     assert equal(sync.live, sync.new)
     assert in_place.commit() == total(sync.new)
     assert in_place.staged_bytes == 0
     assert np.array_equal(in_place.ledger.sums, ledger_of(sync.new, sync.ledger.chunk_numel).sums)
 
 
-@given(sync=syncs(), held=st.sets(st.integers(0, 4)))
-def test_parameters_of_other_ranks_are_checked_but_not_staged(sync: Sync, held: set[int]) -> None:
+@given(sync=syncs(), bucket_bytes=BUCKET_BYTES, held=st.sets(st.integers(0, 4)))
+def test_parameters_of_other_ranks_are_checked_but_not_staged(
+    sync: Sync, bucket_bytes: int, held: set[int]
+) -> None:
     flats = {number: flat for number, flat in sync.flats.items() if number in held}
     before = copies(sync.live)
-    staging = Staging(flats, sync.ledger, max_bytes=sync.staged_bytes)
-    for number, run in sync.runs:
-        staging.stage(number, run)
+    staging = staging_of(flats, sync.ledger, max_bytes=sync.staged_bytes)
+    sync.stage(staging, bucket_bytes)
     assert staging.staged_bytes <= sync.staged_bytes
     staging.commit()
     for number, name in enumerate(sync.live):
@@ -140,29 +169,10 @@ def test_a_sync_larger_than_declared_is_refused_before_any_write(sync: Sync, lie
         return
     before = copies(sync.live)
     declared = max(0, sync.staged_bytes - lie)
-    staging = Staging(sync.flats, sync.ledger, max_bytes=declared)
-
-    def stage_all() -> None:
-        for number, run in sync.runs:
-            staging.stage(number, run)
-
+    staging = staging_of(sync.flats, sync.ledger, max_bytes=declared)
     with pytest.raises(LimitExceeded, match=r"layers\.\d\.weight: "):
-        stage_all()
+        sync.stage(staging)
     assert equal(sync.live, before)
-
-
-@given(sync=syncs())
-def test_staged_runs_outlive_the_buffer_they_came_in(sync: Sync) -> None:
-    staging = Staging(sync.flats, sync.ledger, max_bytes=None)
-    for number, run in sync.runs:
-        assert run.bits is not None
-        buffers = [None if t is None else t.clone() for t in (run.indices, run.bits)]
-        staging.stage(number, Run(run.start, run.span, *buffers))
-        for buffer in buffers:
-            if buffer is not None:
-                buffer.fill_(0)
-    staging.commit()
-    assert equal(sync.live, sync.new)
 
 
 BAD_INDICES = {
@@ -176,15 +186,18 @@ BAD_INDICES = {
 
 @pytest.mark.parametrize("indices", BAD_INDICES.values(), ids=BAD_INDICES.keys())
 @pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("how", ["staged", "in place"])
-def test_bad_indices_are_found_before_any_write(how: str, held: bool, indices: list[int]) -> None:
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+def test_bad_indices_are_found_before_any_write(
+    in_place: bool, held: bool, indices: list[int]
+) -> None:
     live = {"w": torch.zeros(10, dtype=torch.int16)}
     flats = {0: Flat.of(live["w"])} if held else {}
     ledger = ledger_of(live, 4)
-    writer = Staging(flats, ledger, max_bytes=None) if how == "staged" else InPlace(flats, ledger)
+    writer = staging_of(flats, ledger, in_place=in_place)
     bits = torch.ones(2, dtype=torch.int16)
+    good, bad = Run(0, 2, I32([0, 1]), bits), Run(2, 6, I32(indices), bits)
     with pytest.raises(InvalidIndices, match="w: "):
-        writer.stage(0, Run(2, 6, torch.tensor(indices, dtype=torch.int32), bits))
+        stage_runs(writer, [(0, good), (0, bad)], ledger.specs)
     assert not live["w"].any()
     assert writer.ledger.total == ledger.total
 
@@ -216,8 +229,12 @@ class Faulty:
         self._put_back(old)
 
 
-def faulty(tensor: Tensor, **arguments: int) -> dict[int, Flat]:
-    return {0: cast("Flat", Faulty(Flat.of(tensor), **arguments))}
+def faulty(tensor: Tensor, **arguments: int) -> tuple[Lines, Any]:
+    """One parameter, however it is written."""
+    broken = Faulty(Flat.of(tensor), **arguments)
+    lines = Lines({0: broken.flat}, 1)
+    lines.flats, lines.storages = cast("Any", ({0: broken}, [broken]))
+    return lines, broken
 
 
 RUNS = {
@@ -228,29 +245,30 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 @pytest.mark.parametrize("layout", ["contiguous", "stepped"])
-def test_a_write_that_does_not_stick_shows_in_the_digest(run: Run, layout: own.Layout) -> None:
+def test_a_write_that_does_not_stick_is_an_error(run: Run, layout: own.Layout) -> None:
     live = relaid(torch.zeros(10, dtype=torch.int16), layout)
     ledger = ledger_of({"w": live}, 4)
-    staging = Staging(faulty(live, stuck=4), ledger, max_bytes=None)
-    staging.stage(0, run)
-    digest = staging.commit()
-    assert digest != staging.ledger.total
-    assert digest == ledger_of({"w": live}, 4).total
+    lines, _ = faulty(live, stuck=4)
+    staging = Staging(lines, ledger)
+    stage_runs(staging, [(0, run)], ledger.specs)
+    with pytest.raises(DigestMismatch, match="w: the weights read back are not"):
+        staging.commit()
     staging.undo()
     assert not live.any()
-    in_place = InPlace(faulty(live, stuck=4), ledger)
-    in_place.stage(0, run)
-    assert in_place.commit() == digest
+    in_place = Staging(lines, ledger, in_place=True)
+    with pytest.raises(DigestMismatch, match="w: the weights read back are not"):
+        stage_runs(in_place, [(0, run)], ledger.specs)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 def test_an_undo_that_does_not_stick_is_an_error(run: Run) -> None:
     live = torch.zeros(10, dtype=torch.int16)
-    flats = faulty(live, stuck=4, times=0)
-    staging = Staging(flats, ledger_of({"w": live}, 4), max_bytes=None)
-    staging.stage(0, run)
+    lines, broken = faulty(live, stuck=4, times=0)
+    ledger = ledger_of({"w": live}, 4)
+    staging = Staging(lines, ledger)
+    stage_runs(staging, [(0, run)], ledger.specs)
     staging.commit()
-    cast("Any", flats[0]).times = 1
+    broken.times = 1
     with pytest.raises(DigestMismatch, match="w: undo failed"):
         staging.undo()
 
@@ -259,9 +277,8 @@ def test_undo_after_a_write_that_raised_restores_what_was_written() -> None:
     live = {"a": torch.zeros(4), "b": torch.zeros(4)}
     sync = sync_of(live, {name: t + 1 for name, t in live.items()}, Policy(), 1000)
     broken = cast("Any", Faulty(sync.flats[1], stuck=0))
-    staging = Staging(sync.flats | {1: broken}, sync.ledger, max_bytes=None)
-    for number, run in sync.runs:
-        staging.stage(number, run)
+    staging = staging_of(sync.flats | {1: broken}, sync.ledger)
+    sync.stage(staging)
     broken.write = broken.scatter = None  # the first write of "b" raises
     with pytest.raises(TypeError):
         staging.commit()
@@ -298,23 +315,33 @@ class Sparse:
         self.values.update(zip(positions.tolist(), bits.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["staged", "in place"])
-def test_positions_beyond_int32(how: str) -> None:
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+def test_positions_beyond_int32(in_place: bool) -> None:
     spec = ParameterSpec(("w",), (1 << 20, 1 << 12), dtypes.BY_NAME["bfloat16"])
     live = Sparse()
     flats = {0: cast("Flat", live)}
     ledger = DigestLedger([spec], chunk_numel=1 << 18)
-    writer = Staging(flats, ledger, max_bytes=None) if how == "staged" else InPlace(flats, ledger)
+    writer = staging_of(flats, ledger, in_place=in_place)
     end = spec.numel
-    indices = torch.tensor([0, 7, (1 << 31) - 2], dtype=torch.int32)
-    writer.stage(0, Run(5, (1 << 31) - 1, indices, torch.tensor([1, 2, 3], dtype=torch.int16)))
-    writer.stage(0, Run(1 << 31, 8, indices[:2], torch.tensor([4, 5], dtype=torch.int16)))
-    writer.stage(0, Run(end - 2, 2, None, torch.tensor([6, 7], dtype=torch.int16)))
+    runs = [
+        Run(5, (1 << 31) - 1, I32([0, 7, (1 << 31) - 2]), I16([1, 2, 3])),
+        Run((1 << 31) + 4, 4, I32([0, 3]), I16([4, 5])),
+        Run(end - 2, 2, None, I16([6, 7])),
+    ]
+    stage_runs(writer, [(0, run) for run in runs], ledger.specs)
     digest = writer.commit()
-    expected = {5: 1, 12: 2, (1 << 31) + 3: 3, 1 << 31: 4, (1 << 31) + 7: 5, end - 2: 6, end - 1: 7}
+    expected = {
+        5: 1,
+        12: 2,
+        (1 << 31) + 3: 3,
+        (1 << 31) + 4: 4,
+        (1 << 31) + 7: 5,
+        end - 2: 6,
+        end - 1: 7,
+    }
     assert live.values == expected
     assert digest == writer.ledger.total
-    if isinstance(writer, Staging):
+    if not in_place:
         writer.undo()
         assert not any(live.values.values())
 

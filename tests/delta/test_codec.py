@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from deltasync.delta.bucket import BucketReader, buckets
+from deltasync.delta.bucket import BucketReader
 from deltasync.testing.codec import CodecContract, Runs, Specs
+from deltasync.testing.payloads import payloads
 
 
 class TestRawCodecs(CodecContract):
@@ -28,15 +28,8 @@ class TestRawCodecs(CodecContract):
     )
 
     def encode(self, runs: Runs, specs: Specs) -> tuple[Tensor, int]:
-        (bucket,) = buckets(runs, specs, bucket_bytes=1 << 20)
-        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        for _ in bucket.write(payload, no_source):
-            pass
-        return payload, len(bucket.rows)
+        (packed,) = payloads(runs, specs)
+        return packed
 
     def decode(self, payload: Tensor, num_rows: int, specs: Specs) -> Runs:
         return BucketReader(specs).read(payload, num_rows)
-
-
-def no_source(parameter: int, start: int, stop: int) -> Tensor:
-    raise AssertionError("every run holds its bits")

@@ -16,10 +16,13 @@ from deltasync.delta.apply import Staging
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.diff import ModelDelta, diff_model, runs_to_send
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
+from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.plan import DeltaPlan
 from deltasync.testing import strategies as own
+from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import relaid, same_bits, specs_of
 
 CHUNK = 8
@@ -56,7 +59,7 @@ class Link:
             delta, self.readers, self.snapshot, policy=POLICY, bucket_bytes=1 << 20, base_version=0
         )
         flats = {n: Flat.of(tensor) for n, tensor in enumerate(self.live.values())}
-        staging = Staging(flats, self.ledger, max_bytes=None)
+        staging = Staging(Lines(flats, len(flats)), self.ledger)
         for packed, (parameter, run) in enumerate(plan.runs()):
             if packed == stop_after:
                 return delta
@@ -64,7 +67,8 @@ class Link:
             if bits is None:
                 bits = plan.read(parameter, run.start, run.stop)
             plan.packed(parameter, run, bits)
-            staging.stage(parameter, type(run)(run.start, run.span, run.indices, bits))
+            whole = Run(run.start, run.span, run.indices, bits)
+            stage_runs(staging, [(parameter, whole)], self.ledger.specs)
         if stop_after is None:
             assert staging.commit() == plan.ledger.total
             self.ledger = staging.ledger

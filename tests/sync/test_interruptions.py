@@ -82,7 +82,7 @@ def test_an_interrupted_commit_is_undone_or_dirty(
     write, undo = Staging.commit, Staging.undo
 
     def half(staging: Staging) -> int:
-        staging._runs[0].write(staging._runs[0].bits)
+        staging._runs[0].commit()
         raise KeyboardInterrupt
 
     def interrupted(staging: Staging) -> None:

@@ -66,12 +66,23 @@ def test_block_boundaries(item_size: int, count: int) -> None:
     assert d.digest_at(np.arange(start, start + count), bits, key=key) == expected
 
 
-def test_mixes_come_with_the_index_of_the_first_of_each_block() -> None:
-    bits = np.arange(d.BLOCK + 3, dtype=np.uint32)
-    found = [(begin, x.copy()) for begin, x in d.mixes_at(np.arange(len(bits)), bits, key=9)]
-    assert [(begin, len(x)) for begin, x in found] == [(0, d.BLOCK), (d.BLOCK, 3)]
-    for begin, x in found:
-        assert int(x[-1]) == reference.mix(9, begin + len(x) - 1, begin + len(x) - 1)
+@given(
+    rng_seed=SEEDS,
+    item_size=ITEM_SIZES,
+    counts=st.lists(st.sampled_from([1, 2, 3, 40, d.BLOCK - 1, d.BLOCK, d.BLOCK + 1]), max_size=6),
+)
+def test_pieces_side_by_side_have_their_own_keys(
+    rng_seed: int, item_size: int, counts: list[int]
+) -> None:
+    rng, cuts = np.random.default_rng(rng_seed), np.cumsum([0, *counts])
+    keys = rng.integers(0, 1 << 64, len(counts), np.uint64)
+    positions = rng.integers(0, 1 << 31, cuts[-1]).astype(np.int32)
+    bits = random_bits(rng, item_size, int(cuts[-1]))
+    found = d.digest_pieces(positions, bits, keys, cuts)
+    assert found.tolist() == [
+        d.digest_at(positions[a:b], bits[a:b], key=int(key))
+        for key, (a, b) in zip(keys, pairwise(cuts), strict=True)
+    ]
 
 
 @given(

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deltasync import dtypes
-from deltasync.delta.bucket import BucketReader, buckets
+from deltasync.delta.bucket import BucketReader
 from deltasync.delta.patch import Run
 from deltasync.errors import LimitExceeded, MalformedMessage, WireError
+from deltasync.testing.payloads import payloads
 from deltasync.wire import messages as m
 from deltasync.wire.compression import compress, decompress
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW, read_table
@@ -226,10 +227,7 @@ def test_bytes_behind_the_frame_are_refused(more: bytes) -> None:
 
 def pack(pairs: list[tuple[int, Run]], specs: tuple[m.ParameterSpec, ...]) -> bytes:
     """All of `pairs` as one payload, its table first."""
-    (bucket,) = buckets(pairs, specs, bucket_bytes=1 << 20)
-    payload = torch.full((bucket.num_bytes,), 0xEE, dtype=torch.uint8)
-    for _ in bucket.write(payload, lambda *_: torch.empty(0)):
-        pass
+    [(payload, _)] = payloads(pairs, specs)
     return payload.numpy().tobytes()
 
 

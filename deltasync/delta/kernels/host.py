@@ -42,7 +42,7 @@ def is_increasing(indices: Tensor, span: int) -> bool:
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
-    return digest.digest_run(_unsigned(bits), key=key, start=start)
+    return digest.digest_run(unsigned(bits), key=key, start=start)
 
 
 def digest_chunks(
@@ -51,23 +51,12 @@ def digest_chunks(
     """The digests of int[n] elements at increasing int64[n] flat positions, by chunk."""
     where = positions.numpy()
     first, last = int(where[0]) // chunk_numel, int(where[-1]) // chunk_numel
-    starts = np.searchsorted(where, np.arange(first, last + 1) * chunk_numel)
-    sums = np.zeros(len(starts), np.uint64)
-    for begin, mixes in digest.mixes_at(where, _unsigned(bits), key=key):
-        low, high = np.searchsorted(starts, (begin + 1, begin + len(mixes))).tolist()
-        sums[low - 1 : high] += _sums_between(mixes, starts[low:high] - begin)
+    cuts = np.searchsorted(where, np.arange(first, last + 2) * chunk_numel)
+    sums, filled = np.zeros(last + 1 - first, np.uint64), np.flatnonzero(np.diff(cuts))
+    keys = np.full(len(filled), key, np.uint64)
+    cuts = np.append(cuts[filled], len(where))
+    sums[filled] = digest.digest_pieces(where, unsigned(bits), keys, cuts)
     return first, sums
-
-
-def _sums_between(mixes: NDArray[np.uint64], cuts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64[cuts + 1]: the sums of the pieces into which rising `cuts` divide uint64[n] `mixes`.
-
-    No cut is 0 or n; where two are equal the piece between them is empty.
-    """
-    begins = np.concatenate(([0], cuts))
-    sums: NDArray[np.uint64] = np.add.reduceat(mixes, begins)
-    sums[:-1][begins[1:] == begins[:-1]] = 0  # reduceat takes one element there
-    return sums
 
 
 def _increases(array: NDArray[np.int32]) -> bool:
@@ -83,6 +72,7 @@ def _differ(new: Tensor, old: Tensor) -> NDArray[np.bool_]:
     return out
 
 
-def _unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
+def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
+    """int[n] in host memory as numpy sees it without signs."""
     array = bits.numpy()
     return array.view(f"u{array.itemsize}")
