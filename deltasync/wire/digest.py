@@ -96,10 +96,11 @@ def digest_pieces(
     for begin in range(0, len(bits), BLOCK):
         end = min(begin + BLOCK, len(bits))
         low, high = int(cuts.searchsorted(begin, "right")) - 1, int(cuts.searchsorted(end))
-        inner = np.clip(cuts[low : high + 1], begin, end) - begin
+        inner = cuts[low : high + 1] - begin
+        inner[0], inner[-1] = 0, end - begin
         x, scratch = buffers[:, : end - begin]
         np.multiply(_unsigned(positions[begin:end]), _STEP, out=x)
-        x += keys[low] if high == low + 1 else np.repeat(keys[low:high], np.diff(inner))
+        x += keys[low] if high == low + 1 else np.repeat(keys[low:high], inner[1:] - inner[:-1])
         x += bits[begin:end]
         mix64(x, scratch)
         sums[low:high] += np.add.reduceat(x, inner[:-1])
