@@ -13,13 +13,12 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, integer_dtype
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.kernels.host import unsigned
 from deltasync.errors import InvalidIndices
 from deltasync.wire.digest import GOLDEN_RATIO, digest_pieces
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import RowKind, Rows
-
-Ints = NDArray[np.int64]
 
 _ABSENT, _ALONE = -1, -2
 
@@ -156,7 +155,8 @@ class HostPieces:
         """Cut. `first` and `keys` are the ledger's columns by parameter."""
         start, parameter = rows.rows["start"].astype(np.int64), rows.rows["parameter"]
         chunk = start // chunk_numel
-        row, nth = _counted((start + rows.rows["span"].astype(np.int64) - 1) // chunk_numel - chunk)
+        last = (start + rows.rows["span"].astype(np.int64) - 1) // chunk_numel
+        row, nth = cut(last - chunk + 1, 1)
         cuts = np.append(rows.cuts[row], rows.cuts[-1])
         chunk = chunk[row] + nth
         indices = rows.indices.numpy()
@@ -185,9 +185,3 @@ def _joined(payload: NDArray[np.uint8], begin: Ints, num_bytes: NDArray[np.uint6
     """uint8[n]: these pieces of a payload, one after another."""
     bounds = np.stack((begin, begin + num_bytes.astype(np.int64)), axis=1)
     return torch.from_numpy(np.concatenate([payload[a:b] for a, b in bounds.tolist()]))
-
-
-def _counted(more: Ints) -> tuple[Ints, Ints]:
-    """(row, nth) of each piece, where a row has one and `more`."""
-    row = np.repeat(np.arange(len(more)), more + 1)
-    return row, np.arange(len(row)) - (np.cumsum(more + 1) - more - 1)[row]

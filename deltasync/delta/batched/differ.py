@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.batched.masks import Masks
-from deltasync.delta.batched.packing import UNCHANGED, Ints, most_sparse
+from deltasync.delta.batched.packing import UNCHANGED, most_sparse
 from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
 from deltasync.delta.batched.source import BatchedSource, LiveSource
 from deltasync.delta.batched.weights import BatchedWeights, device_of
 from deltasync.delta.bits import WireReader
+from deltasync.delta.columns import Ints
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import INDEX_ITEM_BYTES

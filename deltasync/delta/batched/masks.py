@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.batched.packing import Ints, PlannedBucket
+from deltasync.delta.batched.packing import PlannedBucket
 from deltasync.delta.batched.source import BatchedSource, Lane
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
+from deltasync.delta.columns import Ints
 from deltasync.delta.kernels import triton as kernels
 
 _WORDS = kernels.BLOCK // 32

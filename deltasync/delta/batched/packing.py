@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import ChunkTable
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.table import (
@@ -24,8 +25,6 @@ ROW_BYTES = ROW.itemsize + 2 * ALIGNMENT
 
 UNCHANGED = 0
 """Kind of a chunk that is not sent; the others are those of RowKind."""
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +146,6 @@ def origins_of(table: ChunkTable) -> Ints:
     numels = np.bincount(table.parameter, weights=table.numel)
     origins: Ints = np.where(numels[table.parameter] > MAX_SPARSE_SPAN, table.start, 0)
     return origins
-
-
-def cut(lengths: Ints, step: Ints | int) -> tuple[Ints, Ints]:
-    """(which, begin): runs of these lengths cut into pieces of at most `step`."""
-    pieces = -(-lengths // step)
-    which = np.repeat(np.arange(len(lengths)), pieces)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return which, nth * (step if isinstance(step, int) else step[which])
 
 
 def _planned(pieces: _Pieces, begin: int, end: int) -> PlannedBucket:

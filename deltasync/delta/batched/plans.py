@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.masks import Masks
-from deltasync.delta.batched.packing import Ints, PlannedBucket, cut, plan_buckets
+from deltasync.delta.batched.packing import PlannedBucket, plan_buckets
 from deltasync.delta.batched.source import BatchedSource, Lane
 from deltasync.delta.batched.weights import (
     ALIGNMENT,
@@ -22,6 +22,7 @@ from deltasync.delta.batched.weights import (
     device_of,
     upload,
 )
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
 from deltasync.wire.codecs import INDEX_ITEM_BYTES

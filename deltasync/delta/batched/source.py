@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.batched.packing import Ints, cut
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
 from deltasync.delta.bits import WireReader
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.kernels import triton as kernels
 
 _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]

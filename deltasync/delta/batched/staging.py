@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.batched.packing import Ints, cut
 from deltasync.delta.batched.weights import (
     ALIGNMENT,
     BatchedWeights,
@@ -20,6 +19,7 @@ from deltasync.delta.batched.weights import (
     upload,
 )
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
