@@ -122,7 +122,7 @@ class Stager:
             raise RuntimeError("the weights read back are not those that were written")
 
     def _new_applier(self) -> Applier:
-        device = device_for_batches(self._flats.values(), "auto", need_contiguous=True)
+        device = device_for_batches(self._flats.values(), "auto")
         if device is None:
             return Staging(Lines(self._flats, len(self._ledger.specs)), self._ledger)
         from deltasync.delta.batched.staging import BatchedStaging

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
+from deltasync.delta.route import Dims, merged
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -61,6 +63,22 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of a parameter that lie in memory at regular distances.
+
+    Attributes:
+        address: Of the first.
+        start: Its flat position in the parameter.
+        dims: (size, distance of positions, distance in memory) of each dimension, both in elements;
+            the distances of positions fall.
+    """
+
+    address: int
+    start: int
+    dims: Dims
+
+
 class Live(Protocol):
     """A parameter that is written in place, by flat positions: all of it, or the part held here."""
 
@@ -78,6 +96,10 @@ class Live(Protocol):
     @property
     def numel(self) -> int:
         """Elements held."""
+        ...
+
+    def boxes(self) -> list[Box]:
+        """Where all that is held lies."""
         ...
 
     def held(self, start: int, stop: int) -> Tensor | None:
@@ -136,6 +158,13 @@ class Flat:
     @property
     def numel(self) -> int:
         return self.tensor.numel()
+
+    def boxes(self) -> list[Box]:
+        """One, unless there are no elements."""
+        shape, strides = self.tensor.shape, self.tensor.stride()
+        steps = list(accumulate(reversed(shape), int.__mul__, initial=1))[-2::-1]
+        dims = merged(zip(shape, steps, strides, strict=True))
+        return [Box(self.tensor.data_ptr(), 0, dims)] if self.numel else []
 
     def held(self, start: int, stop: int) -> None:
         """None: all of it is held."""

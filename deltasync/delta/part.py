@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Box, Flat
 from deltasync.delta.route import Piece
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -61,6 +61,14 @@ class Part:
         _refuse_twice(pieces, name)
         boxes = [_Box(piece, Flat.of(piece.view(live[piece.live]), name=name)) for piece in pieces]
         return cls(boxes, boxes[0].flat.dtype)
+
+    def boxes(self) -> list[Box]:
+        """One for each piece that is not empty."""
+        return [
+            Box(box.flat.tensor.data_ptr(), box.piece.start, box.piece.dims)
+            for box in self._boxes
+            if box.flat.numel
+        ]
 
     def held(self, start: int, stop: int) -> Tensor:
         """int64[k]: which flat positions of [start, stop) are kept here, in order."""

@@ -52,13 +52,8 @@ class Piece:
         """From (size, stride, live stride) of each dimension: in as few as it takes, in the
         checkpoint's order.
         """
-        merged: Dims = []
-        for dim in sorted((d for d in dims if d[0] != 1), key=lambda d: (-d[1], d[0])):
-            size, stride, live_stride = dim
-            if merged and merged[-1][1:] == (size * stride, size * live_stride):
-                size *= merged.pop()[0]
-            merged.append((size, stride, live_stride))
-        sizes, strides, live_strides = zip(*merged, strict=True) if merged else ((), (), ())
+        few = merged(dims)
+        sizes, strides, live_strides = zip(*few, strict=True) if few else ((), (), ())
         return cls(live, sizes, start, strides, live_start, live_strides)
 
     @property
@@ -78,6 +73,18 @@ class Piece:
     def view(self, live: Tensor) -> Tensor:
         """The box's elements in the live tensor: a view. Not owned."""
         return live.detach().as_strided(self.shape, self.live_strides, self.live_start)
+
+
+def merged(dims: Iterable[tuple[int, int, int]]) -> Dims:
+    """The same box in as few dimensions as it takes, in the checkpoint's order."""
+    done: Dims = []
+    for size, stride, live_stride in sorted(dims, key=lambda d: (-d[1], d[0])):
+        if size == 1:
+            continue
+        if done and done[-1][1:] == (size * stride, size * live_stride):
+            size *= done.pop()[0]
+        done.append((size, stride, live_stride))
+    return done
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

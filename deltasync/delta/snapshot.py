@@ -106,7 +106,7 @@ class Snapshot:
         sources = [reader.flat for reader in readers]
         # Kernels reach pinned host memory, but not the memory of another GPU.
         elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
-        device = device_for_batches([*sources, *elsewhere], kernels, need_contiguous=False)
+        device = device_for_batches([*sources, *elsewhere], kernels)
         if device is None:
             return None
         from deltasync.delta.batched.differ import BatchedDiffer

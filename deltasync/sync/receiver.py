@@ -312,16 +312,17 @@ class WeightReceiver:
             self._reply(messages.Held(digest=digest))
 
     def _batched(self, flats: Mapping[int, Live], ledger: DigestLedger) -> BatchedWeights | None:
-        device = device_for_batches(flats.values(), self.options.kernels, need_contiguous=True)
+        device = device_for_batches(flats.values(), self.options.kernels)
         if device is None:
             return None
         from deltasync.delta.batched.warm_up import warm_up
         from deltasync.delta.batched.weights import BatchedWeights
 
         formats = frozenset((flat.dtype, flat.dtype) for flat in flats.values())
-        warm_up(formats, ledger.chunk_numel, device)
+        weights = BatchedWeights(flats, ledger, device)
+        warm_up(formats, ledger.chunk_numel, device, box_dims=weights.boxes.dims)
         self._stream.move_to(device)
-        return BatchedWeights(flats, ledger, device)
+        return weights
 
     def _measure(self, chunks: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Digests of chunks of the live weights."""

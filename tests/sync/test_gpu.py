@@ -12,16 +12,20 @@ import torch
 from deltasync import (
     ModuleSource,
     ModuleTarget,
+    ReceiverOptions,
+    RoutedTarget,
     SenderOptions,
     StagingThread,
     WeightReceiver,
     WeightSender,
 )
+from deltasync.delta.batched import Kernels
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import host, kernels_for, reference
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from tests.sync.harness import Model, Serving, ThroughReceiver, bits_equal
+from tests.sync.harness import Model, Serving, ThroughReceiver, bits_equal, fleet, step
+from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +49,7 @@ def model(dtype: torch.dtype, seed: int, *, strided: bool = False) -> Model:
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("snapshot_device", [None, "cpu"])
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.7])
-@pytest.mark.parametrize("strided", [False, True])  # then the receiver works without batches
+@pytest.mark.parametrize("strided", [False, True])  # then the receiver holds it in a box
 def test_a_model_on_a_gpu_ends_bit_equal(
     source_dtype: torch.dtype, snapshot_device: str | None, share: float, *, strided: bool
 ) -> None:
@@ -70,6 +74,23 @@ def test_a_model_on_a_gpu_ends_bit_equal(
     finally:
         sender.close()
         serving.stop()
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("staged_bytes", [0, None])
+def test_ranks_of_an_engine_hold_their_parts(kernels: Kernels, staged_bytes: int | None) -> None:
+    source, ranks = trainer(0), [Rank(number).cuda() for number in range(2)]
+    options = ReceiverOptions(kernels=kernels, max_staged_bytes=staged_bytes, chunk_numel=7)
+    generator = torch.Generator().manual_seed(0)
+    with fleet(source) as here:
+        for number, rank in enumerate(ranks):
+            here.add(RoutedTarget(rank, CHECKPOINT), rank=number, world=2, options=options)
+        here.wait(2)
+        for share in (0.0, 0.05, 0.5, 1.0):
+            step(source, generator, share)
+            assert here.sender.send_weights().receivers == 2
+            torch.cuda.synchronize()
+            assert all(bits_equal(rank, rank_of(source, rank.rank).cuda()) for rank in ranks)
 
 
 class Late(ThroughReceiver):

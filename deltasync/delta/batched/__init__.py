@@ -20,9 +20,7 @@ Kernels = Literal["auto", "triton", "torch"]
 """What compares and writes: Triton's kernels, torch's operations, or what fits the device best."""
 
 
-def device_for_batches(
-    flats: Collection[Live], kernels: Kernels, *, need_contiguous: bool
-) -> torch.device | None:
+def device_for_batches(flats: Collection[Live], kernels: Kernels) -> torch.device | None:
     """The device on which these tensors are worked on in batches; None when they are not.
 
     They are when they share a GPU and Triton is installed. Raises ConfigError when batches are
@@ -38,8 +36,6 @@ def device_for_batches(
         problem = f"the weights live on {len(devices)} devices"
     elif not any(flat.numel for flat in flats):
         problem = "there are no elements"
-    elif need_contiguous and not all(flat.is_contiguous for flat in flats):
-        problem = "some weights are not contiguous"
     if problem is None:
         return devices.pop()
     if kernels == "triton":

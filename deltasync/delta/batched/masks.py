@@ -11,6 +11,7 @@ from deltasync.delta.batched.source import BatchedSource, Lane
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.columns import Ints
 from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 
 _WORDS = kernels.BLOCK // 32
 
@@ -75,7 +76,7 @@ class Masks:
                 self._block_counts,
                 counts,
                 lane.first_block,
-                TYPE=kernels.TYPES[lane.item_size],
+                TYPE=TYPES[lane.item_size],
                 NARROW=lane.narrow,
                 PAIRS=lane.is_aligned and lane.item_size == 2 and not lane.narrow,
                 BLOCK=kernels.BLOCK,
@@ -184,10 +185,10 @@ class Masks:
             begin,
             end,
             out,
-            TYPE=kernels.TYPES[lane.item_size],
+            TYPE=TYPES[lane.item_size],
             NARROW=lane.narrow,
             AHEAD=ahead,
             STRIDE=self.value_bytes // lane.item_size,
-            SEGMENT=kernels.SEGMENT // 2,
+            SEGMENT=SEGMENT // 2,
             num_warps=4,
         )

@@ -25,6 +25,7 @@ from deltasync.delta.batched.weights import (
 from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
 from deltasync.wire.table import RowKind
@@ -152,9 +153,9 @@ class BatchedDelta:
                     self._masks.indices,
                     self._masks.values,
                     columns[0].shape[1],
-                    TYPE=kernels.TYPES[item_size],
+                    TYPE=TYPES[item_size],
                     STRIDE=self._masks.value_bytes // item_size,
-                    SEGMENT=kernels.SEGMENT,
+                    SEGMENT=SEGMENT,
                     num_warps=4,
                 )
         self._ahead[:] = False
@@ -185,7 +186,7 @@ class BatchedDelta:
                 origin,
                 snapshot.pointers[parameters[here]],
             )
-            row, begin = cut(count, kernels.SEGMENT)
+            row, begin = cut(count, SEGMENT)
             found.append(_Rows(int(item_size), (np.array(rows), row, begin)))
         return found
 
@@ -201,9 +202,9 @@ class BatchedDelta:
                 payload,
                 len(payload),
                 columns[0].shape[1],
-                TYPE=kernels.TYPES[part.item_size],
+                TYPE=TYPES[part.item_size],
                 STRIDE=masks.value_bytes // part.item_size,
-                SEGMENT=kernels.SEGMENT,
+                SEGMENT=SEGMENT,
                 num_warps=4,
             )
             if masks.is_held:
@@ -315,10 +316,10 @@ class BatchedBucket:
             payload if digests is None else digests,
             num_pieces,
             blocks_each,
-            TYPE=kernels.TYPES[lane.item_size],
+            TYPE=TYPES[lane.item_size],
             NARROW=lane.narrow,
             AHEAD=digests is not None,
             ALIGNED=is_aligned,
-            BLOCK=kernels.SPAN,
+            BLOCK=SPAN,
             num_warps=4,
         )

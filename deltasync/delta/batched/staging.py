@@ -21,7 +21,8 @@ from deltasync.delta.batched.weights import (
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels import triton_live as kernels
+from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.digest import MASK
@@ -33,6 +34,7 @@ class _Sparse:
     """The sparse rows of one item size in segments: columns as `kernels.check` takes them."""
 
     item_size: int
+    dims: int
     rows: Tensor
     segment_row: Tensor
     segment_begin: Tensor
@@ -47,6 +49,7 @@ class _Dense:
     """The dense rows of one item size, cut at chunk ends: columns as `kernels.check_dense` does."""
 
     item_size: int
+    dims: int
     pieces: Tensor
     blocks_each: int
     is_aligned: bool
@@ -195,35 +198,54 @@ class BatchedStaging:
 
     def _parts(self, bucket: ReadBucket, address: int) -> tuple[_Sparse | _Dense, ...]:
         """How to read a bucket whose payload lies at `address` on the device."""
-        rows = bucket.rows
+        rows, boxes = bucket.rows, self._weights.boxes
         item_sizes = self._before.item_sizes[rows["parameter"]]
-        ways = 2 * item_sizes + (rows["kind"] == RowKind.DENSE)
+        in_boxes = boxes.count[rows["parameter"]] > 0
+        ways = 4 * item_sizes + 2 * in_boxes + (rows["kind"] == RowKind.DENSE)
         parts: list[_Sparse | _Dense] = []
         for way in np.flatnonzero(np.bincount(ways)).tolist():
-            here = np.flatnonzero(ways == way)
-            item_size, index_at, value_at = way // 2, bucket.index_at[here], bucket.value_at[here]
-            if way % 2:
-                parts += self._dense(rows[here], value_at // item_size, item_size, address)
+            here, box = np.flatnonzero(ways == way), None
+            if way & 2:  # a row for each box, which takes from it what is its own
+                which, box = boxes.of(rows["parameter"][here])
+                here = here[which]
+            item_size, index_at, value_at = way // 4, bucket.index_at[here], bucket.value_at[here]
+            if way & 1:
+                parts += self._dense(rows[here], value_at // item_size, item_size, box, address)
             else:
                 index_at //= INDEX_ITEM_BYTES
-                parts.append(self._sparse(rows[here], index_at, value_at // item_size, item_size))
+                value_at //= item_size
+                parts.append(self._sparse(rows[here], index_at, value_at, item_size, box))
         return tuple(parts)
 
-    def _sparse(self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int) -> _Sparse:
+    def _addresses(self, parameter: NDArray[np.uint32], box: Ints | None) -> Ints:
+        """int64[n]: of parameters, 0 if they are not held, or of boxes."""
+        if box is None:
+            return self._weights.pointers[parameter]
+        return self._weights.boxes.address[box]
+
+    def _sparse(
+        self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int, box: Ints | None
+    ) -> _Sparse:
         parameter = rows["parameter"]
-        columns = np.empty((9, len(rows)), np.int64)
+        columns = np.zeros((10, len(rows)), np.int64)
         columns[0], columns[1], columns[2] = index_at, value_at, rows["count"]
         columns[3], columns[4], columns[8] = rows["span"], rows["start"], parameter
-        columns[5] = self._weights.pointers[parameter]
+        columns[5] = self._addresses(parameter, box)
         columns[6] = self._before.keys[parameter].view(np.int64)
         columns[7] = self._before.first[parameter]
-        segments = cut(columns[2], kernels.SEGMENT)
-        return _Sparse(item_size, *upload([columns, *segments], self._weights.device))
+        dims = 0
+        if box is not None:
+            columns[9], dims = box, self._weights.boxes.dims
+        segments = cut(columns[2], SEGMENT)
+        return _Sparse(item_size, dims, *upload([columns, *segments], self._weights.device))
 
-    def _dense(self, rows: Rows, value_at: Ints, item_size: int, address: int) -> list[_Dense]:
+    def _dense(
+        self, rows: Rows, value_at: Ints, item_size: int, box: Ints | None, address: int
+    ) -> list[_Dense]:
         """Pieces of the rows that are held here, none of which reaches into another chunk."""
-        held = np.flatnonzero(self._weights.pointers[rows["parameter"]])
-        rows, value_at = rows[held], value_at[held]
+        places = self._addresses(rows["parameter"], box)
+        held = np.flatnonzero(places)
+        rows, value_at, places = rows[held], value_at[held], places[held]
         if not len(rows):
             return []
         start, stop = (
@@ -243,80 +265,91 @@ class BatchedStaging:
             value_at[row] + low - start[row],
             high - low,
             low,
-            self._weights.pointers[parameter],
+            places[row],
             self._before.keys[parameter].view(np.int64),
             place,
             is_whole.astype(np.int64),
+            row if box is None else box[row],
         )
         blocks_each = blocks_in(high - low)
         if len(low) * blocks_each > _MAX_PROGRAMS:
             raise LimitExceeded("more dense rows of different lengths than one launch can take")
         (pieces,) = upload([np.array(columns)], self._weights.device)
-        places = (columns[0] | columns[2]) * item_size | columns[3] | columns[1]
-        places |= address
-        is_aligned = not (places % ALIGNMENT).any()
-        return [_Dense(item_size, pieces, blocks_each, is_aligned)]
+        begins = (columns[0] | columns[2]) * item_size | columns[3] | columns[1] | address
+        is_aligned = box is None and not (begins % ALIGNMENT).any()
+        dims = 0 if box is None else self._weights.boxes.dims
+        return [_Dense(item_size, dims, pieces, blocks_each, is_aligned)]
 
     def _check(self, part: _Sparse | _Dense, payload: Tensor) -> None:
+        boxes = self._weights.boxes.there, len(self._weights.boxes.address)
         if isinstance(part, _Sparse):
             kernels.check[(len(part.segment_row),)](
                 part.rows,
                 part.segment_row,
                 part.segment_begin,
+                *boxes,
                 payload,
                 self._flag,
                 self._change,
                 self._staged_sums,
                 part.rows.shape[1],
-                TYPE=kernels.TYPES[part.item_size],
+                TYPE=TYPES[part.item_size],
+                DIMS=part.dims,
                 CHUNK=self._before.chunk_numel,
-                SEGMENT=kernels.SEGMENT,
+                SEGMENT=SEGMENT,
                 num_warps=4,
             )
         else:
             kernels.check_dense[(part.pieces.shape[1] * part.blocks_each,)](
                 part.pieces,
+                *boxes,
                 payload,
                 self._change,
                 self._staged_sums,
                 part.pieces.shape[1],
                 part.blocks_each,
-                TYPE=kernels.TYPES[part.item_size],
+                TYPE=TYPES[part.item_size],
+                DIMS=part.dims,
                 ALIGNED=part.is_aligned,
-                BLOCK=kernels.SPAN,
+                BLOCK=SPAN,
                 num_warps=4,
             )
 
     def _write(self, part: _Sparse | _Dense, payload: Tensor, sums: Tensor) -> None:
         """Write a part; unless in place, the old bits take the place of the new ones in it."""
+        boxes = self._weights.boxes.there, len(self._weights.boxes.address)
         if isinstance(part, _Sparse):
-            kernels.write[(len(part.segment_row) * (kernels.SEGMENT // kernels.PART),)](
+            kernels.write[(len(part.segment_row) * (SEGMENT // kernels.PART),)](
                 part.rows,
                 part.segment_row,
                 part.segment_begin,
+                *boxes,
                 payload,
                 self._flag,
                 sums,
                 part.rows.shape[1],
-                TYPE=kernels.TYPES[part.item_size],
+                TYPE=TYPES[part.item_size],
+                DIMS=part.dims,
                 KEEP=not self.in_place,
-                SEGMENT=kernels.SEGMENT,
+                SEGMENT=SEGMENT,
                 PART=kernels.PART,
                 num_warps=kernels.PART // 32,
             )
         else:
             kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](
                 part.pieces,
+                *boxes,
                 payload,
                 self._flag,
                 self._change,
                 sums,
                 part.pieces.shape[1],
                 part.blocks_each,
-                TYPE=kernels.TYPES[part.item_size],
+                TYPE=TYPES[part.item_size],
+                DIMS=part.dims,
                 IN_PLACE=self.in_place,
                 ALIGNED=part.is_aligned,
-                BLOCK=kernels.SPAN,
+                BLOCK=SPAN,
                 num_warps=4,
             )
 

@@ -23,18 +23,27 @@ _BUCKET_BYTES = 1 << 16
 
 @lru_cache
 def warm_up(
-    formats: frozenset[tuple[Dtype, Dtype]], chunk_numel: int, device: torch.device
+    formats: frozenset[tuple[Dtype, Dtype]],
+    chunk_numel: int,
+    device: torch.device,
+    *,
+    box_dims: int = 0,
 ) -> None:
     """`sync_tiny_models`, once in a process and where there is something to compile.
 
     Triton keeps what it compiles on disk.
     """
     if device.type == "cuda":
-        sync_tiny_models(formats, chunk_numel, device)
+        for dims in {0, box_dims}:
+            sync_tiny_models(formats, chunk_numel, device, box_dims=dims)
 
 
 def sync_tiny_models(
-    formats: frozenset[tuple[Dtype, Dtype]], chunk_numel: int, device: torch.device
+    formats: frozenset[tuple[Dtype, Dtype]],
+    chunk_numel: int,
+    device: torch.device,
+    *,
+    box_dims: int = 0,
 ) -> None:
     """Sync in every way there is, which launches every kernel that a sync may need.
 
@@ -42,6 +51,7 @@ def sync_tiny_models(
         formats: (dtype of the source, wire dtype) of the parameters to come.
         chunk_numel: Elements of a chunk.
         device: Where kernels run.
+        box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
     """
     with device_of(device):
         pairs = sorted(formats, key=lambda pair: (pair[0].name, pair[1].name))
@@ -52,7 +62,17 @@ def sync_tiny_models(
         for dense_above in (1.0, 0.0):
             for max_held_bytes in (_BUCKET_BYTES, 0):
                 policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
-                _sync(specs, readers, policy, chunk_numel, device, max_held_bytes)
+                _sync(specs, readers, policy, chunk_numel, device, max_held_bytes, box_dims)
+
+
+def _live(dtype: Dtype, device: torch.device, dims: int) -> Flat:
+    """Weights in one run, or in a box of so many dimensions, the first of them the innermost."""
+    storage = torch.zeros(2 * _NUMEL, dtype=torch_dtype(dtype), device=device)
+    if not dims:
+        return Flat.of(storage[:_NUMEL])
+    twos = min(dims, _NUMEL.bit_length() - 1) - 1
+    shape = *[2] * twos, _NUMEL >> twos
+    return Flat.of(storage.as_strided(shape, [2 << nth for nth in range(len(shape))]))
 
 
 def _filled(dtype: Dtype, device: torch.device) -> Tensor:
@@ -67,18 +87,16 @@ def _sync(
     chunk_numel: int,
     device: torch.device,
     max_held_bytes: int,
+    box_dims: int,
 ) -> None:
     ledger = DigestLedger(specs, chunk_numel=chunk_numel)
     snapshot, replica, other = (
         BatchedWeights(
-            {
-                number: Flat.of(torch.zeros(_NUMEL, dtype=torch_dtype(spec.dtype), device=device))
-                for number, spec in enumerate(specs)
-            },
+            {number: _live(spec.dtype, device, dims) for number, spec in enumerate(specs)},
             ledger,
             device,
         )
-        for _ in range(3)
+        for dims in (0, box_dims, box_dims)
     )
     ledger.sums[:] = replica.digests()
     delta = BatchedDiffer(snapshot).compare(

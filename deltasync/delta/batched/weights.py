@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,63 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.packing import origins_of
-from deltasync.delta.bits import Live
+from deltasync.delta.bits import Box, Live
+from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels import triton_live as kernels
+from deltasync.delta.kernels.triton_base import SPAN, TYPES
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
 
 
+class Boxes:
+    """Where those parameters lie that do not lie in one run: see `delta.bits.Box`.
+
+    Attributes:
+        count, first: int64[parameters]: how many boxes each has, and which is its first.
+        address: int64[boxes].
+        dims: Of every box: the most that one needs. 0 without boxes.
+        there: int64[2 + 3 * dims, boxes], on the device: the table that kernels take.
+    """
+
+    def __init__(
+        self, flats: Mapping[int, Live], num_parameters: int, device: torch.device
+    ) -> None:
+        boxes: list[Box] = []
+        self.count = np.zeros(num_parameters, np.int64)
+        for parameter, flat in flats.items():
+            if not flat.is_contiguous:
+                found = flat.boxes()
+                self.count[parameter] = len(found)
+                boxes += found
+        self.first = np.cumsum(self.count) - self.count
+        self.dims = max((max(1, len(box.dims)) for box in boxes), default=0)
+        self.address = np.array([box.address for box in boxes], np.int64)
+        table = [[box.address, box.start, *self._padded(box)] for box in boxes]
+        columns = np.array(table, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
+        (self.there,) = upload([columns], device)
+
+    def _padded(self, box: Box) -> Iterator[int]:
+        """The numbers of so many dimensions, the first of them of one element each."""
+        missing = self.dims - len(box.dims)
+        return chain.from_iterable([(1, 1 << 62, 0)] * missing + box.dims)
+
+    def of(self, parameter: Ints) -> tuple[Ints, Ints]:
+        """(which, box): all boxes of each of these parameters."""
+        which, nth = cut(self.count[parameter], 1)
+        return which, self.first[parameter[which]] + nth
+
+
 class BatchedWeights:
-    """Flat contiguous weights by chunk.
+    """Weights by chunk.
 
     Attributes:
         device: Where kernels run.
         ledger: What says which chunks there are; its sums are not looked at.
         table: The chunks.
-        pointers: int64[parameters], addresses; 0 for one that is not held.
+        pointers: int64[parameters], addresses of contiguous ones; 0 for others.
+        boxes: Where the others lie, as far as they are held.
         item_sizes: int64[chunks], bytes of an element.
         origins: int64[chunks], what indices of a chunk are relative to.
         addresses: int64[chunks], of each chunk's first element.
@@ -41,8 +82,8 @@ class BatchedWeights:
         """Look up where the weights are.
 
         Args:
-            flats: The weights by parameter; contiguous, on `device` or in pinned host memory. Not
-                owned: they must outlive this object.
+            flats: The weights by parameter; on `device` or in pinned host memory. Not owned: they
+                must outlive this object.
             ledger: Whose chunks are meant.
             device: Where kernels run.
         """
@@ -53,7 +94,9 @@ class BatchedWeights:
         self.origins = origins_of(table)
         self.pointers = np.zeros(len(ledger.specs), np.int64)
         for parameter, flat in flats.items():
-            self.pointers[parameter] = flat.line.data_ptr()
+            if flat.is_contiguous:
+                self.pointers[parameter] = flat.line.data_ptr()
+        self.boxes = Boxes(flats, len(ledger.specs), device)
         self.addresses = self.addresses_of(self.pointers, self.item_sizes)
         self.addresses_there, self.starts, self.keys, self.numels = upload(
             [self.addresses, table.start, ledger.keys[table.parameter].view(np.int64), table.numel],
@@ -73,15 +116,24 @@ class BatchedWeights:
         """uint64[n]: the digests of these chunks, or of all, read from memory. Waits for them."""
         if chunks is None:
             chunks = np.arange(len(self.addresses))
+        parameter = self.table.parameter[chunks]
+        in_runs, (which, box) = np.flatnonzero(self.pointers[parameter]), self.boxes.of(parameter)
         found = np.zeros(len(chunks), np.uint64)
         with device_of(self.device):
             for item_size in np.unique(self.item_sizes[chunks]).tolist():
-                these = np.flatnonzero(self.item_sizes[chunks] == item_size)
+                here = self.item_sizes[chunks] == item_size
+                these = in_runs[here[in_runs]]
                 found[these] = self._digests(chunks[these], item_size)
+                these = np.flatnonzero(here[which])
+                in_boxes = self._digests(chunks[which[these]], item_size, box[these])
+                np.add.at(found, which[these], in_boxes)
         return found
 
-    def _digests(self, chunks: NDArray[np.int64], item_size: int) -> NDArray[np.uint64]:
-        (there,) = upload([chunks], self.device)
+    def _digests(self, chunks: Ints, item_size: int, box: Ints | None = None) -> NDArray[np.uint64]:
+        """uint64[n]: digests of chunks that are contiguous, or of what of each is in a box."""
+        if not len(chunks):
+            return np.zeros(0, np.uint64)
+        there, box_of = upload([chunks, chunks if box is None else box], self.device)
         sums = torch.zeros(len(chunks), dtype=torch.int64, device=self.device)
         each = blocks_in(self.table.numel[chunks])
         kernels.digest[(len(chunks) * each,)](
@@ -90,19 +142,26 @@ class BatchedWeights:
             self.numels,
             self.keys,
             there,
+            box_of,
+            self.boxes.there,
+            len(self.boxes.address),
             sums,
             each,
-            TYPE=kernels.TYPES[item_size],
-            ALIGNED=not ((self.addresses | self.table.numel)[chunks] % ALIGNMENT).any(),
-            BLOCK=kernels.SPAN,
+            TYPE=TYPES[item_size],
+            DIMS=0 if box is None else self.boxes.dims,
+            ALIGNED=box is None and self._is_aligned(chunks),
+            BLOCK=SPAN,
             num_warps=4,
         )
         return sums.cpu().numpy().view(np.uint64)
 
+    def _is_aligned(self, chunks: Ints) -> bool:
+        return not ((self.addresses | self.table.numel)[chunks] % ALIGNMENT).any()
+
 
 def blocks_in(numels: NDArray[np.int64]) -> int:
     """The most programs of a dense kernel that one of these runs of elements takes."""
-    return -(-int(numels.max()) // kernels.SPAN)
+    return -(-int(numels.max()) // SPAN)
 
 
 def device_of(device: torch.device) -> AbstractContextManager[object]:

@@ -1,9 +1,10 @@
 """Kernels in Triton: each goes over all parameters in one launch, through tables of addresses.
 
+These compare and pack; those of `triton_live` check and write.
+
 A *chunk* is described by columns that the launcher gets as tensors: the address of its first
 element, its flat position in the parameter, its length, the digest seed of its parameter. Addresses
 are those of device memory, of pinned host memory, or under Triton's interpreter of any host memory.
-Sums of digests are 64-bit and wrap around, so that the order in which programs add does not matter.
 
 The caller makes the device current; work goes to the current stream, nothing waits for it.
 """
@@ -13,77 +14,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltasync.wire.digest import GOLDEN_RATIO, MULTIPLIERS
+from deltasync.delta.kernels.triton_base import (
+    GOLDEN,
+    add_up,
+    aligned,
+    length_of,
+    load,
+    mix,
+    rounded,
+    seed_of,
+)
 
 BLOCK = 4096
 """Elements that one program looks at: 32 to a word of the mask."""
-
-SEGMENT = 1024
-"""Indices that one program checks or copies."""
-
-PART = 256
-"""Indices of a segment that one program writes to and reads back: one a thread."""
 
 GROUP = 4
 """Blocks whose masks one program of `locate` reads."""
 
 TILE = 64
 """Blocks whose changes one program of `collect` reads."""
-
-SPAN = 1024
-"""Elements that one program of a dense kernel goes over: more would not fit into registers."""
-
-CLEAR = (1 << 31) - 1
-"""What the flag of `check` holds while no row is bad."""
-
-ACCUMULATORS = 64
-"""Over how many places sums of all programs are spread, to keep atomics apart."""
-
-TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-
-_GOLDEN = tl.constexpr(GOLDEN_RATIO)
-_FIRST = tl.constexpr(MULTIPLIERS[0])
-_SECOND = tl.constexpr(MULTIPLIERS[1])
-_ACCUMULATORS = tl.constexpr(ACCUMULATORS)
-_CLEAR = tl.constexpr(CLEAR)
-
-
-@triton.jit
-def _seed(key, position):
-    """What `_mix` adds bits to. Linear: seeds of neighbours are `_GOLDEN` apart."""
-    return key + position.to(tl.uint64) * _GOLDEN
-
-
-@triton.jit
-def _mix(seed, bits):
-    """SplitMix64's finaliser of seed, position and bits: wire.digest.mix64."""
-    x = seed + bits.to(tl.uint64)
-    x = (x ^ (x >> 30)) * _FIRST
-    x = (x ^ (x >> 27)) * _SECOND
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _add(sums, place, terms):
-    """Add uint64 terms up into one place."""
-    tl.atomic_add(sums + place, tl.sum(terms).to(tl.int64, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def _rounded(raw):
-    """bfloat16 bits of float32 bits, to the nearest even, as delta.bits does: one NaN."""
-    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
-    return tl.where((raw & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
-
-
-@triton.jit
-def _load(address, offsets, mask, TYPE: tl.constexpr, NARROW: tl.constexpr):
-    """Bits of the wire's type; NARROW reads float32 that goes as bfloat16."""
-    if NARROW:
-        raw = tl.load(address.to(tl.pointer_type(tl.uint32)) + offsets, mask=mask, other=0)
-        return _rounded(raw)
-    else:
-        return tl.load(address.to(tl.pointer_type(TYPE)) + offsets, mask=mask, other=0)
 
 
 @triton.jit
@@ -136,7 +85,7 @@ def compare(
         column = tl.arange(0, 32)[None, :]
         where = offset + tl.arange(0, BLOCK // 32)[:, None] * 32 + column
         there = where < numel
-        differ = _load(new, where, there, TYPE, NARROW) != _load(old, where, there, TYPE, False)
+        differ = load(new, where, there, TYPE, NARROW) != load(old, where, there, TYPE, False)
         found = tl.sum(differ.to(tl.uint32) << column, axis=1)
     at = block.to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     tl.store(words + at, found.to(tl.int32, bitcast=True))
@@ -144,16 +93,6 @@ def compare(
     tl.store(counts + block, count)
     if count > 0:
         tl.atomic_add(chunk_counts + chunk, count, sem="relaxed")
-
-
-@triton.jit
-def _add_by_chunk(digests, position, good, change, CHUNK: tl.constexpr):
-    """Add terms up into the places of the chunks that their positions lie in."""
-    chunk = (position // CHUNK).to(tl.int32)
-    one, last = tl.min(tl.where(good, chunk, 0x7FFFFFFF)), tl.max(tl.where(good, chunk, -1))
-    while one <= last:
-        _add(digests, one, tl.where(chunk == one, change, 0))
-        one += 1
 
 
 @triton.jit(do_not_specialize=["capacity", "begin", "end", "out"])
@@ -213,7 +152,7 @@ def collect(
     if (count > 0) & (tl.load(ends + end) - origin <= capacity):
         new_from, old_from = tl.load(new_at + chunk), tl.load(old_at + chunk)
         shift = tl.load(shifts + chunk)
-        seed = _seed(tl.load(keys + chunk).to(tl.uint64, bitcast=True), tl.load(starts + chunk))
+        seed = seed_of(tl.load(keys + chunk).to(tl.uint64, bitcast=True), tl.load(starts + chunk))
         change = tl.zeros((SEGMENT,), tl.uint64)
         done = 0
         while done < count:
@@ -221,15 +160,15 @@ def collect(
             there = lane < count
             at = rank - origin + lane
             where = tl.load(indices + at, mask=there, other=shift) - shift
-            new = _load(new_from, where, there, TYPE, NARROW)
-            old = _load(old_from, where, there, TYPE, False)
+            new = load(new_from, where, there, TYPE, NARROW)
+            old = load(old_from, where, there, TYPE, False)
             tl.store(values.to(tl.pointer_type(TYPE)) + at * STRIDE, new, mask=there)
             if AHEAD:
                 tl.store(old_from.to(tl.pointer_type(TYPE)) + where, new, mask=there)
-            one = _seed(seed, where)
-            change += tl.where(there, _mix(one, new) - _mix(one, old), 0)
+            one = seed_of(seed, where)
+            change += tl.where(there, mix(one, new) - mix(one, old), 0)
             done += SEGMENT
-        _add(changes, chunk, change)
+        add_up(changes, chunk, change)
 
 
 @triton.jit(do_not_specialize=["payload_bytes", "num_rows"])
@@ -280,20 +219,6 @@ def advance(
     tl.store(old + position, value, mask=there)
 
 
-@triton.jit
-def _aligned(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer that the compiler knows to be fit for wide loads, if it is."""
-    pointer = address.to(tl.pointer_type(TYPE))
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
-
-
-@triton.jit
-def _length(at, ALIGNED: tl.constexpr):
-    """A number of elements, of which the compiler knows that no wide load straddles it, if so."""
-    length = tl.load(at)
-    return tl.multiple_of(length, 16) if ALIGNED else length
-
-
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
     new_at, old_at, starts, keys, pieces, payload, digests, num_pieces, blocks_each,
@@ -307,7 +232,7 @@ def pack_dense(
     ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    numel = _length(pieces + 2 * num_pieces + piece, ALIGNED)
+    numel = length_of(pieces + 2 * num_pieces + piece, ALIGNED)
     if block * BLOCK < numel:
         chunk = tl.load(pieces + piece)
         first = tl.load(pieces + num_pieces + piece)
@@ -316,10 +241,10 @@ def pack_dense(
         there = offset < numel
         WIDTH: tl.constexpr = 4 if NARROW else TYPE.primitive_bitwidth // 8
         READ: tl.constexpr = tl.uint32 if NARROW else TYPE
-        source = _aligned(tl.load(new_at + chunk) + first * WIDTH, READ, ALIGNED)
+        source = aligned(tl.load(new_at + chunk) + first * WIDTH, READ, ALIGNED)
         bits = tl.load(source + offset, mask=there, other=0)
         if NARROW:
-            bits = _rounded(bits)
+            bits = rounded(bits)
         at = tl.load(pieces + 3 * num_pieces + piece)
         values = payload.to(tl.pointer_type(TYPE)) + at
         if ALIGNED:
@@ -327,174 +252,9 @@ def pack_dense(
         tl.store(values + offset, bits, mask=there)
         if AHEAD:
             SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
-            old = _aligned(tl.load(old_at + chunk) + first * SIZE, TYPE, ALIGNED)
+            old = aligned(tl.load(old_at + chunk) + first * SIZE, TYPE, ALIGNED)
             tl.store(old + offset, bits, mask=there)
             key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
-            seed = _seed(key, tl.load(starts + chunk) + first + block * BLOCK)
-            gained = _mix(seed + lane.to(tl.uint64) * _GOLDEN, bits)
-            _add(digests, chunk, tl.where(there, gained, 0))
-
-
-@triton.jit(do_not_specialize=["blocks_each"])
-def digest(
-    addresses, starts, numels, keys, chunks, digests, blocks_each,
-    TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Digests of chunks. ALIGNED: as in `pack_dense`."""
-    item, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    chunk = tl.load(chunks + item)
-    numel = _length(numels + chunk, ALIGNED)
-    if block * BLOCK < numel:
-        lane = tl.arange(0, BLOCK)
-        offset = block * BLOCK + lane
-        there = offset < numel
-        weights = _aligned(tl.load(addresses + chunk), TYPE, ALIGNED)
-        bits = tl.load(weights + offset, mask=there, other=0)
-        key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
-        seed = _seed(key, tl.load(starts + chunk) + block * BLOCK)
-        _add(digests, item, tl.where(there, _mix(seed + lane.to(tl.uint64) * _GOLDEN, bits), 0))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def check(
-    rows, segment_row, segment_begin, payload, flag, digests, sums, num_rows,
-    TYPE: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
-    """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
-
-    rows: int64[9, num_rows]: where indices begin in the payload, in int32 units; where values
-        begin, in elements; their number; span; flat position that indices count from; address
-        of the parameter, 0 if it is not held; digest key; its first digest; its number.
-    """
-    segment = tl.program_id(0)
-    row = rows + tl.load(segment_row + segment)
-    lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
-    there = lane < tl.load(row + 2 * num_rows)
-    indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
-    index = tl.load(indices + lane, mask=there, other=0).to(tl.int64)
-    before = tl.load(indices + lane - 1, mask=there & (lane > 0), other=-1).to(tl.int64)
-    good = there & (index >= 0) & (index > before) & (index < tl.load(row + 3 * num_rows))
-    if tl.max((there & ~good).to(tl.int32)) > 0:
-        tl.atomic_min(flag, tl.load(row + 8 * num_rows).to(tl.int32), sem="relaxed")
-    address = tl.load(row + 5 * num_rows)
-    if address != 0:  # held here
-        values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows)
-        position = tl.load(row + 4 * num_rows) + index
-        new = tl.load(values + lane, mask=good, other=0)
-        old = _load(address, position, good, TYPE, False)
-        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
-        seed = _seed(key, position)
-        gained = tl.where(good, _mix(seed, new), 0)
-        change = gained - tl.where(good, _mix(seed, old), 0)
-        _add(sums, segment % _ACCUMULATORS, gained)
-        _add_by_chunk(digests + tl.load(row + 7 * num_rows), position, good, change, CHUNK)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def write(
-    rows, segment_row, segment_begin, payload, flag, sums, num_rows,
-    TYPE: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Write rows, as `check` takes them, unless `flag` is raised, and read them back.
-
-    KEEP: What they replace takes their place in the payload.
-    """
-    segment, nth = tl.program_id(0) // (SEGMENT // PART), tl.program_id(0) % (SEGMENT // PART)
-    row = rows + tl.load(segment_row + segment)
-    first = tl.load(segment_begin + segment) + nth * PART
-    count = tl.load(row + 2 * num_rows)
-    address = tl.load(row + 5 * num_rows)
-    if (address != 0) & (first < count) & (tl.load(flag) == _CLEAR):
-        lane = first + tl.arange(0, PART)  # a thread with several would wait for each in turn
-        there = lane < count
-        indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
-        position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
-        target = address.to(tl.pointer_type(TYPE)) + position
-        values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
-        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
-        seed = _seed(key, position)
-        new = tl.load(values, mask=there, other=0)
-        if KEEP:
-            tl.store(values, tl.load(target, mask=there, other=0), mask=there)
-        tl.store(target, new, mask=there)
-        read = tl.load(target, mask=there, other=0, volatile=True)
-        _add(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, _mix(seed, read), 0))
-
-
-@triton.jit
-def _piece(pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED: tl.constexpr, BLOCK):
-    """(values, weights, seeds, mask) of the elements of a piece that this program looks at."""
-    column, block = pieces + tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    lane = tl.arange(0, BLOCK)
-    offset = block * BLOCK + lane
-    start = tl.load(column + 2 * num_pieces)
-    values = payload.to(tl.pointer_type(TYPE)) + tl.load(column)
-    weights = tl.load(column + 3 * num_pieces).to(tl.pointer_type(TYPE)) + start
-    if ALIGNED:
-        values, weights = tl.multiple_of(values, 16), tl.multiple_of(weights, 16)
-    key = tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True)
-    seed = _seed(key, start + block * BLOCK)
-    there = offset < _length(column + num_pieces, ALIGNED)
-    return values + offset, weights + offset, seed + lane.to(tl.uint64) * _GOLDEN, there
-
-
-@triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
-def check_dense(
-    pieces, payload, digests, sums, num_pieces, blocks_each,
-    TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """By how much dense pieces will change the digests.
-
-    pieces: int64[7, num_pieces]: where values begin in the payload, in elements; their
-        number; flat position of the first; address of the parameter; digest key; which digest
-        it belongs to; whether it makes up all of that.
-    ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
-    """
-    piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    if block * BLOCK < tl.load(pieces + num_pieces + piece):
-        values, weights, seed, there = _piece(
-            pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED, BLOCK
-        )
-        gained = tl.where(there, _mix(seed, tl.load(values, mask=there, other=0)), 0)
-        _add(sums, tl.program_id(0) % _ACCUMULATORS, gained)
-        if tl.load(pieces + 6 * num_pieces + piece) == 0:
-            gained -= tl.where(there, _mix(seed, tl.load(weights, mask=there, other=0)), 0)
-        _add(digests, tl.load(pieces + 5 * num_pieces + piece), gained)
-
-
-@triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
-def write_dense(
-    pieces, payload, flag, digests, sums, num_pieces, blocks_each,
-    TYPE: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write dense pieces, unless `flag` is raised, and read them back.
-
-    IN_PLACE: Account for them in `digests`, which `check_dense` has not done. Otherwise what they
-        replace takes their place in the payload; the second half of `sums` takes the digests of
-        what only this kernel looks at: old bits of pieces that make up all of a digest.
-    """
-    piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
-    nth = tl.program_id(0) % _ACCUMULATORS
-    is_here = block * BLOCK < tl.load(pieces + num_pieces + piece)
-    if is_here & (tl.load(flag) == _CLEAR):
-        values, weights, seed, there = _piece(
-            pieces, payload, num_pieces, blocks_each, TYPE, ALIGNED, BLOCK
-        )
-        new = tl.load(values, mask=there, other=0)
-        is_part = tl.load(pieces + 6 * num_pieces + piece) == 0
-        lost = tl.zeros((BLOCK,), tl.uint64)
-        if IN_PLACE:
-            if is_part:
-                lost = tl.where(there, _mix(seed, tl.load(weights, mask=there, other=0)), 0)
-        else:
-            old = tl.load(weights, mask=there, other=0)
-            tl.store(values, old, mask=there)
-            if not is_part:
-                _add(sums, _ACCUMULATORS + nth, tl.where(there, _mix(seed, old), 0))
-        tl.store(weights, new, mask=there)
-        read = tl.load(weights, mask=there, other=0, volatile=True)
-        gained = tl.where(there, _mix(seed, read), 0)
-        if IN_PLACE:
-            _add(digests, tl.load(pieces + 5 * num_pieces + piece), gained - lost)
-        else:
-            _add(sums, nth, gained)
+            seed = seed_of(key, tl.load(starts + chunk) + first + block * BLOCK)
+            gained = mix(seed + lane.to(tl.uint64) * GOLDEN, bits)
+            add_up(digests, chunk, tl.where(there, gained, 0))

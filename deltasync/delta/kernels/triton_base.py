@@ -1,0 +1,84 @@
+"""What Triton kernels share: types, sizes of what a program works on, and digests.
+
+Sums of digests are 64-bit and wrap around, so that the order in which programs add does not matter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deltasync.wire.digest import GOLDEN_RATIO, MULTIPLIERS
+
+SEGMENT = 1024
+"""Indices that one program checks or copies."""
+
+SPAN = 1024
+"""Elements that one program of a dense kernel goes over: more would not fit into registers."""
+
+TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+GOLDEN = tl.constexpr(GOLDEN_RATIO)
+_FIRST = tl.constexpr(MULTIPLIERS[0])
+_SECOND = tl.constexpr(MULTIPLIERS[1])
+
+
+@triton.jit
+def seed_of(key, position):
+    """What `mix` adds bits to. Linear: seeds of neighbours are `GOLDEN` apart."""
+    return key + position.to(tl.uint64) * GOLDEN
+
+
+@triton.jit
+def mix(seed, bits):
+    """SplitMix64's finaliser of seed, position and bits: wire.digest.mix64."""
+    x = seed + bits.to(tl.uint64)
+    x = (x ^ (x >> 30)) * _FIRST
+    x = (x ^ (x >> 27)) * _SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def add_up(sums, place, terms):
+    """Add uint64 terms up into one place."""
+    tl.atomic_add(sums + place, tl.sum(terms).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def rounded(raw):
+    """bfloat16 bits of float32 bits, to the nearest even, as delta.bits does: one NaN."""
+    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+    return tl.where((raw & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def load(address, offsets, mask, TYPE: tl.constexpr, NARROW: tl.constexpr):
+    """Bits of the wire's type; NARROW reads float32 that goes as bfloat16."""
+    if NARROW:
+        raw = tl.load(address.to(tl.pointer_type(tl.uint32)) + offsets, mask=mask, other=0)
+        return rounded(raw)
+    return tl.load(address.to(tl.pointer_type(TYPE)) + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def add_by_chunk(digests, position, good, change, CHUNK: tl.constexpr):
+    """Add terms up into the places of the chunks that their positions lie in."""
+    chunk = (position // CHUNK).to(tl.int32)
+    one, last = tl.min(tl.where(good, chunk, 0x7FFFFFFF)), tl.max(tl.where(good, chunk, -1))
+    while one <= last:
+        add_up(digests, one, tl.where(chunk == one, change, 0))
+        one += 1
+
+
+@triton.jit
+def aligned(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer that the compiler knows to be fit for wide loads, if it is."""
+    pointer = address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def length_of(at, ALIGNED: tl.constexpr):
+    """A number of elements, of which the compiler knows that no wide load straddles it, if so."""
+    length = tl.load(at)
+    return tl.multiple_of(length, 16) if ALIGNED else length

@@ -1,0 +1,250 @@
+"""Kernels over live weights: digests, the check of what a bucket would write, and its writing.
+
+Weights that lie in one run are found by their address alone. Others are found through *boxes*:
+int64[2 + 3 * DIMS, num_boxes], the address of a box's first element, its flat position in the
+parameter, and of each dimension size, distance of positions and distance in memory, in elements.
+What holds for chunks and addresses in `triton` holds here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deltasync.delta.kernels.triton_base import (
+    GOLDEN,
+    add_by_chunk,
+    add_up,
+    aligned,
+    length_of,
+    load,
+    mix,
+    seed_of,
+)
+
+PART = 256
+"""Indices of a segment that one program writes to and reads back: one a thread."""
+
+CLEAR = (1 << 31) - 1
+"""What the flag of `check` holds while no row is bad."""
+
+ACCUMULATORS = 64
+"""Over how many places sums of all programs are spread, to keep atomics apart."""
+
+_ACCUMULATORS = tl.constexpr(ACCUMULATORS)
+_CLEAR = tl.constexpr(CLEAR)
+
+
+@triton.jit
+def _find(box, num_boxes, position, DIMS: tl.constexpr):
+    """(where, inside): elements from a box's first one to flat positions, if they lie in it."""
+    rest = position - tl.load(box + num_boxes)
+    inside = rest >= 0
+    where = tl.zeros_like(rest)
+    for dim in tl.static_range(DIMS):
+        column = box + (2 + 3 * dim) * num_boxes
+        stride = tl.load(column + num_boxes)
+        index = rest // stride
+        inside &= index < tl.load(column)
+        rest -= index * stride
+        where += index * tl.load(column + 2 * num_boxes)
+    return where, inside & (rest == 0)
+
+
+@triton.jit(do_not_specialize=["num_boxes", "blocks_each"])
+def digest(
+    addresses, starts, numels, keys, chunks, box_of, boxes, num_boxes, digests, blocks_each,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Digests of chunks, with DIMS of what of each lies in a box. ALIGNED: as in `pack_dense`."""
+    item, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
+    chunk = tl.load(chunks + item)
+    numel = length_of(numels + chunk, ALIGNED)
+    if block * BLOCK < numel:
+        lane = tl.arange(0, BLOCK)
+        offset = block * BLOCK + lane
+        there = offset < numel
+        start = tl.load(starts + chunk)
+        if DIMS:
+            box = boxes + tl.load(box_of + item)
+            where, inside = _find(box, num_boxes, start + offset, DIMS)
+            there &= inside
+            weights = tl.load(box).to(tl.pointer_type(TYPE)) + where
+        else:
+            weights = aligned(tl.load(addresses + chunk), TYPE, ALIGNED) + offset
+        bits = tl.load(weights, mask=there, other=0)
+        key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
+        seed = seed_of(key, start + block * BLOCK)
+        add_up(digests, item, tl.where(there, mix(seed + lane.to(tl.uint64) * GOLDEN, bits), 0))
+
+
+@triton.jit(do_not_specialize=["num_boxes", "num_rows"])
+def check(
+    rows, segment_row, segment_begin, boxes, num_boxes, payload, flag, digests, sums, num_rows,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
+
+    rows: int64[10, num_rows]: where indices begin in the payload, in int32 units; where values
+        begin, in elements; their number; span; flat position that indices count from; address
+        of the parameter, 0 if it is not held; digest key; its first digest; its number; with DIMS
+        a box of it, in which alone the row is looked for.
+    """
+    segment = tl.program_id(0)
+    row = rows + tl.load(segment_row + segment)
+    lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
+    there = lane < tl.load(row + 2 * num_rows)
+    indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
+    index = tl.load(indices + lane, mask=there, other=0).to(tl.int64)
+    before = tl.load(indices + lane - 1, mask=there & (lane > 0), other=-1).to(tl.int64)
+    good = there & (index >= 0) & (index > before) & (index < tl.load(row + 3 * num_rows))
+    if tl.max((there & ~good).to(tl.int32)) > 0:
+        tl.atomic_min(flag, tl.load(row + 8 * num_rows).to(tl.int32), sem="relaxed")
+    address = tl.load(row + 5 * num_rows)
+    if address != 0:  # held here
+        values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows)
+        position = tl.load(row + 4 * num_rows) + index
+        if DIMS:
+            box = boxes + tl.load(row + 9 * num_rows)
+            where, inside = _find(box, num_boxes, position, DIMS)
+            good &= inside
+        else:
+            where = position
+        new = tl.load(values + lane, mask=good, other=0)
+        old = load(address, where, good, TYPE, False)
+        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
+        seed = seed_of(key, position)
+        gained = tl.where(good, mix(seed, new), 0)
+        change = gained - tl.where(good, mix(seed, old), 0)
+        add_up(sums, segment % _ACCUMULATORS, gained)
+        add_by_chunk(digests + tl.load(row + 7 * num_rows), position, good, change, CHUNK)
+
+
+@triton.jit(do_not_specialize=["num_boxes", "num_rows"])
+def write(
+    rows, segment_row, segment_begin, boxes, num_boxes, payload, flag, sums, num_rows,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Write rows, as `check` takes them, unless `flag` is raised, and read them back.
+
+    KEEP: What they replace takes their place in the payload.
+    """
+    segment, nth = tl.program_id(0) // (SEGMENT // PART), tl.program_id(0) % (SEGMENT // PART)
+    row = rows + tl.load(segment_row + segment)
+    first = tl.load(segment_begin + segment) + nth * PART
+    count = tl.load(row + 2 * num_rows)
+    address = tl.load(row + 5 * num_rows)
+    if (address != 0) & (first < count) & (tl.load(flag) == _CLEAR):
+        lane = first + tl.arange(0, PART)  # a thread with several would wait for each in turn
+        there = lane < count
+        indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
+        position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
+        if DIMS:
+            box = boxes + tl.load(row + 9 * num_rows)
+            where, inside = _find(box, num_boxes, position, DIMS)
+            there &= inside
+        else:
+            where = position
+        target = address.to(tl.pointer_type(TYPE)) + where
+        values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
+        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
+        seed = seed_of(key, position)
+        new = tl.load(values, mask=there, other=0)
+        if KEEP:
+            tl.store(values, tl.load(target, mask=there, other=0), mask=there)
+        tl.store(target, new, mask=there)
+        read = tl.load(target, mask=there, other=0, volatile=True)
+        add_up(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, mix(seed, read), 0))
+
+
+@triton.jit
+def _piece(
+    pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK,
+):  # fmt: skip
+    """(values, weights, seeds, mask) of the elements of a piece that this program looks at."""
+    column, block = pieces + tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
+    lane = tl.arange(0, BLOCK)
+    offset = block * BLOCK + lane
+    start = tl.load(column + 2 * num_pieces)
+    there = offset < length_of(column + num_pieces, ALIGNED)
+    values = payload.to(tl.pointer_type(TYPE)) + tl.load(column)
+    weights = tl.load(column + 3 * num_pieces).to(tl.pointer_type(TYPE))
+    if DIMS:
+        box = boxes + tl.load(column + 7 * num_pieces)
+        where, inside = _find(box, num_boxes, start + offset, DIMS)
+        there &= inside
+        weights += where
+    else:
+        weights += start
+        if ALIGNED:
+            values, weights = tl.multiple_of(values, 16), tl.multiple_of(weights, 16)
+        weights += offset
+    key = tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True)
+    seed = seed_of(key, start + block * BLOCK)
+    return values + offset, weights, seed + lane.to(tl.uint64) * GOLDEN, there
+
+
+@triton.jit(do_not_specialize=["num_boxes", "num_pieces", "blocks_each"])
+def check_dense(
+    pieces, boxes, num_boxes, payload, digests, sums, num_pieces, blocks_each,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """By how much dense pieces will change the digests.
+
+    pieces: int64[8, num_pieces]: where values begin in the payload, in elements; their
+        number; flat position of the first; address of the parameter; digest key; which digest
+        it belongs to; whether it makes up all of that; with DIMS a box of the parameter, in which
+        alone the piece is looked for.
+    ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
+    """
+    piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
+    if block * BLOCK < tl.load(pieces + num_pieces + piece):
+        values, weights, seed, there = _piece(
+            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, ALIGNED, BLOCK
+        )
+        gained = tl.where(there, mix(seed, tl.load(values, mask=there, other=0)), 0)
+        add_up(sums, tl.program_id(0) % _ACCUMULATORS, gained)
+        if tl.load(pieces + 6 * num_pieces + piece) == 0:
+            gained -= tl.where(there, mix(seed, tl.load(weights, mask=there, other=0)), 0)
+        add_up(digests, tl.load(pieces + 5 * num_pieces + piece), gained)
+
+
+@triton.jit(do_not_specialize=["num_boxes", "num_pieces", "blocks_each"])
+def write_dense(
+    pieces, boxes, num_boxes, payload, flag, digests, sums, num_pieces, blocks_each,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write dense pieces, unless `flag` is raised, and read them back.
+
+    IN_PLACE: Account for them in `digests`, which `check_dense` has not done. Otherwise what they
+        replace takes their place in the payload; the second half of `sums` takes the digests of
+        what only this kernel looks at: old bits of pieces that make up all of a digest.
+    """
+    piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
+    nth = tl.program_id(0) % _ACCUMULATORS
+    is_here = block * BLOCK < tl.load(pieces + num_pieces + piece)
+    if is_here & (tl.load(flag) == _CLEAR):
+        values, weights, seed, there = _piece(
+            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, ALIGNED, BLOCK
+        )
+        new = tl.load(values, mask=there, other=0)
+        is_part = tl.load(pieces + 6 * num_pieces + piece) == 0
+        lost = tl.zeros((BLOCK,), tl.uint64)
+        if IN_PLACE:
+            if is_part:
+                lost = tl.where(there, mix(seed, tl.load(weights, mask=there, other=0)), 0)
+        else:
+            old = tl.load(weights, mask=there, other=0)
+            tl.store(values, old, mask=there)
+            if not is_part:
+                add_up(sums, _ACCUMULATORS + nth, tl.where(there, mix(seed, old), 0))
+        tl.store(weights, new, mask=there)
+        read = tl.load(weights, mask=there, other=0, volatile=True)
+        gained = tl.where(there, mix(seed, read), 0)
+        if IN_PLACE:
+            add_up(digests, tl.load(pieces + 5 * num_pieces + piece), gained - lost)
+        else:
+            add_up(sums, nth, gained)
