@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -66,6 +68,19 @@ class Recording:
     padding: dict[str, tuple[Piece, ...]]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """All that is made here is kept, and would be searched for garbage again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def record(
     load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
 ) -> Recording:
