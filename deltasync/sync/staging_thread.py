@@ -6,6 +6,8 @@ import threading
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from deltasync.errors import DeltaSyncError, IllegalMessage, TransportClosed, TransportTimeout
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.session import ReceiverState
@@ -29,12 +31,12 @@ class StagingThread:
         receiver: Used by this object alone from now on; not closed by it.
 
     Attributes:
-        last_error: Why the last sync or joining that failed here did so, or None. What
-            `commit` raises is not kept.
+        last_error: Why the last sync or joining that failed here did so, or None: memory that was
+            lacking too. What `commit` raises is not kept.
     """
 
     def __init__(self, receiver: WeightReceiver) -> None:
-        self.last_error: DeltaSyncError | None = None
+        self.last_error: DeltaSyncError | torch.OutOfMemoryError | None = None
         self._receiver = receiver
         self._turn = threading.Condition()
         self._is_staged = self._is_stopping = False
@@ -105,7 +107,7 @@ class StagingThread:
             staged = self._receiver.stage(timeout_s=_TURN_S)
         except TransportClosed:
             raise
-        except DeltaSyncError as error:
+        except (DeltaSyncError, torch.OutOfMemoryError) as error:
             is_idle = self._receiver.state is not ReceiverState.OUTSIDE
             if isinstance(error, TransportTimeout) and is_idle:
                 return  # no sync came; silence within one, or no sender, leaves it outside

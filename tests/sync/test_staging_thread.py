@@ -211,15 +211,22 @@ def lost(link: Meddling, timeout_s: float) -> Frame:
     return link.inner.receive(timeout_s=timeout_s)
 
 
+def exhausted(_: Meddling, __: float) -> Frame:
+    raise torch.OutOfMemoryError("there is no room to stage it")
+
+
 def silent(_: Meddling, timeout_s: float) -> Frame:
     time.sleep(timeout_s)
     raise TransportTimeout("nothing came in time")
 
 
 @pytest.mark.parametrize("kind", ["layout", "begin", "bucket", "prepare", "commit"])
-@pytest.mark.parametrize("fault", [damaged, lost])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(damaged, "BadMagic"), (lost, "PeerLost"), (exhausted, "OutOfMemoryError")],
+)
 def test_a_failed_sync_is_kept_as_last_error_and_the_next_one_works(
-    kind: str, fault: Callable[[Meddling, float], Frame]
+    kind: str, fault: Callable[[Meddling, float], Frame], error: str
 ) -> None:
     with (
         engine(wrap=lambda inner: Meddling(inner, kind, fault)) as here,
@@ -231,8 +238,7 @@ def test_a_failed_sync_is_kept_as_last_error_and_the_next_one_works(
         assert holds(here.replica, old)
         assert not staging.is_staged()
         here.join(staging)
-        expected = "BadMagic" if fault is damaged else "PeerLost"
-        assert type(staging.last_error).__name__ == expected
+        assert type(staging.last_error).__name__ == error
 
 
 @pytest.mark.parametrize("kind", ["bucket", "prepare"])
