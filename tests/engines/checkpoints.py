@@ -167,3 +167,10 @@ def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Te
         mask = torch.rand(tensor.shape, generator=generator) < share
         tensor[mask] *= 1.5
     return new
+
+
+def change(weights: dict[str, Tensor], share: float, generator: torch.Generator) -> None:
+    """Draw some elements anew, in place."""
+    for tensor in weights.values():
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()

@@ -14,7 +14,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 Row = tuple[str, str]
 """An engine, by its package, and an architecture."""
 
-_SETUPS = ("1", "TP 2", "PP 2")
+_SETUPS = ("1", "TP 2", "TP 2, EP 2", "PP 2")
 _FOUND = pytest.StashKey[dict[Row, dict[str, str]]]()
 _PAGE = """\
 # What was found of which architecture
@@ -25,8 +25,9 @@ whole checkpoint. "routed": changes are written where the engine keeps them. "re
 `without_routes="reload"` all weights are loaded anew in each update. "refused": by name, when the
 trainer connects; nothing is written. An empty place was not tried.
 
-| engine | architecture | one process | tensor parallel 2 | pipeline parallel 2 |
-| --- | --- | --- | --- | --- |
+| engine | architecture | one process | tensor parallel 2 | tensor and expert parallel 2 \
+| pipeline parallel 2 |
+| --- | --- | --- | --- | --- | --- |
 """
 
 

@@ -21,12 +21,14 @@ class Place:
         rank: Its number.
         tensor_parallel, pipeline_parallel: Into how many the engine is split.
         port: Where the engine's processes meet.
+        expert_parallel: Whether tensor parallel ranks have experts of their own instead.
     """
 
     rank: int
     tensor_parallel: int
     pipeline_parallel: int
     port: int
+    expert_parallel: bool = False
 
     @property
     def world(self) -> int:
@@ -67,6 +69,7 @@ def vllm_models(folder: Path, count: int, place: Place | None = None) -> Iterato
             parallel_config=ParallelConfig(
                 tensor_parallel_size=place.tensor_parallel,
                 pipeline_parallel_size=place.pipeline_parallel,
+                enable_expert_parallel=place.expert_parallel,
             ),
             device_config=DeviceConfig(device="cpu"),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltasync import CheckpointTensor, RoutedTarget
 from deltasync.testing.processes import run_ranks
-from tests.engines.checkpoints import Weights, checkpoint, write_config
+from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
 from tests.engines.programs import free_port
 from tests.sync.harness import fleet
@@ -74,9 +74,7 @@ def follow(_: int, folder: Path) -> None:
         assert here.sender.send_weights().full_synced == 1
         assert_as_loaded(model, weights)
         for share in (0.001, 0.0, 0.3, 1.0):
-            for tensor in weights.values():
-                mask = torch.rand(tensor.shape, generator=generator) < share
-                tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
+            change(weights, share, generator)
             stats = here.sender.send_weights()
             assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
             assert_as_loaded(model, weights)

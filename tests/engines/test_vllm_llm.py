@@ -19,10 +19,17 @@ from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 
+# vLLM itself makes fp8 matrices of what it loads, transposed, and a scale for each row.
+QUANTIZED = {"quantization": "fp8_per_channel"}
+# Of square ones alone: they still fit where the loader puts them.
+SQUARE = {
+    "quantization": "online",
+    "quantization_config": {"targets": {"*.o_proj": "fp8_per_channel"}},
+}
 PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
 
 
-def started(folder: Path, weights: dict[str, Tensor]) -> Any:
+def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
     """An engine that was started on these weights."""
     from safetensors.torch import save_file
     from vllm import LLM
@@ -36,6 +43,7 @@ def started(folder: Path, weights: dict[str, Tensor]) -> Any:
         enforce_eager=True,
         weight_transfer_config={"backend": "deltasync"},
         enable_prefix_caching=False,
+        **settings,
     )
 
 
@@ -130,24 +138,44 @@ def refuse_experts(_: int, folder: Path) -> None:
     refused(folder, r"experts.*no route leads there")
 
 
-def refused(folder: Path, reason: str) -> None:
+def refuse_quantized(_: int, folder: Path) -> None:
+    """One that has quantised its matrices away, too."""
+    refused(folder, r"cannot be watched: at 'model.layers.0.mlp", **QUANTIZED)
+
+
+def refuse_square(_: int, folder: Path) -> None:
+    """One whose loader would write over quantised ones, without a scale: they are read back."""
+    refused(folder, r"2 tensors, .*o_proj.*no route leads there", **SQUARE)
+
+
+def refused(folder: Path, reason: str, **settings: Any) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-    llm = started(folder, weights)
-    before = tokens(llm)
+    llm = started(folder, weights, **settings)
+    before, bits = tokens(llm), parameters_of(llm)
     with synced(Weights(weights), llm, folder) as sync:
         with pytest.raises(ConfigError, match=reason):
             sync.connect()
         assert tokens(llm) == before
+        assert same_bits(parameters_of(llm), bits)
 
 
 def reload(_: int, folder: Path) -> None:
     """Packed matrices are loaded and packed anew, for who wants that."""
+    reloaded(folder)
+
+
+def reload_quantized(_: int, folder: Path) -> None:
+    """Quantised ones are quantised anew, by vLLM itself."""
+    reloaded(folder, **QUANTIZED)
+
+
+def reloaded(folder: Path, **settings: Any) -> None:
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
-    reference = started(folder, new)
-    expected = tokens(reference)
+    reference = started(folder, new, **settings)
+    expected, bits = tokens(reference), parameters_of(reference)
     del reference
-    llm = started(folder, old)
+    llm = started(folder, old, **settings)
     before = tokens(llm)
     assert before != expected
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
@@ -158,9 +186,13 @@ def reload(_: int, folder: Path) -> None:
         source.take(new)
         assert sync.send_weights().kind == "delta"
         assert tokens(llm) == expected
+        assert same_bits(parameters_of(llm), bits)
         sync.connect()  # nobody may have touched the weights meanwhile, but who knows
         assert sync.send_weights().full_synced == 1
         assert tokens(llm) == expected
+
+
+RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp8 matrices"}
 
 
 @pytest.mark.timeout(500)
@@ -174,6 +206,9 @@ def reload(_: int, folder: Path) -> None:
         (reload, "LlamaForCausalLM", True),
         (reload, "Qwen3ForCausalLM", True),  # whose head is tied, and packed beside
         (reload, "Qwen3MoeForCausalLM", True),
+        (refuse_quantized, "LlamaForCausalLM", False),
+        (refuse_square, "LlamaForCausalLM", False),
+        (reload_quantized, "LlamaForCausalLM", True),  # and the head is packed
     ],
 )
 def test_an_engine_by_configuration_alone(
@@ -188,5 +223,5 @@ def test_an_engine_by_configuration_alone(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     run_ranks(what, 1, write_config(architecture, tmp_path), timeout_s=480)
-    if what is reload:
-        found("vLLM with packed matrices", architecture, "1", "reloaded")
+    if what in RELOADED:
+        found(RELOADED[what], architecture, "1", "reloaded")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from deltasync import (
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
-from tests.engines.checkpoints import CONFIGS, Weights, checkpoint, write_config
+from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config
 from tests.engines.models import Place, vllm_models
 from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
 Found = Callable[[str, str, str, str], None]
 REFUSED = {"MambaForCausalLM": r"aten\.exp"}
+# Into how many tensor and pipeline parallel ranks; whether the former have their own experts.
+SETUPS = {"TP 2": (2, 1, False), "TP 2, EP 2": (2, 1, True), "PP 2": (1, 2, False)}
 
 
 def target_of(model: nn.Module, weights: dict[str, Tensor]) -> RoutedTarget:
@@ -43,12 +46,6 @@ def assert_as_loaded(model: nn.Module, fresh: Any, weights: dict[str, Tensor]) -
     for name, parameter in fresh.named_parameters():
         ours, theirs = held[name].view(torch.uint8), parameter.view(torch.uint8)
         assert torch.equal(ours, theirs), name
-
-
-def change(weights: dict[str, Tensor], share: float, generator: torch.Generator) -> None:
-    for tensor in weights.values():
-        mask = torch.rand(tensor.shape, generator=generator) < share
-        tensor[mask] = torch.randn(tensor.shape, generator=generator)[mask].bfloat16()
 
 
 def follow(_: int, architecture: str, folder: Path, *, joins_equal: bool) -> None:
@@ -68,17 +65,21 @@ def follow(_: int, architecture: str, folder: Path, *, joins_equal: bool) -> Non
                 assert_as_loaded(model, fresh, weights)
 
 
-def follow_in_parts(rank: int, folder: Path, port: int, tensor: int, pipeline: int) -> None:
+def follow_in_parts(rank: int, folder: Path, port: int, setup: str) -> None:
     """One of two ranks of an engine; the first is the trainer too."""
     weights = checkpoint(folder, 0)
     generator = torch.Generator().manual_seed(1)
     path = folder / "socket"
     sender = WeightSender(Weights(weights), shared_memory.Sender(path)) if rank == 0 else None
-    place = Place(rank, tensor, pipeline, port)
+    tensor, pipeline, experts = SETUPS[setup]
+    place = Place(rank, tensor, pipeline, port, experts)
     with vllm_models(folder, 2, place) as (model, fresh), ThreadPoolExecutor(1) as trainer:
         model.load_weights(iter(checkpoint(folder, 1).items()))
         link = shared_memory.Receiver(path)
-        receiver = WeightReceiver(target_of(model, weights), link, rank=rank, world=2)
+        target = target_of(model, weights)
+        if experts:
+            assert_has_own_experts(rank, model, target, weights)
+        receiver = WeightReceiver(target, link, rank=rank, world=2)
         for number, share in enumerate((0.0, 0.001, 0.3, 1.0, 0.01)):
             change(weights, share, generator)
             sent = trainer.submit(send, sender, 2) if sender is not None else None
@@ -91,6 +92,20 @@ def follow_in_parts(rank: int, folder: Path, port: int, tensor: int, pipeline: i
         receiver.close()
     if sender is not None:
         sender.close()
+
+
+def assert_has_own_experts(
+    rank: int, model: nn.Module, target: RoutedTarget, weights: dict[str, Tensor]
+) -> None:
+    """Two of four, and whole."""
+    names = [spec.name for spec in target.parameters()]
+    taken = {int(number) for name in names for number in re.findall(r"\.experts\.(\d+)\.", name)}
+    assert taken == {2 * rank, 2 * rank + 1}
+    assert 2 * experts_numel(model.named_parameters()) == experts_numel(weights.items())
+
+
+def experts_numel(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    return sum(tensor.numel() for name, tensor in tensors if ".experts." in name)
 
 
 def send(sender: WeightSender, receivers: int) -> SyncStats:
@@ -131,19 +146,20 @@ def test_loaders_that_compute_are_refused(architecture: str, tmp_path: Path, fou
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("architecture", "tensor", "pipeline"),
+    ("architecture", "setup"),
     [
-        ("LlamaForCausalLM", 2, 1),
-        ("Phi3ForCausalLM", 2, 1),
-        ("Qwen3MoeForCausalLM", 2, 1),
-        ("DeepseekV2ForCausalLM", 2, 1),
-        ("LlamaForCausalLM", 1, 2),
+        ("LlamaForCausalLM", "TP 2"),
+        ("Phi3ForCausalLM", "TP 2"),
+        ("Qwen3MoeForCausalLM", "TP 2"),
+        ("DeepseekV2ForCausalLM", "TP 2"),
+        ("Qwen3MoeForCausalLM", "TP 2, EP 2"),
+        ("DeepseekV2ForCausalLM", "TP 2, EP 2"),  # shared experts are split
+        ("LlamaForCausalLM", "PP 2"),
     ],
 )
 def test_ranks_hold_what_vllm_would_load_there(
     architecture: str,
-    tensor: int,
-    pipeline: int,
+    setup: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     found: Found,
@@ -151,5 +167,5 @@ def test_ranks_hold_what_vllm_would_load_there(
     monkeypatch.setenv("VLLM_DIST_IDENT", tmp_path.name)  # as vLLM's own executor does
     folder = write_config(architecture, tmp_path)
     checkpoint(folder, 0)  # written once, before two read it
-    run_ranks(follow_in_parts, 2, folder, free_port(), tensor, pipeline, timeout_s=280)
-    found("vLLM", architecture, "TP 2" if tensor == 2 else "PP 2", "routed")
+    run_ranks(follow_in_parts, 2, folder, free_port(), setup, timeout_s=280)
+    found("vLLM", architecture, setup, "routed")
