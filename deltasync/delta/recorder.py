@@ -120,7 +120,7 @@ def _run(
     except Exception as error:
         raise ConfigError(
             f"the loader cannot be watched: at {recorder.given!r} it raised "
-            f"{type(error).__name__}: {error}; leave that tensor out of the routes"
+            f"{error!r}; leave that tensor out of the routes"
         ) from error
     finally:
         recorder.put_back(before)

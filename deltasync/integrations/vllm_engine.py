@@ -32,6 +32,7 @@ from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
+_ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_V", "W_K")
 _TOUCHES = ("sleep", "reload_weights", "reset_weights")
 
 
@@ -85,7 +86,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _target(self, connection: Connection) -> WeightTarget:
         """By routes, or by reloading. Raises ConfigError."""
         try:
-            return self._worker.routed(self.model, connection, self._started_on)
+            copied = _copied(self.model)
+            return self._worker.routed(self.model, connection, self._started_on, copied=copied)
         except ConfigError as error:
             if connection.without_routes == "refuse":
                 raise
@@ -142,6 +144,30 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
         self._worker.disconnect()
+
+
+def _copied(model: nn.Module) -> set[str]:
+    """Names of the parameters that vLLM keeps a second time, or works with elsewhere."""
+    modules: list[Any] = list(model.modules())
+    there = [m.weight for m in modules if _is_packed_beside(m)]
+    for module in modules:  # MLA's projections are views of this weight, or made of it
+        made = [getattr(module, name, None) for name in _ABSORBED]
+        own = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if any(one is not None and not _share_storage(one, own) for one in made):
+            there.append(own)
+    return {name for name, tensor in model.named_parameters() if any(tensor is t for t in there)}
+
+
+def _is_packed_beside(module: Any) -> bool:
+    """Whether it computes with something that was made of its weight, which it keeps: a head that
+    is tied to its embedding. What packed nothing closes over nothing.
+    """
+    linear = getattr(module, "cpu_linear", None)
+    return getattr(linear, "__closure__", None) is not None and module.weight.numel() > 0
+
+
+def _share_storage(left: Tensor, right: Tensor | None) -> bool:
+    return right is not None and left.untyped_storage()._cdata == right.untyped_storage()._cdata
 
 
 def _announce_touches(worker_class: type) -> None:

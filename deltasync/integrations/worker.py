@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, closing, suppress
 
 import torch
@@ -74,6 +74,7 @@ class Worker:
         to: Connection,
         started_on: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
+        copied: Collection[str] = (),
         finish: Callable[[], object] = lambda: None,
     ) -> RoutedTarget:
         """The worker's weights by routes that lead there. Raises ConfigError, by name.
@@ -82,9 +83,9 @@ class Worker:
             model: The worker's.
             to: The trainer.
             started_on: Reads the checkpoint that the engine has loaded, and worked on since.
-            finish: See `RoutedTarget`.
+            copied, finish: See `RoutedTarget`.
         """
-        target = RoutedTarget(model, to.checkpoint(), finish=finish)
+        target = RoutedTarget(model, to.checkpoint(), copied=copied, finish=finish)
         if self._proved.issuperset(to.tensors):
             target.parameters()  # so that the trainer hears at once what has no route
         else:

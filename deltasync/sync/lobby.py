@@ -41,6 +41,7 @@ class Lobby:
         self._link = link
         self._waiting: dict[int, Hello] = {}
         self._declined: list[str] = []
+        self._refused: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,6 +64,11 @@ class Lobby:
     def declined(self) -> list[str]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
         reasons, self._declined = self._declined, []
+        return reasons
+
+    def refused(self) -> dict[str, str]:
+        """Why engines were refused, by name: what is new since the last call."""
+        reasons, self._refused = self._refused, {}
         return reasons
 
     def engines(self) -> list[dict[int, Hello]]:
@@ -103,7 +109,8 @@ class Lobby:
 
     def refuse_all(self, hellos: dict[int, Hello], error: DeltaSyncError) -> None:
         """Refuse an engine."""
-        for peer in hellos:
+        for peer, hello in hellos.items():
+            self._refused[hello.engine] = f"refused: {error}"
             self.refuse(peer, error)
 
     def refuse(self, peer: int, error: DeltaSyncError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,8 @@ class RoutedTarget:
         checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
         load: The loader; by default the module's `load_weights`. It is called with a few tensors at
             a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
+        copied: Names of the module's tensors that the engine keeps a second time, where no write
+            would reach it: packed, or absorbed into others. Nothing is sent there.
         finish: Called in the pause after every sync, full or not: brings up to date what the engine
             derives from its weights. It must leave them where they were loaded.
     """
@@ -48,11 +50,12 @@ class RoutedTarget:
         checkpoint: Sequence[CheckpointTensor],
         *,
         load: Load | None = None,
+        copied: Collection[str] = (),
         finish: Callable[[], object] = lambda: None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
-        self._finish = finish
+        self._copied, self._finish = frozenset(copied), finish
         self._watch = ModuleWatch(module)
         self._own_name: dict[str, str] = {}  # by the sender's
         self._known: tuple[ModuleWatch, Recording] | None = None
@@ -142,6 +145,12 @@ class RoutedTarget:
             recording = record(self._load, self._checkpoint, self._live())
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
+        whys |= {
+            f"{name!r} goes to {piece.live!r}, of which the engine keeps a copy elsewhere"
+            for name, pieces in recording.pieces.items()
+            for piece in pieces
+            if piece.live in self._copied
+        }
         if whys:
             raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
         self._known = ModuleWatch(self._module), recording

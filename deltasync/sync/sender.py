@@ -193,7 +193,6 @@ class WeightSender:
                 layout = SourceLayout(self._source, held, self.options.wire_dtypes)
             except (ConfigError, WireError) as error:
                 self._lobby.refuse_all(hellos, error)
-                self._lost[next(iter(hellos.values())).engine] = f"refused: {error}"
                 continue
             if last is not None and last.fits(layout.specs, layout.readers):
                 last.capture(layout.readers)
@@ -205,6 +204,7 @@ class WeightSender:
             self._stream.move_to(self._snapshot.device)
             self._session.captured()
             break
+        self._lost |= self._lobby.refused()
         self._capture_s = time.perf_counter() - began
 
     def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
@@ -225,6 +225,7 @@ class WeightSender:
             return done
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
+            self._lost |= self._lobby.refused()
             greeted = greet_back(
                 self._link, joiners, snapshot, stream_id=self.stream_id, version=self.version
             )

@@ -18,7 +18,7 @@ class SyncStats:
         receivers: Members that hold the version.
         joined: Receivers that joined in this call, by digest alone or by a full sync.
         full_synced: Those of them that needed a full sync.
-        lost: Why members left, by "engine[rank/world]".
+        lost: Why members left, by "engine[rank/world]", and engines were refused, by name.
         numel: Elements of the model.
         nnz: Elements that differed from the snapshot (all, in a full sync).
         parameters: Parameters of the model, by what became of them: "changed", "unchanged",
