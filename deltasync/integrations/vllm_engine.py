@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -29,6 +30,7 @@ from deltasync.errors import ConfigError
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.reloaded import ReloadedTarget
+from deltasync.sync.source import Registered
 from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
@@ -96,6 +98,11 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _reloaded(self, checkpoint: list[CheckpointTensor]) -> ReloadedTarget:
         """What the worker holds is known only when it has just been started."""
+        if any(map(_is_lost_by_reload, self.model.modules())):
+            raise ConfigError(
+                "vLLM's reload leaves int8 matrices on CPUs without their scales: weights of such "
+                "engines cannot be replaced"
+            )
         target = ReloadedTarget(checkpoint, self._reload)
         if not self._reloads.issuperset(checkpoint):
             target.know(self._started_on())
@@ -106,11 +113,18 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As vLLM's own backends do that bring whole checkpoints, and what they leave out."""
-        packing = _Packing(self.model)
+        packing, registered = _Packing(self.model), Registered(self.model)
         packing.forget()
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(weights)
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(weights)
+            finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException:  # vLLM would go on with what is left of this one the next time
+            registered.put_back()
+            packing.remember()
+            for module in self.model.modules():
+                get_layerwise_info(module).reset()
+            raise
         packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
@@ -166,6 +180,12 @@ def _is_packed_beside(module: Any) -> bool:
     return getattr(linear, "__closure__", None) is not None and module.weight.numel() > 0
 
 
+def _is_lost_by_reload(module: Any) -> bool:
+    """Whether it works with a oneDNN handler, which points to a scale that the reload lets go."""
+    kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+    return hasattr(kernel, "dnnl_handler")
+
+
 def _share_storage(left: Tensor, right: Tensor | None) -> bool:
     return right is not None and left.untyped_storage()._cdata == right.untyped_storage()._cdata
 
@@ -198,12 +218,18 @@ class _Packing:
     def __init__(self, model: nn.Module) -> None:
         modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
         self._packed = [m for m in modules if getattr(m, "quant_method", None) is not None]
+        experts = [m.quant_method for m in self._packed if hasattr(m.quant_method, "moe_kernel")]
+        self._kernels = [(method, method.moe_kernel) for method in experts]
 
     def forget(self) -> None:
         """Let experts be packed again: a kernel that is there already is not asked to."""
-        for module in self._packed:
-            if getattr(module.quant_method, "moe_kernel", None) is not None:
-                module.quant_method.moe_kernel = None
+        for method, _ in self._kernels:
+            method.moe_kernel = None
+
+    def remember(self) -> None:
+        """Take back what was forgotten."""
+        for method, kernel in self._kernels:
+            method.moe_kernel = kernel
 
     def renew(self) -> None:
         """Pack heads again that keep their weight beside: a tied one is given no weights."""

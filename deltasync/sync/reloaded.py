@@ -11,6 +11,7 @@ from deltasync.delta.bits import Flat, as_bits, dtype_of, identity
 from deltasync.delta.loading import Loader
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
+from deltasync.sync.source import Registered
 from deltasync.sync.target import match_parameters
 from deltasync.wire.messages import ParameterSpec
 
@@ -52,18 +53,26 @@ class ReloadedTarget:
     def know(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Say what the engine was loaded with, so that a trainer that holds it need not send it.
 
-        Raises LayoutMismatch for a tensor of another shape or dtype than the trainer's.
+        Raises LayoutMismatch for a tensor of another shape or dtype than the trainer's, and
+        ConfigError for what the trainer alone has.
         """
+        missing = dict.fromkeys(self._copy)
         for name, tensor in weights:
             kept = self._copy.get(name)
             if kept is None:
                 continue
+            missing.pop(name, None)
             if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
                 raise LayoutMismatch(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was loaded, the trainer has "
                     f"{kept.dtype} {tuple(kept.shape)}"
                 )
             kept.copy_(tensor)
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} tensors, {min(missing)!r} among them, are not in the checkpoint "
+                "that the engine was started on"
+            )
 
     def prove(self, module: nn.Module) -> None:
         """Load what is known once more: that must leave the engine as it was started.
@@ -131,7 +140,7 @@ class _Live:
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         self._module = module
-        self._owners = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+        self._registered = Registered(module)
         self._tensors = dict(_named(module))
         self._storage = {name: tensor.detach() for name, tensor in self._tensors.items()}
         self._bits = {n: t.detach().to(device, copy=True) for n, t in self._tensors.items()}
@@ -152,11 +161,7 @@ class _Live:
 
     def put_back(self) -> None:
         """The same tensors, in the same storage, with the same bits."""
-        for owner, parameters, buffers in self._owners:
-            owner._parameters.clear()
-            owner._parameters.update(parameters)
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+        self._registered.put_back()
         for name, tensor in self._tensors.items():
             tensor.data = self._storage[name]
             self._storage[name].copy_(self._bits[name])

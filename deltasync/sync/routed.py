@@ -14,7 +14,7 @@ from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.source import ModuleWatch, tied_tensors
+from deltasync.sync.source import ModuleWatch, Registered, tied_tensors
 from deltasync.sync.target import match_parameters, refuse_overlap
 from deltasync.wire.messages import ParameterSpec
 
@@ -159,19 +159,13 @@ class RoutedTarget:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Put back parameters and buffers that the loader registers anew, and refuse it."""
-        watch = ModuleWatch(self._module)
-        owners = list(self._module.modules())
-        before = [(dict(owner._parameters), dict(owner._buffers)) for owner in owners]
-        moved = False
+        watch, registered, moved = ModuleWatch(self._module), Registered(self._module), False
         try:
             yield
         finally:
             moved = not watch.is_unmoved()
-            for owner, (parameters, buffers) in zip(owners, before, strict=True) if moved else ():
-                owner._parameters.clear()
-                owner._parameters.update(parameters)
-                owner._buffers.clear()
-                owner._buffers.update(buffers)
+            if moved:
+                registered.put_back()
         if moved:
             raise ConfigError("the loader replaces parameters; one that fills them is needed")
 

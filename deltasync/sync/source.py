@@ -104,6 +104,24 @@ class ModuleWatch:
         return all(part.is_unmoved() for part in self._parts)
 
 
+class Registered:
+    """Which parameters and buffers a module and those inside it have now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [
+            (m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
+            for m in module.modules()
+        ]
+
+    def put_back(self) -> None:
+        """Let the module have these again."""
+        for owner, parameters, buffers, transient in self._owners:
+            for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
+                held.clear()
+                held.update(before)  # type: ignore[arg-type]
+            owner._non_persistent_buffers_set = set(transient)
+
+
 class _Part:
     """What a watch knows of some modules, without those inside them."""
 

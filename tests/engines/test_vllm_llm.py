@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 
 # vLLM itself makes fp8 matrices of what it loads, transposed, and a scale for each row.
-QUANTIZED = {"quantization": "fp8_per_channel"}
+QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_channel"}
 # Of square ones alone: they still fit where the loader puts them.
-SQUARE = {
+SQUARE: dict[str, Any] = {
     "quantization": "online",
     "quantization_config": {"targets": {"*.o_proj": "fp8_per_channel"}},
 }
@@ -148,11 +150,17 @@ def refuse_square(_: int, folder: Path) -> None:
     refused(folder, r"2 tensors, .*o_proj.*no route leads there", **SQUARE)
 
 
-def refused(folder: Path, reason: str, **settings: Any) -> None:
+def refuse_beside(_: int, folder: Path) -> None:
+    """A head that is tied, and packed beside its embedding, would go on with the old one."""
+    refused(folder, r"embed_tokens.*keeps a copy elsewhere", sent="embed|norm")
+
+
+def refused(folder: Path, reason: str, sent: str = "", **settings: Any) -> None:
     weights = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     llm = started(folder, weights, **settings)
     before, bits = tokens(llm), parameters_of(llm)
-    with synced(Weights(weights), llm, folder) as sync:
+    source = Weights({name: tensor for name, tensor in weights.items() if re.search(sent, name)})
+    with synced(source, llm, folder) as sync:
         with pytest.raises(ConfigError, match=reason):
             sync.connect()
         assert tokens(llm) == before
@@ -179,7 +187,17 @@ def reloaded(folder: Path, **settings: Any) -> None:
     before = tokens(llm)
     assert before != expected
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    strange = Weights(source.weights | {"model.strange": torch.zeros(3)})
+    with (
+        synced(strange, llm, folder, without_routes="reload") as sync,
+        pytest.raises(ConfigError, match=r"'model.strange' among them, are not in the check"),
+    ):
+        sync.connect()
     with synced(source, llm, folder, without_routes="reload") as sync:
+        llm.collective_rpc(lambda worker: break_once(worker.get_model()))
+        with pytest.raises(OSError, match="in the midst of it"):
+            sync.connect()
+        assert tokens(llm) == before
         sync.connect()
         assert sync.send_weights().full_synced == 0
         assert tokens(llm) == before
@@ -190,6 +208,22 @@ def reloaded(folder: Path, **settings: Any) -> None:
         sync.connect()  # nobody may have touched the weights meanwhile, but who knows
         assert sync.send_weights().full_synced == 1
         assert tokens(llm) == expected
+
+
+def break_once(model: Any) -> None:
+    """Let the loader fail when it has taken a part of a layer, and is not only watched."""
+    load = model.load_weights
+
+    def load_weights(weights: Iterator[tuple[str, Tensor]]) -> None:
+        some = list(islice(weights, 5))
+        if some[0][1].is_meta:
+            load(chain(some, weights))
+            return
+        del model.load_weights
+        load(iter(some))
+        raise OSError("in the midst of it")
+
+    model.load_weights = load_weights
 
 
 RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp8 matrices"}
@@ -206,6 +240,7 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
         (reload, "LlamaForCausalLM", True),
         (reload, "Qwen3ForCausalLM", True),  # whose head is tied, and packed beside
         (reload, "Qwen3MoeForCausalLM", True),
+        (refuse_beside, "Qwen3ForCausalLM", True),
         (refuse_quantized, "LlamaForCausalLM", False),
         (refuse_square, "LlamaForCausalLM", False),
         (reload_quantized, "LlamaForCausalLM", True),  # and the head is packed
