@@ -51,6 +51,16 @@ def _find(box, num_boxes, position, DIMS: tl.constexpr):
     return where, inside & (rest == 0)
 
 
+@triton.jit
+def _held(box_at, boxes, num_boxes, position, there, DIMS: tl.constexpr):
+    """(where, there): elements from the address on to flat positions; with DIMS those in a box."""
+    if DIMS:
+        where, inside = _find(boxes + tl.load(box_at), num_boxes, position, DIMS)
+        return where, there & inside
+    else:
+        return position, there
+
+
 @triton.jit(do_not_specialize=["num_boxes", "blocks_each"])
 def digest(
     addresses, starts, numels, keys, chunks, box_of, boxes, num_boxes, digests, blocks_each,
@@ -104,12 +114,7 @@ def check(
     if address != 0:  # held here
         values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows)
         position = tl.load(row + 4 * num_rows) + index
-        if DIMS:
-            box = boxes + tl.load(row + 9 * num_rows)
-            where, inside = _find(box, num_boxes, position, DIMS)
-            good &= inside
-        else:
-            where = position
+        where, good = _held(row + 9 * num_rows, boxes, num_boxes, position, good, DIMS)
         new = tl.load(values + lane, mask=good, other=0)
         old = load(address, where, good, TYPE, False)
         key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
@@ -140,12 +145,7 @@ def write(
         there = lane < count
         indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
         position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
-        if DIMS:
-            box = boxes + tl.load(row + 9 * num_rows)
-            where, inside = _find(box, num_boxes, position, DIMS)
-            there &= inside
-        else:
-            where = position
+        where, there = _held(row + 9 * num_rows, boxes, num_boxes, position, there, DIMS)
         target = address.to(tl.pointer_type(TYPE)) + where
         values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
         key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
