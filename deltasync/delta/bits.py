@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
-from deltasync.delta.route import Dims, merged
+from deltasync.delta.route import Dims, merged, row_major
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -161,9 +160,8 @@ class Flat:
 
     def boxes(self) -> list[Box]:
         """One, unless there are no elements."""
-        shape, strides = self.tensor.shape, self.tensor.stride()
-        steps = list(accumulate(reversed(shape), int.__mul__, initial=1))[-2::-1]
-        dims = merged(zip(shape, steps, strides, strict=True))
+        shape = self.tensor.shape
+        dims = merged(zip(shape, row_major(shape), self.tensor.stride(), strict=True))
         return [Box(self.tensor.data_ptr(), 0, dims)] if self.numel else []
 
     def held(self, start: int, stop: int) -> None:

@@ -67,12 +67,17 @@ class Piece:
 
     def is_whole(self, numel: int) -> bool:
         """Whether it is all of a checkpoint tensor of so many elements, in that one's order."""
-        strides = tuple(accumulate(reversed(self.shape), int.__mul__, initial=1))[-2::-1]
-        return self.numel == numel and self.start == 0 and (self.strides == strides or not numel)
+        alike = self.strides == row_major(self.shape)
+        return self.numel == numel and self.start == 0 and (alike or not numel)
 
     def view(self, live: Tensor) -> Tensor:
         """The box's elements in the live tensor: a view. Not owned."""
         return live.detach().as_strided(self.shape, self.live_strides, self.live_start)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape), int.__mul__, initial=1))[-2::-1]
 
 
 def merged(dims: Iterable[tuple[int, int, int]]) -> Dims:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -79,6 +80,12 @@ class Child:
     def _signal(self, number: int) -> None:
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, number)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def run_ranks(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.engines.programs import free_port
+from deltasync.testing.processes import free_port
 
 
 @dataclass(frozen=True)

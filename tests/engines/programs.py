@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -55,11 +54,6 @@ class Program:
         code = self._process.wait(TIMEOUT_S)
         assert code == 0, self.output()
         return self.output()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def wait_until_up(server: Http, program: Program) -> None:

@@ -17,10 +17,11 @@ from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import LOADER, SglangServer
+from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, write_config, write_model
 from tests.engines.environment import use_sglang
-from tests.engines.programs import TIMEOUT_S, Program, free_port, wait_until_up
+from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from deltasync import CheckpointTensor, RoutedTarget
-from deltasync.testing.processes import run_ranks
+from deltasync.testing.processes import free_port, run_ranks
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
-from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
 ARCHITECTURES = [

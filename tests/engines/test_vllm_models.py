@@ -21,11 +21,10 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.errors import ConfigError
-from deltasync.testing.processes import run_ranks
+from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config
 from tests.engines.models import Place, vllm_models
-from tests.engines.programs import free_port
 from tests.sync.harness import fleet
 
 Found = Callable[[str, str, str, str], None]

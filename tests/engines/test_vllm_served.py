@@ -9,9 +9,10 @@ import pytest
 
 from deltasync.errors import EngineFailed
 from deltasync.integrations.http import Http
+from deltasync.testing.processes import free_port
 from tests.engines.checkpoints import write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
-from tests.engines.programs import TIMEOUT_S, Program, free_port, wait_until_up
+from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
 
 EXAMPLES = ROOT / "docs" / "examples"
 

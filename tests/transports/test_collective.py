@@ -42,17 +42,12 @@ from deltasync.testing.links import (
     same_frame,
     within,
 )
-from deltasync.testing.processes import Child, run_ranks
+from deltasync.testing.processes import Child, free_port, run_ranks
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import collective
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control import Connection, Kind
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:

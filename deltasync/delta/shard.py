@@ -1,0 +1,169 @@
+"""Shards: which elements of a checkpoint tensor a trainer rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deltasync.delta.route import Piece, row_major
+from deltasync.errors import ConfigError
+
+Split = tuple[int, int]
+"""(dimension, split factor) of a shard. The factor says how many shards of that dimension were
+made before: 1 unless it is FSDP's of what tensor parallelism has split already.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """A box of a checkpoint tensor.
+
+    The local tensor has its elements in the checkpoint's order, so that positions here and there
+    rise together. Where a trainer fuses or interleaves, a view of its tensor is given with this.
+
+    Attributes:
+        shape: Of the checkpoint tensor.
+        offset: Where the box begins in each dimension.
+        size: Its shape, and the local tensor's.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a box that is not within the tensor."""
+        bounds = zip(self.offset, self.size, self.shape, strict=False)
+        if not len(self.shape) == len(self.offset) == len(self.size) or any(
+            not 0 <= begin <= begin + size <= full for begin, size, full in bounds
+        ):
+            raise ConfigError(f"{self.size} at {self.offset} is no box of {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> ShardSpec:
+        """All of a tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ShardSpec:
+        """What this rank holds of a DTensor; all of any other tensor.
+
+        Raises:
+            ConfigError: It is a sum that was not made yet (`Partial`), split in a way that neither
+                FSDP2 nor tensor parallelism has, or of another shape than its placements say.
+        """
+        if not is_sharded(tensor):
+            return cls.whole(tensor.shape)
+        dtensor: Any = tensor
+        mesh = dtensor.device_mesh
+        splits = [_split_of(one, tensor.dim()) for one in dtensor.placements]
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return cls(tuple(tensor.shape), (0,) * tensor.dim(), (0,) * tensor.dim())
+        # Not compute_local_shape_and_global_offset: wrong of uneven FSDP2 with TP in 2.11, 2.13.
+        spec = cls.placed(tensor.shape, mesh.shape, coordinate, splits)
+        local = local_of(tensor)
+        if local.shape != spec.size and (local.numel() or spec.numel):
+            raise ConfigError(
+                f"{tuple(local.shape)} is held here, {dtensor.placements} say {spec.size}"
+            )
+        return spec
+
+    @classmethod
+    def placed(
+        cls,
+        shape: Sequence[int],
+        mesh: Sequence[int],
+        coordinate: Sequence[int],
+        splits: Sequence[Split | None],
+    ) -> ShardSpec:
+        """What one rank of a mesh holds: cut as `torch.chunk` cuts, the last may have less or none.
+
+        Args:
+            shape: Of the checkpoint tensor.
+            mesh: How many ranks each of its dimensions has.
+            coordinate: Of the rank.
+            splits: What each dimension of the mesh does; None where it repeats.
+        """
+        offset, size = [0] * len(shape), list(shape)
+        for place in _in_order(mesh, splits):
+            split = splits[place]
+            assert split is not None
+            dim, step = split[0], -(-size[split[0]] // mesh[place])
+            low = min(size[dim], step * coordinate[place])
+            offset[dim], size[dim] = offset[dim] + low, min(size[dim] - low, step)
+        return cls(tuple(shape), tuple(offset), tuple(size))
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        return prod(self.size)
+
+    def piece(self, name: str, local: Tensor) -> Piece:
+        """Where the elements lie in the storage of a local tensor of any strides."""
+        steps = row_major(self.shape)
+        start = sum(map(int.__mul__, self.offset, steps))
+        dims = zip(self.size, steps, local.stride(), strict=True)
+        return Piece.of(name, start, int(local.storage_offset()), dims)
+
+    def positions(self, here: Tensor) -> Tensor:
+        """int64[n]: where int64[n] row-major positions of the local tensor lie in the checkpoint's.
+
+        Rising ones stay so.
+        """
+        piece = self.piece("", torch.empty(self.size, device="meta"))
+        there = torch.full_like(here, piece.start)
+        for size, stride, step in piece.dims:
+            there += here.div(step, rounding_mode="floor").remainder(size) * stride
+        return there
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Does not import them for others."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds: a view of a DTensor's, or the tensor itself. Not owned."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.detach()
+
+
+def _split_of(placement: Any, num_dims: int) -> Split | None:
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise ConfigError(f"{placement}: ranks hold terms of a sum that was not made yet")
+    return placement.dim % num_dims, getattr(placement, "split_factor", 1)
+
+
+def _in_order(mesh: Sequence[int], splits: Sequence[Split | None]) -> list[int]:
+    """Dimensions of the mesh in the order in which they split the tensor.
+
+    From left to right; but a factor says that others, further right, have come before.
+    """
+    orders: dict[int, list[int]] = {}
+    for place, split in reversed(list(enumerate(splits))):
+        if split is None:
+            continue
+        dim, factor = split
+        order = orders.setdefault(dim, [])
+        before = list(accumulate((mesh[other] for other in order), int.__mul__, initial=1))
+        if factor not in before:
+            raise ConfigError(f"a dimension is split in {factor} parts by nothing that is known")
+        order.insert(before.index(factor), place)
+    return [place for order in orders.values() for place in order]

@@ -1,0 +1,170 @@
+"""Where the elements of a shard lie in the checkpoint tensor."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync.delta.shard import ShardSpec, is_sharded, local_of
+from deltasync.errors import ConfigError
+from deltasync.testing.processes import free_port, run_ranks
+
+SIZES = st.integers(0, 9)
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(prod(shape)).view(shape)
+
+
+def chunk(tensor: Tensor, ways: int, dim: int, index: int) -> Tensor:
+    """As torch cuts: a rank beyond the last chunk has nothing."""
+    chunks = tensor.chunk(ways, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def assert_is(spec: ShardSpec, expected: Tensor) -> None:
+    assert spec.numel == expected.numel()
+    if not spec.numel:
+        return
+    assert spec.size == expected.shape
+    here = torch.arange(spec.numel)
+    assert torch.equal(spec.positions(here), expected.reshape(-1))
+    assert (spec.positions(here).diff() > 0).all()
+
+
+@given(
+    shape=st.lists(SIZES, min_size=1, max_size=3).map(tuple),
+    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_shards_of_shards_are_cut_from_left_to_right(
+    shape: tuple[int, ...], mesh: list[int], data: st.DataObject
+) -> None:
+    dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
+    splits = [None if dim is None else (dim, 1) for dim in dims]
+    for coordinate in product(*map(range, mesh)):
+        held = numbered(shape)
+        for dim, ways, index in zip(dims, mesh, coordinate, strict=True):
+            held = held if dim is None else chunk(held, ways, dim, index)
+        assert_is(ShardSpec.placed(shape, mesh, coordinate, splits), held)
+
+
+@given(
+    shape=st.tuples(SIZES, SIZES), data=st.integers(1, 4), tensor=st.integers(1, 4), dim=st.just(0)
+)
+def test_fsdp_cuts_what_tensor_parallelism_has_cut(
+    shape: tuple[int, int], data: int, tensor: int, dim: int
+) -> None:
+    for row, column in product(range(data), range(tensor)):
+        held = chunk(chunk(numbered(shape), tensor, dim, column), data, dim, row)
+        splits = [(dim, tensor), (dim, 1)]
+        assert_is(ShardSpec.placed(shape, (data, tensor), (row, column), splits), held)
+
+
+def test_a_piece_of_an_interleaved_tensor() -> None:
+    """Two groups of two rows of q, one of k: each is a view of the local tensor."""
+    fused = torch.zeros(6, 4)
+    groups = fused.view(2, 3, 4)
+    q = ShardSpec(shape=(8, 4), offset=(4, 0), size=(4, 4))  # the second half of q
+    piece = ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)).piece("q", groups[:, :2])
+    assert (piece.start, piece.live_start) == (16, 0)
+    fused.as_strided(piece.shape, piece.live_strides, piece.live_start).copy_(
+        torch.arange(32).as_strided(piece.shape, piece.strides, piece.start)
+    )
+    wanted = numbered((8, 4))[4:].reshape(-1).float()
+    assert torch.equal(groups[:, :2].reshape(-1), wanted)
+    assert torch.equal(q.positions(torch.arange(16)).float(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [((0,), (2, 2)), ((-1, 0), (2, 2)), ((3, 0), (2, 2)), ((0, 0), (2, -1))]
+)
+def test_what_is_no_box_is_refused(offset: tuple[int, ...], size: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="no box of"):
+        ShardSpec((4, 4), offset, size)
+
+
+def test_a_split_of_unknown_origin_is_refused() -> None:
+    with pytest.raises(ConfigError, match="split in 3 parts by nothing that is known"):
+        ShardSpec.placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, 4])
+def test_torch_holds_what_is_said_of_it(world: int) -> None:
+    run_ranks(look, world, world, free_port(), timeout_s=100)
+
+
+def look(rank: int, world: int, port: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    for size in (1, 3, 8):
+        model = net(size)
+        assert not any(map(is_sharded, model.parameters()))
+        fsdp(model[0], mesh)
+        assert_numbered(fsdp(model, mesh))
+        assert_numbered(parallel(net(size), mesh))
+    if world == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        for size in (1, 3, 8):
+            assert_numbered(fsdp(net(size), grid))  # the first dimension repeats
+            assert_numbered(fsdp(parallel(net(size), grid["tensor"]), grid["data"]))
+    refuse_sums(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def net(size: int) -> Any:
+    """Weights are their positions."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3 * size), torch.nn.Linear(3 * size, size))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(numbered(tuple(parameter.shape)))
+    return model
+
+
+def fsdp(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh)
+
+
+def parallel(model: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def assert_numbered(model: Any) -> None:
+    """What each rank holds is where it says; together they hold everything."""
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        spec, local = ShardSpec.of(parameter), local_of(parameter)
+        assert_is(spec, local.long())
+        seen = torch.zeros(parameter.numel())
+        seen[spec.positions(torch.arange(spec.numel))] = 1
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+        assert seen.all()
+
+
+def refuse_sums(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    with pytest.raises(ConfigError, match="a sum that was not made"):
+        ShardSpec.of(DTensor.from_local(torch.zeros(3), mesh, [Partial()]))
