@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -14,6 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.delta.route import Piece, row_major
 from deltasync.errors import ConfigError
+
+SPLIT_ABOVE = 1 << 20
+"""Bytes from which on a box that several ranks hold is sent by all of them, each a part."""
 
 Split = tuple[int, int]
 """(dimension, split factor) of a shard. The factor says how many shards of that dimension were
@@ -101,6 +105,21 @@ class ShardSpec:
             offset[dim], size[dim] = offset[dim] + low, min(size[dim] - low, step)
         return cls(tuple(shape), tuple(offset), tuple(size))
 
+    def cut(self, ways: int) -> list[ShardSpec]:
+        """At most so many boxes that make up this one: of rows, if there are enough of them."""
+        dim = 0
+        if self.size and self.size[0] < ways:
+            dim = max(range(len(self.size)), key=self.size.__getitem__)
+        made = [
+            self.placed(self.size, (ways,), (index,), [(dim, 1) if self.size else None])
+            for index in range(ways if self.size else 1)
+        ]
+        return [
+            ShardSpec(self.shape, tuple(map(int.__add__, self.offset, one.offset)), one.size)
+            for one in made
+            if one.numel
+        ]
+
     @property
     def numel(self) -> int:
         """Elements held."""
@@ -123,6 +142,59 @@ class ShardSpec:
         for size, stride, step in piece.dims:
             there += here.div(step, rounding_mode="floor").remainder(size) * stride
         return there
+
+
+def share_out(
+    held: Sequence[Mapping[str, ShardSpec]],
+    item_sizes: Mapping[str, int],
+    *,
+    split_above: int = SPLIT_ABOVE,
+) -> list[dict[str, ShardSpec]]:
+    """What each rank sends, so that everything is sent once and all send about as much.
+
+    What several ranks hold (norms under tensor parallelism, everything under HSDP) is sent by the
+    one that has least to send, or if it is large by each of them a part. All ranks find the same.
+
+    Args:
+        held: What each rank holds, by name.
+        item_sizes: Bytes of an element, by name.
+        split_above: Bytes from which on a box is cut.
+
+    Raises:
+        ConfigError: Ranks disagree about a shape, or do not hold each element equally often.
+    """
+    holders: dict[tuple[str, ShardSpec], list[int]] = defaultdict(list)
+    for rank, specs in enumerate(held):
+        for name, spec in specs.items():
+            if spec.numel:
+                holders[name, spec].append(rank)
+    _refuse_gaps(held, holders.keys())
+    loads, shares = [0] * len(held), [dict[str, ShardSpec]() for _ in held]
+
+    def size(box: tuple[str, ShardSpec]) -> int:
+        return box[1].numel * item_sizes[box[0]]
+
+    for name, spec in sorted(holders, key=lambda box: (-size(box), box[0], box[1].offset)):
+        ranks = holders[name, spec]
+        boxes = spec.cut(len(ranks)) if size((name, spec)) > split_above else [spec]
+        for box, rank in zip(boxes, sorted(ranks, key=lambda r: (loads[r], r)), strict=False):
+            shares[rank][name] = box
+            loads[rank] += size((name, box))
+    return shares
+
+
+def _refuse_gaps(
+    held: Sequence[Mapping[str, ShardSpec]], boxes: Iterable[tuple[str, ShardSpec]]
+) -> None:
+    """Different boxes of a tensor have to add up to it."""
+    shapes = {(name, spec.shape) for specs in held for name, spec in specs.items()}
+    missing = {name: prod(shape) for name, shape in shapes}
+    for name, spec in boxes:
+        missing[name] -= spec.numel
+    wrong = sorted(name for name, count in missing.items() if count)
+    if len(missing) < len(shapes) or wrong:
+        names = wrong or [name for name, _ in shapes]
+        raise ConfigError(f"{len(names)} tensors, {names[0]!r} among them, are not whole together")
 
 
 def is_sharded(tensor: Tensor) -> bool:
