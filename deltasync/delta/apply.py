@@ -231,9 +231,9 @@ class Staging:
         if not len(new):
             return
         if positions is None:
-            old = flat.read(run.start, run.start + len(new))
+            # What is written in place is not put back, and nobody asks for its old bits.
+            old = new if self.in_place else flat.read(run.start, run.stop).clone()
             self.ledger.replace_dense(parameter, run.start, new, flat.read)
-            old = old if self.in_place else old.clone()
         else:
             old = flat.gather(positions)
             self.ledger.replace_sparse(parameter, positions, old, new)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deltasync.delta.route import Piece, row_major
+from deltasync.delta.route import Piece, merged, row_major
 from deltasync.errors import ConfigError
 
 SPLIT_ABOVE = 1 << 20
@@ -125,21 +125,24 @@ class ShardSpec:
         """Elements held."""
         return prod(self.size)
 
+    @property
+    def start(self) -> int:
+        """Flat position of the first of them in the checkpoint tensor."""
+        return sum(map(int.__mul__, self.offset, row_major(self.shape)))
+
     def piece(self, name: str, local: Tensor) -> Piece:
         """Where the elements lie in the storage of a local tensor of any strides."""
-        steps = row_major(self.shape)
-        start = sum(map(int.__mul__, self.offset, steps))
-        dims = zip(self.size, steps, local.stride(), strict=True)
-        return Piece.of(name, start, int(local.storage_offset()), dims)
+        dims = zip(self.size, row_major(self.shape), local.stride(), strict=True)
+        return Piece.of(name, self.start, int(local.storage_offset()), dims)
 
     def positions(self, here: Tensor) -> Tensor:
         """int64[n]: where int64[n] row-major positions of the local tensor lie in the checkpoint's.
 
         Rising ones stay so.
         """
-        piece = self.piece("", torch.empty(self.size, device="meta"))
-        there = torch.full_like(here, piece.start)
-        for size, stride, step in piece.dims:
+        there = torch.full_like(here, self.start)
+        dims = zip(self.size, row_major(self.shape), row_major(self.size), strict=True)
+        for size, stride, step in merged(dims):
             there += here.div(step, rounding_mode="floor").remainder(size) * stride
         return there
 

@@ -281,13 +281,12 @@ class BatchedStaging:
         return [_Dense(item_size, dims, pieces, blocks_each, is_aligned)]
 
     def _check(self, part: _Sparse | _Dense, payload: Tensor) -> None:
-        boxes = self._weights.boxes.there, len(self._weights.boxes.address)
         if isinstance(part, _Sparse):
             kernels.check[(len(part.segment_row),)](
                 part.rows,
                 part.segment_row,
                 part.segment_begin,
-                *boxes,
+                *self._weights.boxes.table,
                 payload,
                 self._flag,
                 self._change,
@@ -302,7 +301,7 @@ class BatchedStaging:
         else:
             kernels.check_dense[(part.pieces.shape[1] * part.blocks_each,)](
                 part.pieces,
-                *boxes,
+                *self._weights.boxes.table,
                 payload,
                 self._change,
                 self._staged_sums,
@@ -317,13 +316,12 @@ class BatchedStaging:
 
     def _write(self, part: _Sparse | _Dense, payload: Tensor, sums: Tensor) -> None:
         """Write a part; unless in place, the old bits take the place of the new ones in it."""
-        boxes = self._weights.boxes.there, len(self._weights.boxes.address)
         if isinstance(part, _Sparse):
             kernels.write[(len(part.segment_row) * (SEGMENT // kernels.PART),)](
                 part.rows,
                 part.segment_row,
                 part.segment_begin,
-                *boxes,
+                *self._weights.boxes.table,
                 payload,
                 self._flag,
                 sums,
@@ -338,7 +336,7 @@ class BatchedStaging:
         else:
             kernels.write_dense[(part.pieces.shape[1] * part.blocks_each,)](
                 part.pieces,
-                *boxes,
+                *self._weights.boxes.table,
                 payload,
                 self._flag,
                 self._change,

@@ -30,7 +30,7 @@ class Boxes:
         count, first: int64[parameters]: how many boxes each has, and which is its first.
         address: int64[boxes].
         dims: Of every box: the most that one needs. 0 without boxes.
-        there: int64[2 + 3 * dims, boxes], on the device: the table that kernels take.
+        table: int64[2 + 3 * dims, boxes] on the device, and how many: as kernels take them.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class Boxes:
         self.first = np.cumsum(self.count) - self.count
         self.dims = max((max(1, len(box.dims)) for box in boxes), default=0)
         self.address = np.array([box.address for box in boxes], np.int64)
-        table = [[box.address, box.start, *self._padded(box)] for box in boxes]
-        columns = np.array(table, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
-        (self.there,) = upload([columns], device)
+        rows = [[box.address, box.start, *self._padded(box)] for box in boxes]
+        columns = np.array(rows, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
+        (there,) = upload([columns], device)
+        self.table = there, len(boxes)
 
     def _padded(self, box: Box) -> Iterator[int]:
         """The numbers of so many dimensions, the first of them of one element each."""
@@ -143,8 +144,7 @@ class BatchedWeights:
             self.keys,
             there,
             box_of,
-            self.boxes.there,
-            len(self.boxes.address),
+            *self.boxes.table,
             sums,
             each,
             TYPE=TYPES[item_size],
