@@ -28,6 +28,9 @@ class Connection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     link: LinkName
+    engine: str = Field(
+        max_length=64, description="what the trainer calls the engine, and no other"
+    )
     host: str = Field("", description="of `nccl` and `gloo`")
     port: int = Field(0, ge=0, lt=1 << 16, description="of `nccl` and `gloo`")
     path: str = Field("", description="of the socket of the others")
@@ -44,6 +47,7 @@ class Connection(BaseModel):
         transport: SendTransport,
         tensors: Sequence[NamedTensor],
         *,
+        engine: str,
         without_routes: WithoutRoutes,
         max_staged_bytes: int,
         timeout_s: float,
@@ -63,6 +67,7 @@ class Connection(BaseModel):
                 raise ConfigError(f"an engine's workers cannot connect to a {name}")
         return cls(
             link=link,
+            engine=engine,
             host=host,
             port=port,
             path=path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -85,14 +86,17 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._transport, self._paused = transport, paused
         self._without_routes: WithoutRoutes = without_routes
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
+        self._name = ""  # of the engine, as it was let connect last
         self._connection()  # which refuses a transport that workers cannot reach
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._pause = ExitStack()
         self._is_paused = False
         self._updates: dict[int, Future[None]] = {}
         self._sent: Future[SyncStats] = Future()  # what has become of the version
-        self._is_behind = False  # workers have to connect anew
-        self.sender = WeightSender(source, transport, options=options, tell=self._follow)
+        self._is_behind = True  # workers have to connect
+        self.sender = WeightSender(
+            source, transport, options=options, tell=self._follow, admits=self._has_let_connect
+        )
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -106,6 +110,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """
         with suppress(EngineFailed):  # said by workers that were asked before
             self.sender.wait_for_receivers(0, timeout_s=0)
+        self._name = f"engine-{uuid.uuid4().hex[:8]}"
         self._server.connect(self._connection().model_dump(mode="json"))
         self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
         self._is_behind = False
@@ -149,6 +154,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self.sender.close()
         self._calls.shutdown(wait=False, cancel_futures=True)
 
+    def _has_let_connect(self, engine: str) -> bool:
+        """Not one that an earlier trainer at this address has left behind: none would commit."""
+        return bool(self._name) and engine.startswith(self._name)
+
     def _are_here(self) -> bool:
         """Whether all workers are connected, or come back by themselves after a failure."""
         try:
@@ -180,6 +189,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         return Connection.to(
             self._transport,
             self._source.tensors(),
+            engine=self._name,
             without_routes=self._without_routes,
             max_staged_bytes=self._max_staged_bytes,
             timeout_s=self._timeout_s,

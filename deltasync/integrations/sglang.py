@@ -86,7 +86,7 @@ def _place() -> dict[str, Any]:
     rank = parallel.get_pipeline_model_parallel_rank() * shards
     rank += parallel.get_tensor_model_parallel_rank()
     world = shards * parallel.get_pipeline_model_parallel_world_size()
-    return {"engine": "sglang", "rank": rank, "world": world}
+    return {"rank": rank, "world": world}
 
 
 def _finish_of(model: nn.Module) -> Any:

@@ -80,9 +80,9 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             connection,
             self._target(connection),
             self.device,
-            engine=f"vllm-{parallel.data_parallel_index}",
             rank=parallel.rank,
             world=parallel.world_size,
+            replica=parallel.data_parallel_index,
         )
 
     def _target(self, connection: Connection) -> WeightTarget:

@@ -41,9 +41,9 @@ class Worker:
         target: WeightTarget,
         device: torch.device,
         *,
-        engine: str,
         rank: int,
         world: int,
+        replica: int = 0,
     ) -> None:
         """Connect to a trainer; `disconnect` first.
 
@@ -51,14 +51,14 @@ class Worker:
             to: The trainer.
             target: The worker's weights.
             device: Where they are.
-            engine: Name of the engine, unique among the trainer's.
-            rank: Of this worker in its engine.
-            world: Workers of the engine.
+            rank: Of this worker in its replica.
+            world: Workers of the replica.
+            replica: Of the engine, which is data parallel.
         """
         receiver = WeightReceiver(
             target,
             to.receiver(device),
-            engine=engine,
+            engine=f"{to.engine}-{replica}",
             rank=rank,
             world=world,
             options=ReceiverOptions(max_staged_bytes=to.max_staged_bytes),
@@ -120,10 +120,14 @@ class Worker:
             if self._holds(version):
                 return  # it has joined with it
             if time.monotonic() > deadline:
-                raise self._staging.last_error or TransportTimeout("no version was staged in time")
+                raise self._staging.last_error or self._too_late(version)
         written = self._staging.commit()
         if written != version:
             raise IllegalMessage(f"v{written} was written, v{version} was asked for")
+
+    def _too_late(self, version: int) -> TransportTimeout:
+        state = "outside" if self._receiver is None else self._receiver.state.name.lower()
+        return TransportTimeout(f"v{version} was not staged in time: this worker is {state}")
 
     def _holds(self, version: int) -> bool:
         here = self._receiver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.delta.snapshot import Snapshot
-from deltasync.errors import DeltaSyncError, LayoutMismatch, TransportError, WireError
+from deltasync.errors import ConfigError, DeltaSyncError, LayoutMismatch, TransportError, WireError
 from deltasync.sync.layout import SourceLayout, check_coverage
 from deltasync.sync.link import SenderLink
 from deltasync.sync.proof import copies, mistaken
@@ -34,11 +34,11 @@ from deltasync.wire.messages import (
 class Lobby:
     """Receivers that have greeted and are no members yet.
 
-    An engine comes in when all its ranks are here.
+    An engine comes in when all its ranks are here, and `admits` takes its name.
     """
 
-    def __init__(self, link: SenderLink) -> None:
-        self._link = link
+    def __init__(self, link: SenderLink, admits: Callable[[str], bool]) -> None:
+        self._link, self._admits = link, admits
         self._waiting: dict[int, Hello] = {}
         self._declined: list[str] = []
         self._refused: dict[str, str] = {}
@@ -56,6 +56,8 @@ class Lobby:
                 self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
             elif FORMAT_VERSION not in hello.format_versions:
                 self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
+            elif not self._admits(hello.engine):
+                self.refuse(peer, ConfigError("this sender has let other engines connect"))
             else:
                 self._waiting[peer] = hello
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:

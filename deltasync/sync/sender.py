@@ -66,6 +66,7 @@ class WeightSender:
         options: Sizes, policy, dtypes.
         tell: Called by the sending thread when a sync begins and when it is decided, for engines
             that have to be asked to pause and commit. It must not block.
+        admits: Whether an engine of this name may come in; all may by default.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class WeightSender:
         *,
         options: SenderOptions | None = None,
         tell: Callable[[Moment], None] = lambda moment: None,
+        admits: Callable[[str], bool] = lambda engine: True,
     ) -> None:
         self._tell = tell
         self.options = options or SenderOptions()
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._source = source
         self._link = SenderLink(transport)
-        self._lobby = Lobby(self._link)
+        self._lobby = Lobby(self._link, admits)
         self._session = SenderSession()
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -45,14 +46,8 @@ class Server:
             self.worker.decline(connection, torch.device("cpu"), ConfigError("planted"))
             return
         assert connection.checkpoint() == [CheckpointTensor("a", (40, 16), torch.bfloat16)]
-        self.worker.connect(
-            connection,
-            ModuleTarget(self.module),
-            torch.device("cpu"),
-            engine="vllm-0",
-            rank=0,
-            world=1,
-        )
+        target = ModuleTarget(self.module)
+        self.worker.connect(connection, target, torch.device("cpu"), rank=0, world=1)
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
@@ -163,6 +158,21 @@ def test_a_worker_that_cannot_take_part_says_why(tmp_path: Path) -> None:
             sync.connect()
             assert sync.send_weights().receivers == 1
         server.worker.disconnect()
+
+
+def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: Path) -> None:
+    source, left, server = model(0), Server(model(0)), Server(model(0))
+    link = shared_memory.Sender(tmp_path / "socket")
+    with EngineSync(ModuleSource(source), VllmServer(left), link) as sync:
+        sync.send_weights()
+    with connected(source, server, tmp_path, timeout_s=4.0) as sync:
+        for _ in range(4):
+            sleep(0.3)  # it comes back by itself, where another trainer listens now
+            source.get_parameter("a").data.view(-1)[7] *= 2
+            assert sync.send_weights().receivers == 1
+            assert bits_equal(source, server.module)
+    left.worker.disconnect()
+    assert not bits_equal(source, left.module)
 
 
 def test_workers_cannot_connect_to_any_transport() -> None:
