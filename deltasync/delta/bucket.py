@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from deltasync.delta.bits import integer_dtype
 from deltasync.delta.patch import Run
+from deltasync.delta.shard import Band, Share, share_of
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import (
     ALIGNMENT,
+    MAX_SPARSE_SPAN,
     ROW,
     RowKind,
     Rows,
@@ -31,6 +33,8 @@ Where: TypeAlias = slice | NDArray[np.bool_]
 MIN_BUCKET_BYTES = 256
 """A row, an index and a value with their padding, and some."""
 
+_BLOCK = 1 << 17  # indices widened at once
+
 Read = Callable[[int, int, int], Tensor]
 """(parameter, start, stop) -> int[stop - start], bits of a dense run that are in the source."""
 
@@ -41,11 +45,13 @@ class Bucket:
 
     Attributes:
         runs: (parameter, run) for each row, in layout order.
+        shares: What each of the runs is a part of.
         rows: The patch table.
         num_bytes: Length of the payload.
     """
 
     runs: list[tuple[int, Run]]
+    shares: list[Share]
     rows: Rows
     num_bytes: int
 
@@ -59,14 +65,13 @@ class Bucket:
         payload[: len(table)].copy_(table)
         index_at, value_at, _ = block_offsets(self.rows)
         end = len(table)
-        for (parameter, run), index, value in zip(
-            self.runs, index_at.tolist(), value_at.tolist(), strict=True
+        for (parameter, run), share, index, value in zip(
+            self.runs, self.shares, index_at.tolist(), value_at.tolist(), strict=True
         ):
-            if run.indices is not None:
-                block = _block(payload, index, run.indices)
+            if index_bytes := index_bytes_of(share, run):
                 end = _pad(payload, end, index)
-                block.copy_(run.indices)
-                end = index + INDEX_ITEM_BYTES * run.count
+                _write_indices(share, run, payload[index : index + index_bytes].view(torch.int32))
+                end = index + index_bytes
             bits = read(parameter, run.start, run.stop) if run.bits is None else run.bits
             block = _block(payload, value, bits)
             _pad(payload, end, value)
@@ -76,32 +81,50 @@ class Bucket:
 
 
 def buckets(
-    runs: Iterable[tuple[int, Run]], specs: tuple[ParameterSpec, ...], *, bucket_bytes: int
+    runs: Iterable[tuple[int, Run]], specs: Sequence[ParameterSpec], *, bucket_bytes: int
 ) -> Iterator[Bucket]:
     """Distribute runs over buckets of at most `bucket_bytes`, slicing what does not fit.
 
     Args:
         runs: (parameter, run), in layout order.
-        specs: The layout.
+        specs: The layout, or shares of its parameters.
         bucket_bytes: At least MIN_BUCKET_BYTES.
     """
     if bucket_bytes < MIN_BUCKET_BYTES:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
     chosen: list[tuple[int, Run]] = []
+    shares: list[Share] = []
     used = 0
     for parameter, run in runs:
-        item_size = specs[parameter].dtype.item_size
+        share = share_of(specs, parameter)
         rest: Run | None = run
         while rest is not None:
-            head, rest = _split(rest, bucket_bytes - used - ROW.itemsize, item_size)
+            head, rest = _split(rest, bucket_bytes - used - ROW.itemsize, share)
             if head is not None:
                 chosen.append((parameter, head))
-                used += ROW.itemsize + _data_bytes(head, item_size)
-            if rest is not None:
-                yield _bucket(chosen, specs)
-                chosen, used = [], 0
+                shares.append(share)
+                used += ROW.itemsize + _data_bytes(head, share)
+            elif rest is not None:
+                yield _bucket(chosen, shares)
+                chosen, shares, used = [], [], 0
     if chosen:
-        yield _bucket(chosen, specs)
+        yield _bucket(chosen, shares)
+
+
+def index_bytes_of(share: Share, run: Run) -> int:
+    """What travels beside the values. A dense run that is no run in its parameter is sent sparse,
+    with all of its indices.
+    """
+    if run.indices is None and not share.band.is_scattered(run.start, run.stop):
+        return 0
+    return INDEX_ITEM_BYTES * run.count
+
+
+def bytes_of(share: Share, run: Run) -> tuple[int, int]:
+    """(sparse, dense): bytes of the indices and values that a run is sent with."""
+    values = share.dtype.item_size * run.count
+    indices = index_bytes_of(share, run)
+    return (indices + values, 0) if indices else (0, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +195,34 @@ class BucketReader:
         return list(self.open(payload, num_rows).runs())
 
 
-def _data_bytes(run: Run, item_size: int) -> int:
-    indices = 0 if run.indices is None else aligned(INDEX_ITEM_BYTES * run.count)
-    return indices + aligned(item_size * run.count)
+def _data_bytes(run: Run, share: Share) -> int:
+    return aligned(index_bytes_of(share, run)) + aligned(share.dtype.item_size * run.count)
 
 
-def _split(run: Run, free: int, item_size: int) -> tuple[Run | None, Run | None]:
-    """The part of `run` whose data fits into `free` bytes, and the rest."""
-    if _data_bytes(run, item_size) <= free:
+def _split(run: Run, free: int, share: Share) -> tuple[Run | None, Run | None]:
+    """The part of `run` that fits into one row of `free` bytes, and the rest."""
+    band, item_size = share.band, share.dtype.item_size
+    is_wide = band.place(run.stop - 1) - band.place(run.start) >= MAX_SPARSE_SPAN
+    if is_wide and index_bytes_of(share, run):
+        return _split_wide(run, band)
+    if _data_bytes(run, share) <= free:
         return run, None
-    if run.indices is None:
+    if not index_bytes_of(share, run):
         return _split_dense(run, max(0, (free - ALIGNMENT) // item_size))
-    k = (free - 2 * ALIGNMENT) // (INDEX_ITEM_BYTES + item_size)
-    return _split_sparse(run, run.indices, max(0, k))
+    k = max(0, (free - 2 * ALIGNMENT) // (INDEX_ITEM_BYTES + item_size))
+    return _split_dense(run, k) if run.indices is None else _split_sparse(run, run.indices, k)
+
+
+def _split_wide(run: Run, band: Band) -> tuple[Run | None, Run | None]:
+    """As much of `run` as int32 indices tell of, and the rest."""
+    if run.indices is None or run.bits is None:
+        return _split_dense(run, band.reach(run.start, MAX_SPARSE_SPAN) - run.start)
+    first = int(run.indices[0])
+    end = min(band.reach(run.start + first, MAX_SPARSE_SPAN), run.stop) - run.start
+    k = int((run.indices < end).sum())
+    head = Run(run.start + first, end - first, run.indices[:k] - first, run.bits[:k])
+    rest = Run(run.start + end, run.span - end, run.indices[k:] - end, run.bits[k:])
+    return head, rest if rest.count else None
 
 
 def _split_dense(run: Run, k: int) -> tuple[Run | None, Run | None]:
@@ -203,21 +241,36 @@ def _split_sparse(run: Run, indices: Tensor, k: int) -> tuple[Run | None, Run | 
     return head, Run(run.start + cut, run.span - cut, indices[k:] - cut, run.bits[k:])
 
 
-def _bucket(runs: list[tuple[int, Run]], specs: tuple[ParameterSpec, ...]) -> Bucket:
-    rows = [_row(parameter, run, specs[parameter].dtype.item_size) for parameter, run in runs]
+def _bucket(runs: list[tuple[int, Run]], shares: list[Share]) -> Bucket:
+    rows = [_row(share, run) for share, (_, run) in zip(shares, runs, strict=True)]
     table: Rows = np.array(rows, ROW)
-    return Bucket(runs, table, block_offsets(table)[2])
+    return Bucket(runs, shares, table, block_offsets(table)[2])
 
 
-def _row(parameter: int, run: Run, item_size: int) -> tuple[int, ...]:
+def _row(share: Share, run: Run) -> tuple[int, ...]:
     """The fields of `table.ROW`, in order."""
-    count = run.count
-    if run.indices is None:
-        kind, codec, index_bytes = RowKind.DENSE, IndexCodec.NONE, 0
-    else:
-        kind, codec, index_bytes = RowKind.SPARSE, IndexCodec.RAW, INDEX_ITEM_BYTES * count
-    values = (ValueCodec.RAW, 0, run.start, run.span, count, index_bytes, item_size * count)
-    return (parameter, kind, codec, *values)
+    index_bytes, value_bytes = index_bytes_of(share, run), share.dtype.item_size * run.count
+    kind, codec = RowKind.DENSE, IndexCodec.NONE
+    if index_bytes:
+        kind, codec = RowKind.SPARSE, IndexCodec.RAW
+    start = share.band.place(run.start)
+    span = share.band.place(run.stop - 1) + 1 - start
+    values = (ValueCodec.RAW, 0, start, span, run.count, index_bytes, value_bytes)
+    return (share.number, kind, codec, *values)
+
+
+def _write_indices(share: Share, run: Run, into: Tensor) -> None:
+    """Write int32[count]: where the elements lie in the parameter, from the first place on."""
+    band = share.band
+    if run.indices is not None and not band.gap:
+        into.copy_(run.indices)
+        return
+    for begin in range(0, run.count, _BLOCK):
+        block = slice(begin, min(begin + _BLOCK, run.count))
+        here = torch.arange(block.start, block.stop, device=into.device)
+        if run.indices is not None:
+            here = run.indices[block].to(into.device, torch.int64)
+        into[block] = band.places(here + run.start) - band.place(run.start)
 
 
 def _block(payload: Tensor, offset: int, like: Tensor) -> Tensor:

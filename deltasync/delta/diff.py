@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, WireReader, dtype_of
+from deltasync.delta.bucket import bytes_of
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import kernels_for
 from deltasync.delta.patch import Patch, Run, patch_from_runs
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import Share, share_of
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import LayoutMismatch
-from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _SMALL = 1 << 12  # elements up to which one call for all costs less than a chunk's bookkeeping
@@ -32,21 +33,24 @@ class Change:
         runs: What to send, ordered and disjoint; None when the runs were let go to bound memory
             and have to be found again while packing.
         sparse_bytes, dense_bytes: Bytes of the indices and values of its runs.
+        held_bytes: Of these, what runs of sparse changes take in memory.
     """
 
     parameter: int
     nnz: int
     runs: list[Run] | None
-    sparse_bytes: int
-    dense_bytes: int
+    sparse_bytes: int = 0
+    dense_bytes: int = 0
+    held_bytes: int = 0
 
-    def count(self, run: Run, nnz: int, item_size: int) -> None:
+    def count(self, run: Run, nnz: int, share: Share) -> None:
         """Add a run of which `nnz` elements differ."""
         self.nnz += nnz
-        if run.indices is None:
-            self.dense_bytes += run.span * item_size
-        else:
-            self.sparse_bytes += run.count * (INDEX_ITEM_BYTES + item_size)
+        sparse_bytes, dense_bytes = bytes_of(share, run)
+        self.sparse_bytes += sparse_bytes
+        self.dense_bytes += dense_bytes
+        if run.indices is not None:
+            self.held_bytes += sparse_bytes
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ def diff_model(
         if change is None:
             continue
         if change.runs is not None:
-            delta.held_bytes += change.sparse_bytes
+            delta.held_bytes += change.held_bytes
         delta.changes.append(change)
     return delta
 
@@ -141,19 +145,21 @@ def _compare(
     Its runs are let go as soon as they outgrow `room` bytes, so that a large parameter takes no
     more memory than a small one.
     """
-    change = Change(parameter, nnz=0, runs=None, sparse_bytes=0, dense_bytes=0)
+    change = Change(parameter, nnz=0, runs=None)
+    share = share_of(snapshot.specs, parameter)
     runs: list[Run] = []
     for run, count in runs_to_send(parameter, reader, snapshot, policy):
-        change.count(run, count, reader.dtype.item_size)
+        change.count(run, count, share)
         runs.append(run)
-        if change.sparse_bytes > room:
+        if change.held_bytes > room:
             _keep_digests(ledger, parameter, runs, reader, snapshot)
             runs.clear()
     if not change.nnz:
         return None
-    runs = _merged(runs, reader.flat.numel)
+    if not share.band.gap:  # what lies within one row is sent without indices
+        runs = _merged(runs, reader.flat.numel)
     _keep_digests(ledger, parameter, runs, reader, snapshot)
-    if change.sparse_bytes <= room:
+    if change.held_bytes <= room:
         change.runs = runs
     return change
 

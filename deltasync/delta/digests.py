@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Live
 from deltasync.delta.host_rows import HostPieces, HostRows
 from deltasync.delta.kernels import kernels_for
-from deltasync.wire.digest import MASK, seed
+from deltasync.delta.shard import Share
+from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
 Read = Callable[[int, int], Tensor]
@@ -76,7 +79,13 @@ class DigestLedger:
         ]
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
-        self._keys = [seed(spec.name) for spec in specs]
+        shares = {n: spec.band for n, spec in enumerate(specs) if isinstance(spec, Share)}
+        # Positions in a band count from its start.
+        self._keys = [
+            (seed(spec.name) + (shares[n].start * GOLDEN_RATIO if n in shares else 0)) & MASK
+            for n, spec in enumerate(specs)
+        ]
+        self._gaps = {n: replace(band, start=0) for n, band in shares.items() if band.gap}
 
     def copy(self) -> Self:
         """A ledger of the same parameters that can be changed apart."""
@@ -99,7 +108,7 @@ class DigestLedger:
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:
-        """uint64[parameters]: the digest seeds."""
+        """uint64[parameters]: the digest seeds, at the first element of what is digested."""
         return np.array(self._keys, np.uint64)
 
     @property
@@ -127,12 +136,14 @@ class DigestLedger:
 
     def digest_run(self, parameter: int, bits: Tensor, start: int) -> int:
         """The digest of int[n] consecutive elements of a parameter."""
+        if parameter in self._gaps:
+            positions = torch.arange(start, start + len(bits), device=bits.device)
+            return self.digest_at(parameter, positions, bits)
         return kernels_for(bits.device).digest_run(bits, self._keys[parameter], start)
 
     def digest_at(self, parameter: int, positions: Tensor, bits: Tensor) -> int:
         """The digest of int[n] elements at increasing int64[n] flat positions."""
-        digest_chunks = kernels_for(bits.device).digest_chunks
-        _, sums = digest_chunks(positions, bits, self._keys[parameter], self.chunk_numel)
+        _, sums = self._digest_chunks(parameter, positions, bits)
         return int(sums.sum()) & MASK
 
     def measure(
@@ -180,13 +191,29 @@ class DigestLedger:
 
         Returns the digest of the new bits. n is at least 1.
         """
-        digest_chunks = kernels_for(new.device).digest_chunks
-        key = self._keys[parameter]
-        first, gained = digest_chunks(positions, new, key, self.chunk_numel)
-        _, lost = digest_chunks(positions, old, key, self.chunk_numel)
+        first, gained = self._digest_chunks(parameter, positions, new)
+        _, lost = self._digest_chunks(parameter, positions, old)
         begin = int(self.first[parameter]) + first
         self.sums[begin : begin + len(gained)] += gained - lost
         return int(gained.sum()) & MASK
+
+    def _digest_chunks(
+        self, parameter: int, positions: Tensor, bits: Tensor
+    ) -> tuple[int, NDArray[np.uint64]]:
+        """(first chunk, uint64[chunks]): digests of elements at increasing positions, by chunk."""
+        kernels, key = kernels_for(bits.device), self._keys[parameter]
+        if (band := self._gaps.get(parameter)) is None:
+            return kernels.digest_chunks(positions, bits, key, self.chunk_numel)
+        first, last = (int(positions[n]) // self.chunk_numel for n in (0, -1))
+        ends = torch.arange(first + 1, last + 1, device=positions.device) * self.chunk_numel
+        cuts = [0, *torch.searchsorted(positions, ends).tolist(), len(positions)]
+        sums = np.zeros(last + 1 - first, np.uint64)
+        for chunk, (low, high) in enumerate(pairwise(cuts)):
+            if low < high:
+                there = band.places(positions[low:high])
+                _, found = kernels.digest_chunks(there, bits[low:high], key, self.chunk_numel)
+                sums[chunk] = found.sum()
+        return first, sums
 
     def replace_rows(self, rows: HostRows, old: Tensor, new: Tensor) -> None:
         """Account for int[n] `old` bits of the elements of rows becoming `new`."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync.delta.route import Piece, merged, row_major
 from deltasync.errors import ConfigError
+from deltasync.wire.messages import ParameterSpec
 
 SPLIT_ABOVE = 1 << 20
 """Bytes from which on a box that several ranks hold is sent by all of them, each a part."""
@@ -23,6 +24,72 @@ Split = tuple[int, int]
 """(dimension, split factor) of a shard. The factor says how many shards of that dimension were
 made before: 1 unless it is FSDP's of what tensor parallelism has split already.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Elements of a checkpoint tensor: rows of one length, at one distance from each other.
+
+    They are counted from 0 in the checkpoint's order, so that positions here and there rise
+    together.
+
+    Attributes:
+        start: Flat position of the first in the checkpoint tensor.
+        numel: Elements.
+        cols: Elements in a row.
+        gap: Elements between the end of a row and the beginning of the next; 0 for one run.
+    """
+
+    start: int
+    numel: int
+    cols: int
+    gap: int = 0
+
+    def place(self, here: int) -> int:
+        """Flat position in the checkpoint tensor."""
+        return self.start + here + here // self.cols * self.gap
+
+    def places(self, here: Tensor) -> Tensor:
+        """int64[n]: the same for int64[n]."""
+        there = here + self.start
+        return there.add_(here.div(self.cols, rounding_mode="floor"), alpha=self.gap)
+
+    def is_scattered(self, start: int, stop: int) -> bool:
+        """Whether elements [start, stop) are no run in the checkpoint tensor."""
+        return self.gap > 0 and start // self.cols < (stop - 1) // self.cols
+
+    def reach(self, start: int, span: int) -> int:
+        """The end of some that begin at `start` and are not spread over more than `span` there."""
+        rows = span // (self.cols + self.gap)
+        if rows > 1:
+            return start + (rows - 1) * self.cols
+        return min(start + span, (start // self.cols + 1) * self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Share(ParameterSpec):
+    """What a trainer rank compares and sends of a parameter. Its shape is flat.
+
+    Attributes:
+        number: Of the parameter in the layout.
+        band: Which elements of it.
+    """
+
+    number: int
+    band: Band
+
+    @classmethod
+    def of(cls, number: int, spec: ParameterSpec, band: Band) -> Self:
+        """A band of a parameter."""
+        return cls(spec.names, (band.numel,), spec.dtype, number, band)
+
+
+def share_of(specs: Sequence[ParameterSpec], parameter: int) -> Share:
+    """What is sent of one of these: all, unless it is a share."""
+    spec = specs[parameter]
+    if isinstance(spec, Share):
+        return spec
+    return Share.of(parameter, spec, Band(0, spec.numel, max(1, spec.numel)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +196,32 @@ class ShardSpec:
     def start(self) -> int:
         """Flat position of the first of them in the checkpoint tensor."""
         return sum(map(int.__mul__, self.offset, row_major(self.shape)))
+
+    def bands(self) -> Iterator[tuple[tuple[int, ...], Band]]:
+        """(index, band): boxes `local[index]` that make up this one, each of them a band."""
+        shape, size = row_major(self.shape), row_major(self.size)
+        for dim in range(len(self.size) + 1):
+            cols, gap = 1, 0
+            match merged(zip(self.size[dim:], shape[dim:], size[dim:], strict=True)):
+                case [] | [(_, 1, 1)] as dims:
+                    cols = dims[0][0] if dims else 1
+                case [(_, width, 1)]:
+                    gap = width - 1
+                case [(_, width, _), (cols, 1, 1)]:
+                    gap = width - cols
+                case _:
+                    continue
+            break
+        for index in product(*map(range, self.size[:dim])):
+            start = self.start + sum(map(int.__mul__, index, shape))
+            if numel := prod(self.size[dim:]):
+                yield index, Band(start, numel, cols, gap)
+
+    def narrowed(self, held: ShardSpec, local: Tensor) -> Tensor:
+        """This box in the local tensor of one that contains it: a view."""
+        for dim, (begin, before) in enumerate(zip(self.offset, held.offset, strict=True)):
+            local = local.narrow(dim, begin - before, self.size[dim])
+        return local
 
     def piece(self, name: str, local: Tensor) -> Piece:
         """Where the elements lie in the storage of a local tensor of any strides."""

@@ -18,6 +18,7 @@ from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run, write_run
+from deltasync.delta.shard import Share
 from deltasync.wire.messages import ParameterSpec
 
 if TYPE_CHECKING:  # imports Triton, which need not be there
@@ -50,7 +51,7 @@ class Snapshot:
         """Capture the source.
 
         Args:
-            specs: The layout.
+            specs: The layout, or shares of its parameters.
             readers: The source's parameters in that order.
             chunk_numel: Elements in a chunk of the ledger.
             device: Where to keep the copy; None for each parameter's own device.
@@ -107,6 +108,8 @@ class Snapshot:
         # Kernels reach pinned host memory, but not the memory of another GPU.
         elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
         device = device_for_batches([*sources, *elsewhere], kernels)
+        if any(isinstance(spec, Share) for spec in self.specs):
+            device = None
         if device is None:
             return None
         from deltasync.delta.batched.differ import BatchedDiffer

@@ -9,11 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from deltasync.delta.bits import WireReader
-from deltasync.delta.bucket import Bucket, Read, buckets
+from deltasync.delta.bucket import Bucket, Read, buckets, bytes_of
 from deltasync.delta.diff import ModelDelta, diff_model, iter_runs
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import share_of
 from deltasync.delta.snapshot import Snapshot
 
 Packed = Callable[[int, Run, Tensor], None]
@@ -206,19 +207,23 @@ class FullPlan:
     """The whole snapshot: for receivers whose weights are not known."""
 
     base_version: int | None = None
-    sparse_bytes = 0
 
     def __init__(self, snapshot: Snapshot, *, bucket_bytes: int) -> None:
         self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
         self.ledger = snapshot.ledger
-        self.dense_bytes = snapshot.num_bytes
+        sizes = [bytes_of(share_of(snapshot.specs, number), run) for number, run in self._runs()]
+        self.sparse_bytes = sum(sparse for sparse, _ in sizes)
+        self.dense_bytes = sum(dense for _, dense in sizes)
 
     def buckets(self) -> Iterator[Payload]:
         """Every parameter, dense."""
         specs = self._snapshot.specs
-        runs = ((number, Run(0, spec.numel)) for number, spec in enumerate(specs) if spec.numel)
-        for bucket in buckets(runs, specs, bucket_bytes=self._bucket_bytes):
+        for bucket in buckets(self._runs(), specs, bucket_bytes=self._bucket_bytes):
             yield _Payload(bucket, self.read)
+
+    def _runs(self) -> Iterator[tuple[int, Run]]:
+        specs = self._snapshot.specs
+        return ((number, Run(0, spec.numel)) for number, spec in enumerate(specs) if spec.numel)
 
     def decided(self) -> None:
         """The snapshot is what was sent."""
