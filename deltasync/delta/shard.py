@@ -217,6 +217,12 @@ class ShardSpec:
             if numel := prod(self.size[dim:]):
                 yield index, Band(start, numel, cols, gap)
 
+    def contains(self, box: ShardSpec) -> bool:
+        """Whether `box` lies within this one."""
+        dims = zip(self.offset, self.size, box.offset, box.size, strict=True)
+        inside = all(a <= b and b + m <= a + n for a, n, b, m in dims)
+        return inside and self.shape == box.shape
+
     def narrowed(self, held: ShardSpec, local: Tensor) -> Tensor:
         """This box in the local tensor of one that contains it: a view."""
         for dim, (begin, before) in enumerate(zip(self.offset, held.offset, strict=True)):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
+from typing import Self
+
+from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import WireReader, dtype_of, identity
+from deltasync.delta.shard import ShardSpec, Share
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source import NamedTensor, WeightSource
@@ -15,19 +20,48 @@ from deltasync.wire.messages import Hello, ParameterSpec, layout_hash
 
 
 class SourceLayout:
-    """The source's parameters as they travel.
+    """The parameters as they travel, and the live source of those that are sent from here.
 
     Attributes:
         specs: The layout: names, shapes, wire dtypes.
         hash: What names it in a begin.
         numel: Elements of all parameters.
         num_bytes: Bytes of all values on the wire.
+        sent: What is compared and sent here: all of `specs`, or shares of them.
         readers: The live source in that order; rebuilt where storage was replaced.
     """
 
     def __init__(
-        self, source: WeightSource, held: Sequence[ParameterSpec], overrides: Mapping[str, str]
+        self,
+        source: WeightSource,
+        specs: Sequence[ParameterSpec],
+        boxes: Mapping[str, ShardSpec] | None = None,
     ) -> None:
+        """Look up where everything is.
+
+        Args:
+            source: Where the parameters are.
+            specs: The layout.
+            boxes: What to send, by canonical name; None for everything.
+        """
+        self._source, self._boxes = source, boxes
+        self.specs = tuple(specs)
+        self.hash = layout_hash(self.specs)
+        self.numel = sum(spec.numel for spec in self.specs)
+        self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
+        self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
+        self._tensors: list[NamedTensor] = []
+        self._known: dict[str, tuple[tuple[object, ...], list[WireReader]]] = {}
+        self.readers: list[WireReader] = []
+        tensors = source.tensors()
+        self._names = [entry.names for entry in tensors]
+        self.sent = self._shares(tensors)
+        self._read(tensors)
+
+    @classmethod
+    def of(
+        cls, source: WeightSource, held: Sequence[ParameterSpec], overrides: Mapping[str, str]
+    ) -> Self:
         """Take the wire dtypes from what a receiver holds.
 
         Args:
@@ -35,18 +69,7 @@ class SourceLayout:
             held: What the first receiver said that it holds.
             overrides: Wire dtype names by name pattern (as in `fnmatch`); they win.
         """
-        self._source = source
-        tensors = source.tensors()
-        told = {name: spec.dtype for spec in held for name in spec.names}
-        self.specs = tuple(_spec(tensor, told, overrides) for tensor in tensors)
-        self.hash = layout_hash(self.specs)
-        self.numel = sum(spec.numel for spec in self.specs)
-        self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
-        self._names = [spec.names for spec in self.specs]
-        self._tensors: list[NamedTensor] = []
-        self._identities: list[tuple[object, ...]] = [()] * len(tensors)
-        self.readers: list[WireReader] = []
-        self._read(tensors)
+        return cls(source, specs_of(source.tensors(), held, overrides))
 
     def refresh(self) -> None:
         """Look at the source again. Raises SourceChanged if it is not the same model any more."""
@@ -65,23 +88,58 @@ class SourceLayout:
             raise LayoutMismatch(f"{hello.engine} has no parameter {missing!r}")
         return numbers
 
+    def _shares(self, tensors: list[NamedTensor]) -> tuple[ParameterSpec, ...]:
+        """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
+        if self._boxes is not None:
+            return tuple(
+                Share.of(self._numbers[entry.name], self.specs[self._numbers[entry.name]], band)
+                for entry in self._in_order(tensors)
+                for _, band in self._boxes[entry.name].bands()
+            )
+        for entry in tensors:
+            box = entry.held()[0]
+            if box.numel < prod(box.shape):
+                raise ConfigError(
+                    f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
+                    "give the senders of all ranks a `crew`"
+                )
+        return self.specs
+
+    def _in_order(self, tensors: list[NamedTensor]) -> list[NamedTensor]:
+        """Those of which something is sent here, as they are numbered."""
+        boxes = self._boxes
+        if boxes is None:
+            return tensors
+        here = [entry for entry in tensors if entry.name in boxes]
+        return sorted(here, key=lambda entry: self._numbers[entry.name])
+
     def _read(self, tensors: list[NamedTensor]) -> None:
         if tensors is self._tensors:
             return
-        known: Sequence[WireReader | None] = self.readers or [None] * len(tensors)
-        readers: list[WireReader] = []
-        identities = [identity(entry.tensor) for entry in tensors]
-        for number, (spec, entry) in enumerate(zip(self.specs, tensors, strict=True)):
-            reader = known[number]
-            if reader is None or self._identities[number] != identities[number]:
-                if tuple(entry.tensor.shape) != spec.shape:
-                    raise SourceChanged(
-                        f"{spec.name}: shape {spec.shape} became {tuple(entry.tensor.shape)}; "
-                        "make a new WeightSender"
-                    )
-                reader = WireReader.of(entry.tensor, spec.dtype, name=spec.name)
-            readers.append(reader)
-        self.readers, self._identities, self._tensors = readers, identities, tensors
+        known, self._known = self._known, {}
+        for entry in self._in_order(tensors):
+            held, local = entry.held()
+            now = (held, *identity(local))
+            before, readers = known.get(entry.name, ((), []))
+            if before != now:
+                readers = self._readers_of(entry, held, local)
+            self._known[entry.name] = now, readers
+        self.readers = [reader for _, readers in self._known.values() for reader in readers]
+        self._tensors = tensors
+
+    def _readers_of(self, entry: NamedTensor, held: ShardSpec, local: Tensor) -> list[WireReader]:
+        spec = self.specs[self._numbers[entry.name]]
+        if entry.shape != spec.shape:
+            raise SourceChanged(
+                f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
+            )
+        if self._boxes is None:
+            return [WireReader.of(local, spec.dtype, name=spec.name)]
+        box = self._boxes[entry.name]
+        if not held.contains(box):
+            raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
+        local = box.narrowed(held, local)
+        return [WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in box.bands()]
 
     @property
     def device_types(self) -> set[str]:
@@ -93,7 +151,7 @@ class SourceLayout:
         if full:
             return {"changed": len(self.specs), "unchanged": 0, "frozen": 0}
         others = set(range(len(self.specs))).difference(changed)
-        is_trained = [self.readers[number].flat.tensor.requires_grad for number in others]
+        is_trained = [self._tensors[number].tensor.requires_grad for number in others]
         frozen = len(others) - sum(is_trained)
         return {"changed": len(changed), "unchanged": sum(is_trained), "frozen": frozen}
 
@@ -110,6 +168,14 @@ def check_coverage(
             raise LayoutMismatch(f"no rank of {engine} has the parameter {spec.name!r}")
 
 
+def specs_of(
+    tensors: Sequence[NamedTensor], held: Sequence[ParameterSpec], overrides: Mapping[str, str]
+) -> tuple[ParameterSpec, ...]:
+    """The layout: see `SourceLayout.of`."""
+    told = {name: spec.dtype for spec in held for name in spec.names}
+    return tuple(_spec(tensor, told, overrides) for tensor in tensors)
+
+
 def _spec(
     entry: NamedTensor, told: Mapping[str, Dtype], overrides: Mapping[str, str]
 ) -> ParameterSpec:
@@ -117,7 +183,7 @@ def _spec(
     for pattern, name in overrides.items():
         if any(fnmatchcase(own, pattern) for own in entry.names):
             dtype = _named(name)
-    return ParameterSpec(entry.names, tuple(entry.tensor.shape), dtype)
+    return ParameterSpec(entry.names, entry.shape, dtype)
 
 
 def _named(name: str) -> Dtype:

@@ -192,11 +192,11 @@ class WeightSender:
         for hellos in engines:
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
-                layout = SourceLayout(self._source, held, self.options.wire_dtypes)
+                layout = SourceLayout.of(self._source, held, self.options.wire_dtypes)
             except (ConfigError, WireError) as error:
                 self._lobby.refuse_all(hellos, error)
                 continue
-            if last is not None and last.fits(layout.specs, layout.readers):
+            if last is not None and last.fits(layout.sent, layout.readers):
                 last.capture(layout.readers)
             else:
                 last = None  # its memory first
@@ -212,7 +212,7 @@ class WeightSender:
     def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
         device = self.options.snapshot_device
         return Snapshot(
-            layout.specs,
+            layout.sent,
             layout.readers,
             chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
             device=None if device is None else torch.device(device),

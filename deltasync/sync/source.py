@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from deltasync.delta.bits import identity
+from deltasync.delta.shard import ShardSpec, is_sharded, local_of
 from deltasync.errors import ConfigError
 
 
@@ -19,15 +21,28 @@ class NamedTensor:
 
     Attributes:
         names: Its canonical name, then the names tied to it.
-        tensor: The live tensor. Not owned.
+        tensor: The live tensor, or the part of it that this trainer rank holds. Not owned.
+        shard: Which part; None for all of a tensor, and for a DTensor, which knows.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
+    shard: ShardSpec | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+        return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
+
+    def held(self) -> tuple[ShardSpec, Tensor]:
+        """The part that is held here, and its elements. Raises ConfigError for odd DTensors."""
+        if self.shard is not None:
+            return self.shard, self.tensor
+        return ShardSpec.of(self.tensor), local_of(self.tensor)
 
 
 class WeightSource(Protocol):
@@ -43,10 +58,11 @@ class WeightSource(Protocol):
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of an nn.Module.
+    """The parameters and persistent buffers of an nn.Module, or of a rank's part of it.
 
-    These are the tensors of its `state_dict`. Frozen ones are compared too: if they do not
-    change they cost one read. Tied tensors (the same storage under several names) are sent once.
+    These are the tensors of its `state_dict`, DTensors among them. Frozen ones are compared too: if
+    they do not change they cost one read. Tied tensors (the same storage under several names) are
+    sent once.
 
     Args:
         module: The trainer's model; read at every sync, never written.
@@ -64,6 +80,7 @@ class ModuleSource:
 
     def tensors(self) -> list[NamedTensor]:
         """The module's tensors as they are now: the list of the last call if nothing moved."""
+        _reshard(self._module)
         if self._watch is None or not self._watch.is_unmoved():
             self._watch = ModuleWatch(self._module)
             self._tensors = tied_tensors(named_tensors(self._module, self._rename))
@@ -79,6 +96,8 @@ _FACTS: tuple[Callable[[Tensor], object], ...] = (
     attrgetter("dtype"),
 )
 
+
+_LOCAL = attrgetter("_local_tensor")  # of a DTensor, which itself is nowhere
 
 # Modules that are looked at together: what is read of them stays in a core's own cache meanwhile.
 _PART = 256
@@ -135,7 +154,10 @@ class _Part:
         self._owners = [entries for entries in self._filled for _ in entries]
         self._keys = [key for entries in self._filled for key in entries]
         self._values = [value for entries in self._filled for value in entries.values()]
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+        self._locals = list(map(_LOCAL, self._sharded))
+        self._tensors = [t for t in tensors if not is_sharded(t)] + self._locals
         self._with_buffers = [owner for owner in modules if owner._buffers]
         self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
         self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
@@ -145,9 +167,19 @@ class _Part:
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
             and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and all(map(is_, map(_LOCAL, self._sharded), self._locals))
             and all(list(map(fact, self._tensors)) == known for fact, known in self._facts)
             and [o._non_persistent_buffers_set for o in self._with_buffers] == self._transient
         )
+
+
+def _reshard(module: nn.Module) -> None:
+    """A forward pass without gradients leaves FSDP2's root gathered: copies of its parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for one in module.modules():
+            if isinstance(one, fsdp.FSDPModule):
+                one.reshard()
 
 
 def named_tensors(
@@ -184,6 +216,8 @@ def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
     for name, tensor in named:
         # Empty tensors share the null pointer without being tied.
         key = identity(tensor) if tensor.numel() else (name,)
+        if is_sharded(tensor):  # of which a rank may hold nothing
+            key = (id(tensor),)
         if owners.setdefault(name, key) != key:
             raise ConfigError(f"two tensors are named {name!r}; change `rename`")
         if key not in groups:

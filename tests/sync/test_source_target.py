@@ -49,7 +49,7 @@ def layout_of(
     held: tuple[ParameterSpec, ...] = (),
     overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> SourceLayout:
-    return SourceLayout(ModuleSource(model), held, overrides)
+    return SourceLayout.of(ModuleSource(model), held, overrides)
 
 
 def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:
