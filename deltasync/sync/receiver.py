@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -28,19 +28,18 @@ from deltasync.errors import (
     IllegalMessage,
     LimitExceeded,
     PeerLost,
-    Refused,
     SyncAborted,
     TransportClosed,
     TransportError,
     TransportTimeout,
-    TruncatedFrame,
 )
+from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import EarlyCheck, WeightTarget
-from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.compression import decompress
@@ -63,6 +62,7 @@ class WeightReceiver:
     Args:
         target: The live weights.
         transport: The receiver's end of a link. Owned from now on: `close` closes it.
+        lanes: Of a trainer of several ranks: the links to its ranks 1, 2 ... Owned too.
         engine: Name of the inference engine, unique among the sender's receivers.
         rank: This receiver's rank in its engine (tensor-, pipeline-, expert-parallel).
         world: Ranks of the engine.
@@ -74,6 +74,7 @@ class WeightReceiver:
         target: WeightTarget,
         transport: ReceiveTransport,
         *,
+        lanes: Sequence[ReceiveTransport] = (),
         engine: str = "engine",
         rank: int = 0,
         world: int = 1,
@@ -81,12 +82,12 @@ class WeightReceiver:
     ) -> None:
         self.options = options or ReceiverOptions()
         self._target = target
-        self._transport = transport
+        self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
-        self._session = ReceiverSession(engine, world)
+        self._session = ReceiverSession(engine, world, len(self._links))
         self._lines = Lines({}, 0)
         self._ledger = DigestLedger((), chunk_numel=1)
-        self._reader = BucketReader(())
+        self._readers: list[BucketReader] = []
         self._held_bytes = self._max_sync_bytes = 0
         self._part_item_size: int | None = None
         self._weights: BatchedWeights | None = None
@@ -208,7 +209,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""
-        self._transport.close()
+        self._links.close()
 
     @property
     def _is_waiting(self) -> bool:
@@ -234,7 +235,7 @@ class WeightReceiver:
             parameters=messages.entries(self._target.parameters()),
         )
         self._staging = None
-        self._transport.connect(messages.encode(hello), timeout_s=_rest(deadline))
+        self._links.connect(hello, timeout_s=_rest(deadline))
         self._session.greet()
 
     def _scrub_after_sync(self) -> None:
@@ -252,16 +253,10 @@ class WeightReceiver:
         """Receive one message, obey it, and return it."""
         is_patient = self._session.state in _PATIENT
         timeout_s = _rest(deadline) if is_patient else self._patience_s()
-        frame = self._transport.receive(timeout_s=timeout_s)
-        message, payload_bytes = messages.decode(
-            frame.header, max_payload_bytes=self.options.max_payload_bytes
-        )
-        payload = _payload(frame, payload_bytes)
-        if isinstance(message, messages.Refused):
-            raise Refused(kind=message.error, message=message.reason)
+        lane, message, payload = self._links.receive(timeout_s=timeout_s)
         with self._lock:
-            self._session.on(message)
-            self._obey(message, payload)
+            self._session.on(message, lane=lane)
+            self._obey(message, payload, lane)
         return message
 
     def _patience_s(self) -> float:
@@ -270,7 +265,7 @@ class WeightReceiver:
         theirs = 0.0 if begun is None else min(begun.timeout_s, _MAX_SENDER_TIMEOUT_S)
         return max(self.options.stall_timeout_s, 2 * theirs)
 
-    def _obey(self, message: messages.Message, payload: Tensor) -> None:
+    def _obey(self, message: messages.Message, payload: Tensor, lane: int) -> None:
         match message:
             case messages.Layout():
                 self._bind(message)
@@ -279,8 +274,8 @@ class WeightReceiver:
             case messages.Begin():
                 self._begin(message)
             case messages.Bucket():
-                self._stage_bucket(message, payload)
-            case messages.Prepare():
+                self._stage_bucket(message, payload, self._readers[lane])
+            case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
             case messages.Abort():
                 self._staging = None
@@ -295,7 +290,7 @@ class WeightReceiver:
         self._lines = Lines(flats, len(specs))
         self._weights = self._batched(flats, self._ledger)
         self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
-        self._reader = BucketReader(specs)
+        self._readers = [BucketReader(specs) for _ in range(len(self._links))]
         # Every element once, with an index of its own.
         parts = {n: f.numel for n, f in flats.items() if f.held(0, 0) is not None}
         sizes = [flats[number].dtype.item_size for number in parts]
@@ -333,7 +328,8 @@ class WeightReceiver:
     def _begin(self, begin: messages.Begin) -> None:
         if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
             raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
-        self._reader.begin()
+        for reader in self._readers:
+            reader.begin()
         loader = self._target.loader() if begin.base_version is None else None
         if loader is None:
             self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
@@ -363,7 +359,7 @@ class WeightReceiver:
             return self.options.max_staged_bytes
         return max(_MIN_STAGED_BYTES, self._held_bytes // 4)
 
-    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor) -> None:
+    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor, reader: BucketReader) -> None:
         assert self._staging is not None
         if bucket.compression != "none":
             data = decompress(
@@ -372,12 +368,12 @@ class WeightReceiver:
                 raw_bytes=bucket.raw_bytes,
             )
             payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-        opened = self._reader.open(payload, bucket.num_rows)
-        self._transport.progress()
+        opened = reader.open(payload, bucket.num_rows)
+        self._links.progress()
         if self._is_in_place:
             self._session.writing()
         self._staging.stage_bucket(opened)
-        self._transport.progress()
+        self._links.progress()
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         assert self._staging is not None
@@ -432,7 +428,7 @@ class WeightReceiver:
             raise SyncAborted(f"another rank of the engine failed: {outcome}")
 
     def _reply(self, message: messages.Message) -> None:
-        self._transport.reply(messages.encode(message), timeout_s=_REPLY_TIMEOUT_S)
+        self._links.reply(message, timeout_s=_REPLY_TIMEOUT_S)
 
     @contextmanager
     def _failing_safely(self) -> Iterator[None]:
@@ -456,7 +452,7 @@ class WeightReceiver:
         with suppress(TransportError):
             if not isinstance(error, PeerLost | TransportClosed):
                 self._reply(failed)
-            self._transport.disconnect()
+            self._links.disconnect()
 
 
 # Where no sync is under way: waiting longer loses nothing.
@@ -468,10 +464,3 @@ _MAX_SENDER_TIMEOUT_S = 3600.0
 
 def _rest(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-def _payload(frame: Frame, payload_bytes: int) -> Tensor:
-    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
-    if len(payload) != payload_bytes:
-        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
-    return payload

@@ -60,6 +60,7 @@ class ReceiverSession:
     Attributes:
         engine: Its engine's name.
         world: Ranks of that engine.
+        lanes: Connections on which buckets come.
         version: The version held, or None when unknown.
         stream_id: The training run it belongs to.
         dirty: The weights are a mixture and must not serve.
@@ -68,6 +69,7 @@ class ReceiverSession:
 
     engine: str
     world: int = 1
+    lanes: int = 1
     state: ReceiverState = ReceiverState.OUTSIDE
     version: int | None = None
     stream_id: str | None = None
@@ -75,12 +77,13 @@ class ReceiverSession:
     undone: bool = False
     begun: Begin | None = None
     _was_dirty: bool = False
-    _next_bucket: int = 0
+    _next_bucket: list[int] = field(default_factory=list)
+    _ended: frozenset[int] = frozenset()
     _resume: ReceiverState = ReceiverState.OUTSIDE
     _layout_hash: str = ""
     _offered: Layout | None = None
 
-    def on(self, message: Message) -> None:
+    def on(self, message: Message, *, lane: int = 0) -> None:
         """Advance, or raise and leave everything as it was."""
         match message:
             case Layout() if self.state is ReceiverState.JOINING and self._offered is None:
@@ -92,9 +95,9 @@ class ReceiverSession:
             case Begin() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
                 self._begin(message)
             case Bucket() if self._in(ReceiverState.STAGING, message.version):
-                self._bucket(message)
+                self._bucket(message, lane)
             case Prepare() if self._in(ReceiverState.STAGING, message.version):
-                self._prepare(message)
+                self._prepare(message, lane)
             case Commit() if self._in(ReceiverState.PREPARED, message.version):
                 self.state = ReceiverState.COMMITTING
             case Finish() if self._in(ReceiverState.COMMITTED, message.version):
@@ -190,19 +193,21 @@ class ReceiverSession:
             raise IllegalMessage(f"v{begin.version} does not follow v{begin.base_version}")
         self._resume, self.state = self.state, ReceiverState.STAGING
         self.undone = False
-        self.begun, self._next_bucket = begin, 0
+        self.begun, self._next_bucket, self._ended = begin, [0] * self.lanes, frozenset()
 
-    def _bucket(self, bucket: Bucket) -> None:
-        if bucket.sequence != self._next_bucket:
-            raise IllegalMessage(f"bucket {bucket.sequence} instead of {self._next_bucket}")
-        self._next_bucket += 1
+    def _bucket(self, bucket: Bucket, lane: int) -> None:
+        expected = self._next_bucket[lane]
+        if bucket.sequence != expected or lane in self._ended:
+            raise IllegalMessage(f"bucket {bucket.sequence} instead of {expected}")
+        self._next_bucket[lane] += 1
 
-    def _prepare(self, prepare: Prepare) -> None:
-        if prepare.num_buckets != self._next_bucket:
-            raise IllegalMessage(
-                f"{self._next_bucket} buckets arrived, {prepare.num_buckets} were sent"
-            )
-        self.state = ReceiverState.PREPARED
+    def _prepare(self, prepare: Prepare, lane: int) -> None:
+        arrived = self._next_bucket[lane]
+        if prepare.num_buckets != arrived or lane in self._ended:
+            raise IllegalMessage(f"{arrived} buckets arrived, {prepare.num_buckets} were sent")
+        self._ended |= {lane}
+        if len(self._ended) == self.lanes:
+            self.state = ReceiverState.PREPARED
 
     def _finish(self, *, keep: bool) -> None:
         assert self.begun is not None

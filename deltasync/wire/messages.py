@@ -37,6 +37,7 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=4096)]
 StreamId = Annotated[str, Field(min_length=1, max_length=128)]
+Connection = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Engine = Annotated[str, Field(min_length=1, max_length=256)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -102,10 +103,8 @@ def _dtype(code: int) -> dtypes.Dtype:
         raise UnknownDtype(f"dtype code {code} is not one of {sorted(dtypes.BY_CODE)}") from None
 
 
-class Hello(_Parameters):
-    """A receiver introduces itself: who it is and what it holds."""
-
-    kind: Literal["hello"] = "hello"
+class _Hello(_Parameters):
+    kind: str
     engine: Engine
     rank: Count
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)]
@@ -118,6 +117,27 @@ class Hello(_Parameters):
         if self.rank >= self.world:
             raise ValueError(f"rank {self.rank} of {self.world}")
         return self
+
+
+class Hello(_Hello):
+    """A receiver introduces itself: who it is and what it holds."""
+
+    kind: Literal["hello"] = "hello"
+
+
+class HelloLanes(_Hello):
+    """The same, of a receiver that the other ranks of a trainer send to over lanes of their own."""
+
+    kind: Literal["hello_lanes"] = "hello_lanes"
+    connection: Connection
+    lanes: Annotated[int, Field(ge=1, lt=MAX_WORLD)]
+
+
+class Lane(_Message):
+    """Greets a rank that sends to the receiver whose greeting names the same connection."""
+
+    kind: Literal["lane"] = "lane"
+    connection: Connection
 
 
 class Layout(_Parameters):
@@ -176,6 +196,13 @@ class Begin(_Message):
     sparse_bytes: Count
     dense_bytes: Count
     timeout_s: Seconds
+
+
+class Attempt(_Message):
+    """What follows on this lane belongs to this attempt to sync; what came before is void."""
+
+    kind: Literal["attempt"] = "attempt"
+    number: Count
 
 
 class Bucket(_Message):
@@ -257,12 +284,15 @@ class Refused(_Message):
 
 Message = (
     Hello
+    | HelloLanes
+    | Lane
     | Layout
     | Held
     | HeldParts
     | Welcome
     | Upcoming
     | Begin
+    | Attempt
     | Bucket
     | Prepare
     | Prepared

@@ -31,6 +31,7 @@ PARAMETERS: list[Any] = [
 """Names, shape and dtype code: tied bfloat16, float32, float64, bool, int64, float8_e8m0fnu."""
 
 LAYOUT_HASH = "0123456789abcdef" * 4
+CONNECTION = "00112233445566778899aabbccddeeff"
 DIGEST = "00ff00ff89abcdef"
 
 MESSAGES: dict[str, dict[str, Any]] = {
@@ -54,6 +55,19 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "stream_id": "run-7",
         "version": 9007199254740991,
     },
+    "hello-lanes": {
+        "parameters": PARAMETERS,
+        "kind": "hello_lanes",
+        "engine": "engine-0",
+        "rank": 0,
+        "world": 1,
+        "format_versions": [1],
+        "stream_id": None,
+        "version": None,
+        "connection": CONNECTION,
+        "lanes": 3,
+    },
+    "lane": {"kind": "lane", "connection": CONNECTION},
     "layout": {
         "parameters": PARAMETERS,
         "kind": "layout",
@@ -85,6 +99,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "dense_bytes": 9223372036854775807,
         "timeout_s": 0.5,
     },
+    "attempt": {"kind": "attempt", "number": 4},
     "prepare": {"kind": "prepare", "version": 1, "num_buckets": 0},
     "prepared": {"kind": "prepared", "version": 8, "digest": DIGEST, "staged_bytes": 512},
     "commit": {"kind": "commit", "version": 8},

@@ -28,6 +28,7 @@ engines = st.lists(names, max_size=3).map(tuple)
 counts = st.integers(0, 2**63 - 1)
 versions = st.integers(0, 2**53 - 1)
 digests = st.integers(0, 2**64 - 1).map(m.digest_text)
+connections = st.binary(min_size=16, max_size=16).map(bytes.hex)
 texts = st.text(characters, max_size=40)
 seconds = st.floats(0, 1e300, allow_nan=False)
 wire_dtypes = st.sampled_from(dtypes.DTYPES)
@@ -57,17 +58,21 @@ def buckets(draw: Draw) -> m.Bucket:
     )
 
 
+HELLO: dict[str, st.SearchStrategy[Any]] = {
+    "parameters": entries(),
+    "engine": names,
+    "rank": st.just(0),
+    "world": st.integers(1, 2**16),
+    "format_versions": st.lists(st.integers(0, 2**16), max_size=3).map(tuple),
+    "stream_id": st.none() | names,
+    "version": st.none() | versions,
+}
 MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
-    "hello": st.builds(
-        m.Hello,
-        parameters=entries(),
-        engine=names,
-        rank=st.just(0),
-        world=st.integers(1, 2**16),
-        format_versions=st.lists(st.integers(0, 2**16), max_size=3).map(tuple),
-        stream_id=st.none() | names,
-        version=st.none() | versions,
+    "hello": st.builds(m.Hello, **HELLO),
+    "hello_lanes": st.builds(
+        m.HelloLanes, **HELLO, connection=connections, lanes=st.integers(1, 2**16 - 1)
     ),
+    "lane": st.builds(m.Lane, connection=connections),
     "layout": st.builds(
         m.Layout, parameters=entries(), stream_id=names, version=versions, digest=digests
     ),
@@ -89,6 +94,7 @@ MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
         dense_bytes=counts,
         timeout_s=seconds,
     ),
+    "attempt": st.builds(m.Attempt, number=counts),
     "bucket": buckets(),
     "prepare": st.builds(m.Prepare, version=versions, num_buckets=counts),
     "prepared": st.builds(m.Prepared, version=versions, digest=digests, staged_bytes=counts),

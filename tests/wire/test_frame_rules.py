@@ -176,6 +176,8 @@ def test_w07_extra_member(name: str, key: str) -> None:
 NULLABLE = {
     ("hello", "stream_id"),
     ("hello", "version"),
+    ("hello_lanes", "stream_id"),
+    ("hello_lanes", "version"),
     ("begin", "base_version"),
     ("failed", "version"),
 }

@@ -1,0 +1,143 @@
+"""A receiver's links to a trainer of several ranks: everything they send, as if from one link."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deltasync.errors import IllegalMessage, Refused, TransportTimeout, TruncatedFrame
+from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.transports.control import BUSY_S, Deadline, Pace
+from deltasync.wire import messages
+from deltasync.wire.messages import Abort, Attempt, Bucket, Hello, HelloLanes, Message, Prepare
+
+
+class Lanes:
+    """The link to the rank that speaks for the trainer, and to the others that send payloads.
+
+    What comes on a lane counts for the attempt that the first link has told of; what is left of
+    earlier ones, or of one that was aborted, is passed over here.
+
+    Args:
+        links: The first of them for all that is said. Owned: `close` closes them.
+        max_payload_bytes: Largest payload accepted.
+    """
+
+    def __init__(self, links: Sequence[ReceiveTransport], *, max_payload_bytes: int) -> None:
+        self._links = list(links)
+        self._max_payload_bytes = max_payload_bytes
+        self._attempts = [0] * len(links)  # told of on each
+        self._ended = [True] * len(links)
+        self._is_aborted = False
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def connect(self, hello: Hello, *, timeout_s: float) -> None:
+        """Connect all of them anew, the first one last. Raises TransportTimeout, PeerLost."""
+        deadline = Deadline(timeout_s)
+        self._attempts, self._ended = [0] * len(self), [True] * len(self)
+        greeting: Hello | HelloLanes = hello
+        if len(self) > 1:
+            connection = uuid.uuid4().hex
+            for link in self._links[1:]:
+                lane = messages.encode(messages.Lane(connection=connection))
+                link.connect(lane, timeout_s=deadline.remaining_s)
+            members = hello.model_dump(exclude={"kind"})
+            greeting = HelloLanes(**members, connection=connection, lanes=len(self) - 1)
+        self._links[0].connect(messages.encode(greeting), timeout_s=deadline.remaining_s)
+
+    def receive(self, *, timeout_s: float) -> tuple[int, Message, Tensor]:
+        """(lane, message, payload): the next one that counts. See `ReceiveTransport.receive`.
+
+        Raises WireError, and Refused when the trainer turns this receiver away.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            lane, frame = self._next(deadline)
+            message, payload_bytes = messages.decode(
+                frame.header, max_payload_bytes=self._max_payload_bytes
+            )
+            payload = _payload(frame, payload_bytes)
+            if isinstance(message, messages.Refused):
+                raise Refused(kind=message.error, message=message.reason)
+            if self._counts(lane, message):
+                return lane, message, payload
+
+    def reply(self, message: Message, *, timeout_s: float) -> None:
+        """Answer the rank that speaks for the trainer. Raises PeerLost."""
+        self._links[0].reply(messages.encode(message), timeout_s=timeout_s)
+
+    def progress(self) -> None:
+        """`ReceiveTransport.progress` of all that is awaited."""
+        for lane in self._awaited():
+            self._links[lane].progress()
+
+    def disconnect(self) -> None:
+        """End all connections. Idempotent."""
+        for link in self._links:
+            link.disconnect()
+
+    def close(self) -> None:
+        """End them for good. May be called from any thread."""
+        for link in self._links:
+            link.close()
+
+    def _counts(self, lane: int, message: Message) -> bool:
+        """Take note of where a lane stands. Whether the message is part of the attempt."""
+        match message:
+            case Attempt(number=number):
+                if number <= self._attempts[lane]:
+                    raise IllegalMessage(f"attempt {number} after {self._attempts[lane]}")
+                self._attempts[lane], self._ended[lane] = message.number, False
+                self._is_aborted = self._is_aborted and lane > 0
+                return False
+            case Abort() if lane == 0:
+                self._is_aborted = True
+            case Bucket() | Prepare() | Abort():
+                self._ended[lane] = not isinstance(message, Bucket)
+            case _ if lane:
+                raise IllegalMessage(f"{message.kind} on lane {lane}")
+        is_current = self._attempts[lane] == self._attempts[0] and not self._is_aborted
+        return lane == 0 or (is_current and not isinstance(message, Abort))
+
+    def _awaited(self) -> list[int]:
+        """The first link, and lanes on which something is to come, in turn."""
+        now = self._attempts[0]
+        lanes = [
+            lane
+            for lane in range(1, len(self))
+            if self._attempts[lane] < now or (self._attempts[lane] == now and not self._ended[lane])
+        ]
+        return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
+
+    def _next(self, deadline: Deadline) -> tuple[int, Frame]:
+        """Whatever comes first. Nobody waits for one lane alone: its payload may want other
+        receivers, which wait for another.
+        """
+        if self._awaited() == [0]:
+            return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
+        pace = Pace(BUSY_S[self._links[0].capabilities.devices[0]])
+        while True:
+            for lane in self._awaited():
+                try:
+                    frame = self._links[lane].receive(timeout_s=0.0)
+                except TransportTimeout:
+                    continue
+                self._last = lane
+                return lane, frame
+            if deadline.passed:
+                raise TransportTimeout("nothing came in time")
+            time.sleep(pace.pause_s(deadline))
+
+
+def _payload(frame: Frame, payload_bytes: int) -> Tensor:
+    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
+    if len(payload) != payload_bytes:
+        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
+    return payload

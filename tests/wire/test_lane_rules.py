@@ -1,0 +1,165 @@
+"""Rules W19 and W20 of docs/wire-format.md: what a receiver takes from the ranks of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.errors import IllegalMessage, PeerLost, TransportTimeout
+from deltasync.sync.lanes import Lanes
+from deltasync.transports import inprocess
+from deltasync.transports.base import Frame
+from deltasync.wire.messages import (
+    Abort,
+    Attempt,
+    Bucket,
+    Commit,
+    Hello,
+    HelloLanes,
+    Lane,
+    Message,
+    Prepare,
+    decode,
+    encode,
+)
+
+HELLO = Hello(
+    engine="e",
+    rank=0,
+    world=1,
+    format_versions=(1,),
+    stream_id=None,
+    version=None,
+    parameters=(),
+)
+PREPARE = Prepare(version=2, num_buckets=1)
+ABORT = Abort(version=2, reason="")
+
+
+def bucket(sequence: int) -> Bucket:
+    return Bucket(version=2, sequence=sequence, num_rows=1, raw_bytes=4, compression="none")
+
+
+class Rank:
+    """One rank of a trainer, with one receiver."""
+
+    def __init__(self) -> None:
+        self.link = inprocess.Sender()
+
+    def greeted(self) -> Message:
+        [(peer, greeting)] = self.link.poll(timeout_s=1)
+        assert not self.link.open_epoch([peer], timeout_s=1)
+        return decode(greeting)[0]
+
+    def send(self, *said: Message) -> None:
+        for message in said:
+            payload = torch.zeros(4, dtype=torch.uint8) if isinstance(message, Bucket) else None
+            header = encode(message, payload_bytes=0 if payload is None else 4)
+            self.link.send(Frame(header, payload), timeout_s=1)
+
+
+@contextmanager
+def connected(world: int) -> Iterator[tuple[list[Rank], Lanes]]:
+    ranks = [Rank() for _ in range(world)]
+    lanes = Lanes([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
+    lanes.connect(HELLO, timeout_s=1)
+    greetings = [rank.greeted() for rank in ranks]
+    if world == 1:
+        assert greetings == [HELLO]
+    else:
+        hello = greetings[0]
+        assert isinstance(hello, HelloLanes)
+        assert hello.lanes == world - 1
+        assert set(greetings[1:]) == {Lane(connection=hello.connection)}
+    yield ranks, lanes
+    lanes.close()
+
+
+def taken(lanes: Lanes) -> list[tuple[int, Message]]:
+    found: list[tuple[int, Message]] = []
+    while True:
+        try:
+            lane, message, _ = lanes.receive(timeout_s=0)
+        except TransportTimeout:
+            return found
+        found.append((lane, message))
+
+
+def test_w19_without_lanes_nothing_is_added() -> None:
+    with connected(1) as ([rank], lanes):
+        rank.send(bucket(0), PREPARE, Commit(version=2))
+        assert taken(lanes) == [(0, bucket(0)), (0, PREPARE), (0, Commit(version=2))]
+
+
+def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None:
+    with connected(3) as (ranks, lanes):
+        ranks[1].send(Attempt(number=1), bucket(0), PREPARE, Attempt(number=2), bucket(0))
+        ranks[2].send(Attempt(number=1), PREPARE)
+        assert taken(lanes) == []
+        ranks[0].send(Attempt(number=1), bucket(0), PREPARE)
+        found = taken(lanes)
+        assert [m for lane, m in found if lane == 1] == [bucket(0), PREPARE]
+        assert [m for lane, m in found if lane == 2] == [PREPARE]
+        ranks[0].send(Attempt(number=2))
+        assert taken(lanes) == [(1, bucket(0))]
+
+
+# What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.
+LEFT: list[list[Message]] = [
+    [],
+    [bucket(0)],
+    [bucket(0), ABORT],
+    [bucket(0), bucket(1), PREPARE],
+]
+
+
+@given(
+    before=st.lists(st.sampled_from(LEFT), max_size=3),
+    told=st.lists(st.booleans(), min_size=3, max_size=3),
+    is_late=st.booleans(),
+)
+def test_w20_what_is_left_of_an_attempt_is_passed_over(
+    before: list[list[Message]], told: list[bool], is_late: bool
+) -> None:
+    with connected(2) as (ranks, lanes):
+        for number, (left, is_told) in enumerate(zip(before, told, strict=False), start=1):
+            if is_late:  # the lane tells of it after it was aborted
+                ranks[0].send(Attempt(number=number), ABORT)
+                assert taken(lanes) == [(0, ABORT)]
+            if is_told or left:
+                ranks[1].send(Attempt(number=number), *left)
+            if not is_late:
+                ranks[0].send(Attempt(number=number), ABORT)
+                found = [pair for pair in taken(lanes) if pair[0] == 0]
+                assert found == [(0, ABORT)]
+        assert taken(lanes) == []
+        ranks[0].send(Attempt(number=9), PREPARE)
+        ranks[1].send(Attempt(number=9), bucket(0), PREPARE)
+        assert sorted(taken(lanes), key=lambda pair: pair[0]) == [
+            (0, PREPARE),
+            (1, bucket(0)),
+            (1, PREPARE),
+        ]
+
+
+@pytest.mark.parametrize("said", [Commit(version=2), Attempt(number=1), HELLO])
+def test_w20_a_lane_carries_nothing_else(said: Message) -> None:
+    with connected(2) as (ranks, lanes):
+        for rank in ranks:
+            rank.send(Attempt(number=1))
+        ranks[1].send(said)
+        with pytest.raises(IllegalMessage):
+            taken(lanes)
+
+
+def test_w19_losing_a_lane_is_losing_the_trainer() -> None:
+    with connected(2) as (ranks, lanes):
+        ranks[0].send(Attempt(number=1))
+        ranks[1].link.close()
+        with pytest.raises(PeerLost):
+            taken(lanes)
