@@ -85,6 +85,8 @@ class DigestLedger:
             (seed(spec.name) + (shares[n].start * GOLDEN_RATIO if n in shares else 0)) & MASK
             for n, spec in enumerate(specs)
         ]
+        numbers = (s.number if isinstance(s, Share) else n for n, s in enumerate(specs))
+        self._numbers = np.fromiter(numbers, np.int64, len(specs))
         self._gaps = {n: replace(band, start=0) for n, band in shares.items() if band.gap}
 
     def copy(self) -> Self:
@@ -116,17 +118,16 @@ class DigestLedger:
         """The digest of all parameters together."""
         return int(self.sums.sum()) & MASK
 
-    def total_of(self, parameters: Collection[int] | None) -> int:
-        """The digest of some parameters together; None for all."""
-        if parameters is None:
-            return self.total
-        pieces = (self.sums[self.first[p] : self.first[p + 1]] for p in parameters)
-        return sum(int(piece.sum()) for piece in pieces) & MASK
+    def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
+        """The digest of so many copies of each parameter; None for one of each.
 
-    def is_total(self, digest: int, copies: NDArray[np.uint64]) -> bool:
-        """Whether a sum of digests is that of uint64[parameters] copies of each parameter."""
-        each = np.repeat(copies, np.diff(self.first))
-        return (digest - int((each * self.sums).sum())) & MASK == 0
+        Args:
+            copies: uint64[parameters of the layout], of which `specs` may be shares.
+        """
+        if copies is None:
+            return self.total
+        each = np.repeat(copies[self._numbers], np.diff(self.first))
+        return int((each * self.sums).sum()) & MASK
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(chunk, low, high): the pieces of elements [start, stop) of a parameter, by chunk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Self
 
 from torch import Tensor
 
@@ -16,17 +15,40 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source import NamedTensor, WeightSource
 from deltasync.sync.target import match_parameters
-from deltasync.wire.messages import Hello, ParameterSpec, layout_hash
+from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, layout_hash
 
 
-class SourceLayout:
-    """The parameters as they travel, and the live source of those that are sent from here.
+class SentLayout:
+    """The parameters as they travel.
 
     Attributes:
         specs: The layout: names, shapes, wire dtypes.
         hash: What names it in a begin.
         numel: Elements of all parameters.
         num_bytes: Bytes of all values on the wire.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+        self.specs = tuple(specs)
+        self.hash = layout_hash(self.specs)
+        self.numel = sum(spec.numel for spec in self.specs)
+        self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
+
+    def numbers_held(self, hello: Hello | HelloLanes) -> frozenset[int] | None:
+        """Which parameters a receiver holds; None for all. Raises LayoutMismatch."""
+        numbers = frozenset(match_parameters(hello.specs(), self.specs))
+        if len(numbers) == len(self.specs):
+            return None
+        if hello.world == 1:
+            missing = next(s.name for n, s in enumerate(self.specs) if n not in numbers)
+            raise LayoutMismatch(f"{hello.engine} has no parameter {missing!r}")
+        return numbers
+
+
+class SourceLayout(SentLayout):
+    """The same, and the live source of those that are sent from here.
+
+    Attributes:
         sent: What is compared and sent here: all of `specs`, or shares of them.
         readers: The live source in that order; rebuilt where storage was replaced.
     """
@@ -44,11 +66,8 @@ class SourceLayout:
             specs: The layout.
             boxes: What to send, by canonical name; None for everything.
         """
+        super().__init__(specs)
         self._source, self._boxes = source, boxes
-        self.specs = tuple(specs)
-        self.hash = layout_hash(self.specs)
-        self.numel = sum(spec.numel for spec in self.specs)
-        self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self._tensors: list[NamedTensor] = []
         self._known: dict[str, tuple[tuple[object, ...], list[WireReader]]] = {}
@@ -58,35 +77,12 @@ class SourceLayout:
         self.sent = self._shares(tensors)
         self._read(tensors)
 
-    @classmethod
-    def of(
-        cls, source: WeightSource, held: Sequence[ParameterSpec], overrides: Mapping[str, str]
-    ) -> Self:
-        """Take the wire dtypes from what a receiver holds.
-
-        Args:
-            source: Where the parameters are.
-            held: What the first receiver said that it holds.
-            overrides: Wire dtype names by name pattern (as in `fnmatch`); they win.
-        """
-        return cls(source, specs_of(source.tensors(), held, overrides))
-
     def refresh(self) -> None:
         """Look at the source again. Raises SourceChanged if it is not the same model any more."""
         tensors = self._source.tensors()
         if tensors is not self._tensors and [t.names for t in tensors] != self._names:
             raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
         self._read(tensors)
-
-    def numbers_held(self, hello: Hello) -> frozenset[int] | None:
-        """Which parameters a receiver holds; None for all. Raises LayoutMismatch."""
-        numbers = frozenset(match_parameters(hello.specs(), self.specs))
-        if len(numbers) == len(self.specs):
-            return None
-        if hello.world == 1:
-            missing = next(s.name for n, s in enumerate(self.specs) if n not in numbers)
-            raise LayoutMismatch(f"{hello.engine} has no parameter {missing!r}")
-        return numbers
 
     def _shares(self, tensors: list[NamedTensor]) -> tuple[ParameterSpec, ...]:
         """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
@@ -171,7 +167,13 @@ def check_coverage(
 def specs_of(
     tensors: Sequence[NamedTensor], held: Sequence[ParameterSpec], overrides: Mapping[str, str]
 ) -> tuple[ParameterSpec, ...]:
-    """The layout: see `SourceLayout.of`."""
+    """The layout, whose wire dtypes are those that a receiver holds.
+
+    Args:
+        tensors: Of the source.
+        held: What the first receiver said that it holds.
+        overrides: Wire dtype names by name pattern (as in `fnmatch`); they win.
+    """
     told = {name: spec.dtype for spec in held for name in spec.names}
     return tuple(_spec(tensor, told, overrides) for tensor in tensors)
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, DeltaSyncError, LayoutMismatch, TransportError, WireError
-from deltasync.sync.layout import SourceLayout, check_coverage
+from deltasync.sync.layout import SentLayout, check_coverage
 from deltasync.sync.link import SenderLink
-from deltasync.sync.proof import copies, mistaken
+from deltasync.sync.proof import Digests, copies, mistaken
 from deltasync.sync.session import Member
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (
@@ -21,6 +20,7 @@ from deltasync.wire.messages import (
     Held,
     HeldParts,
     Hello,
+    HelloLanes,
     Layout,
     Message,
     ParameterSpec,
@@ -29,6 +29,8 @@ from deltasync.wire.messages import (
     digest_text,
     entries,
 )
+
+Greeting = Hello | HelloLanes
 
 
 class Lobby:
@@ -39,7 +41,7 @@ class Lobby:
 
     def __init__(self, link: SenderLink, admits: Callable[[str], bool]) -> None:
         self._link, self._admits = link, admits
-        self._waiting: dict[int, Hello] = {}
+        self._waiting: dict[int, Greeting] = {}
         self._declined: list[str] = []
         self._refused: dict[str, str] = {}
 
@@ -52,7 +54,7 @@ class Lobby:
             if isinstance(hello, Failed):
                 self._declined.append(f"{hello.error}: {hello.reason}")
                 self.forget(peer)
-            elif not isinstance(hello, Hello):
+            elif not isinstance(hello, Hello | HelloLanes):
                 self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
             elif FORMAT_VERSION not in hello.format_versions:
                 self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
@@ -73,7 +75,7 @@ class Lobby:
         reasons, self._refused = self._refused, {}
         return reasons
 
-    def engines(self) -> list[dict[int, Hello]]:
+    def engines(self) -> list[dict[int, Greeting]]:
         """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
 
         At most one of each name: whoever claims the same name with another world waits.
@@ -88,7 +90,7 @@ class Lobby:
                 complete.setdefault(engine, here)
         return [{peer: self._waiting[peer] for peer in e.values()} for e in complete.values()]
 
-    def take(self, hellos: dict[int, Hello], layout: SourceLayout) -> list[Member]:
+    def take(self, hellos: dict[int, Greeting], layout: SentLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""
         try:
             held = {peer: layout.numbers_held(hello) for peer, hello in hellos.items()}
@@ -109,7 +111,7 @@ class Lobby:
         self._waiting.pop(peer, None)
         self._link.drop(peer)
 
-    def refuse_all(self, hellos: dict[int, Hello], error: DeltaSyncError) -> None:
+    def refuse_all(self, hellos: dict[int, Greeting], error: DeltaSyncError) -> None:
         """Refuse an engine."""
         for peer, hello in hellos.items():
             self._refused[hello.engine] = f"refused: {error}"
@@ -141,12 +143,13 @@ class Greeted:
 def greet_back(
     link: SenderLink,
     joiners: Sequence[Member],
-    snapshot: Snapshot,
+    specs: tuple[ParameterSpec, ...],
+    held: Digests,
     *,
     stream_id: str,
     version: int,
 ) -> Greeted:
-    """Tell joiners the layout and learn whose weights agree with the snapshot.
+    """Tell joiners the layout and learn whose weights are those of a version.
 
     One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
     """
@@ -154,8 +157,8 @@ def greet_back(
     layout = Layout(
         stream_id=stream_id,
         version=version,
-        parameters=entries(snapshot.specs),
-        digest=digest_text(snapshot.ledger.total),
+        parameters=entries(specs),
+        digest=digest_text(held.total),
     )
     here = _open(link, joiners, done)
     if not here:
@@ -164,9 +167,9 @@ def greet_back(
         link.send(layout)
     replies = link.replies()
     here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
-    here = _with_parts(here, replies, snapshot.specs, done)
+    here = _with_parts(here, replies, specs, done)
     digests = {m.peer: _digest(replies[m.peer]) for m in here}
-    wrong = mistaken(here, digests, snapshot.ledger)
+    wrong = mistaken(here, digests, held, len(specs))
     differ = {m.engine for m in here if m.peer in wrong}
     here = _open(link, here, done)
     if here:

@@ -11,11 +11,11 @@ from torch import Tensor
 from deltasync.delta.bits import WireReader
 from deltasync.delta.bucket import Bucket, Read, buckets, bytes_of
 from deltasync.delta.diff import ModelDelta, diff_model, iter_runs
-from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import share_of
 from deltasync.delta.snapshot import Snapshot
+from deltasync.sync.proof import Digests
 
 Packed = Callable[[int, Run, Tensor], None]
 """(parameter, run, int[count] bits): told of each run that is in a payload, before that is sent."""
@@ -53,7 +53,7 @@ class Plan(Protocol):
     dense_bytes: int
 
     @property
-    def ledger(self) -> DigestLedger:
+    def ledger(self) -> Digests:
         """The digests that receivers arrive at. Asked for when everything is packed."""
         ...
 

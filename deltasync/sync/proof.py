@@ -9,14 +9,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.digests import DigestLedger
 from deltasync.errors import LayoutMismatch
 from deltasync.sync.session import Member
+from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
+
+
+class Digests(Protocol):
+    """The digests of a version, wherever they are kept."""
+
+    @property
+    def total(self) -> int:
+        """Of the whole model."""
+        ...
+
+    def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
+        """Of uint64[parameters] copies of each parameter together; None for one of each."""
+        ...
+
 
 Parts = Mapping[int, int]
 """Elements held by a rank, of each parameter that it holds in part."""
@@ -56,28 +71,40 @@ def copies(
 
 
 def mistaken(
-    members: Iterable[Member], digests: Mapping[int, int], ledger: DigestLedger
+    members: Iterable[Member], digests: Mapping[int, int], version: Digests, num_parameters: int
 ) -> set[int]:
-    """Peers that do not hold, or would not arrive at, what `ledger` says.
+    """Peers that do not hold, or would not arrive at, a version.
 
     Args:
         members: All ranks of some engines.
         digests: What they said, by peer. Ranks that prove themselves together are left out if one
             of them said nothing.
-        ledger: The digests of the whole model.
+        version: Its digests.
+        num_parameters: Of the layout.
     """
     wrong: set[int] = set()
     together: dict[str, list[Member]] = defaultdict(list)
     for member in members:
         if member.copies is not None:
             together[member.engine].append(member)
-        elif member.peer in digests and digests[member.peer] != ledger.total_of(member.holds):
-            wrong.add(member.peer)
+        elif member.peer in digests:
+            held = _once(member.holds, num_parameters)
+            if digests[member.peer] != version.digest_of(held):
+                wrong.add(member.peer)
     for group in together.values():
         peers = {member.peer for member in group}
         assert group[0].copies is not None
         if peers <= digests.keys():
-            found = sum(digests[peer] for peer in peers)
-            if not ledger.is_total(found, group[0].copies):
+            found = sum(digests[peer] for peer in peers) & MASK
+            if found != version.digest_of(group[0].copies):
                 wrong |= peers
     return wrong
+
+
+def _once(numbers: Collection[int] | None, num_parameters: int) -> NDArray[np.uint64] | None:
+    """uint64[parameters]: one copy of each of these; None for all."""
+    if numbers is None:
+        return None
+    copies = np.zeros(num_parameters, np.uint64)
+    copies[list(numbers)] = 1
+    return copies

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError
-from deltasync.sync.layout import SourceLayout
+from deltasync.sync.layout import SentLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.plan import Plan
 from deltasync.sync.proof import mistaken
@@ -74,7 +74,7 @@ class Round:
         link: SenderLink,
         session: SenderSession,
         plan: Plan,
-        layout: SourceLayout,
+        layout: SentLayout,
         *,
         compression: Compression,
         tell: Callable[[Moment], None] = lambda moment: None,
@@ -219,7 +219,8 @@ class Round:
         self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
     ) -> None:
         """Go on with those whose digests prove that they hold the version."""
-        wrong = mistaken(self._session.participants.values(), digests, self._plan.ledger)
+        members, count = self._session.participants.values(), len(self._layout.specs)
+        wrong = mistaken(members, digests, self._plan.ledger, count)
         for peer in digests:
             if peer in wrong:
                 self._session.failed(peer, f"DigestMismatch: {complaint}")

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import (
     ConfigError,
     EngineFailed,
@@ -19,18 +16,18 @@ from deltasync.errors import (
     TransportTimeout,
     WireError,
 )
-from deltasync.sync.layout import SourceLayout
+from deltasync.sync.layout import SentLayout
 from deltasync.sync.link import SenderLink
-from deltasync.sync.lobby import Lobby, greet_back
+from deltasync.sync.lobby import Greeting, Lobby, greet_back
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
+from deltasync.sync.plan import Delta, Plan
 from deltasync.sync.round import Moment, Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
-from deltasync.sync.streams import OwnStream
+from deltasync.sync.weights import OwnWeights
 from deltasync.transports.base import SendTransport
-from deltasync.wire.messages import Hello, Upcoming
+from deltasync.wire.messages import Upcoming
 
 
 @dataclass(slots=True)
@@ -81,13 +78,10 @@ class WeightSender:
         self._tell = tell
         self.options = options or SenderOptions()
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
-        self._source = source
         self._link = SenderLink(transport)
         self._lobby = Lobby(self._link, admits)
         self._session = SenderSession()
-        self._layout: SourceLayout | None = None
-        self._snapshot: Snapshot | None = None
-        self._stream = OwnStream()
+        self._weights = OwnWeights(source, self.options)
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
@@ -149,10 +143,9 @@ class WeightSender:
             delta = self._sync_members() if self._session.members else None
             engines = self._newcomers()
             if not self._session.members:
-                if not engines:
-                    raise self._nobody()
                 delta = None
-                self._capture(engines)
+                if not engines or not self._capture(engines):
+                    raise self._nobody()
             joined = self._join(engines)
             if not self._session.members:
                 raise self._nobody()
@@ -164,79 +157,59 @@ class WeightSender:
 
     def _sync_members(self) -> _Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
-        layout, snapshot = self._layout, self._snapshot
-        assert layout is not None
-        assert snapshot is not None
         self._link.hint(Upcoming(version=self.version + 1), self._session.members)
-        layout.refresh()
         done = _Synced(base_version=self.version)
         while self._session.members and not done.result.decided:
             began = time.perf_counter()
-            done.delta = plan_delta(
-                snapshot,
-                layout.readers,
-                policy=self.options.policy,
-                bucket_bytes=self._bucket_bytes(snapshot),
-                max_held_bytes=self._max_inflight_bytes(layout),
-                base_version=self.version,
-            )
+            done.delta = self._weights.delta(self.version)
             done.diff_s += time.perf_counter() - began
             members = list(self._session.members.values())
-            done.result = self._run(done.delta, layout, members, version=self.version + 1)
+            done.result = self._run(done.delta, members, version=self.version + 1)
         return done if done.result.decided else None
 
-    def _capture(self, engines: list[dict[int, Hello]]) -> None:
-        """Start from the source as it is, in the dtypes that the first engine holds."""
+    def _capture(self, engines: list[dict[int, Greeting]]) -> bool:
+        """Start from the source as it is, in the dtypes that the first engine holds.
+
+        Whether one of them fits.
+        """
         began = time.perf_counter()
-        last, self._snapshot, self._layout = self._snapshot, None, None
+        is_captured = False
         for hellos in engines:
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
-                layout = SourceLayout.of(self._source, held, self.options.wire_dtypes)
+                self._weights.capture(held)
             except (ConfigError, WireError) as error:
                 self._lobby.refuse_all(hellos, error)
                 continue
-            if last is not None and last.fits(layout.sent, layout.readers):
-                last.capture(layout.readers)
-            else:
-                last = None  # its memory first
-                last = self._new_snapshot(layout)
-            self._snapshot = last
-            self._layout = layout
-            self._stream.move_to(self._snapshot.device)
             self._session.captured()
+            is_captured = True
             break
         self._lost |= self._lobby.refused()
         self._capture_s = time.perf_counter() - began
+        return is_captured
 
-    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
-        device = self.options.snapshot_device
-        return Snapshot(
-            layout.sent,
-            layout.readers,
-            chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
-            device=None if device is None else torch.device(device),
-            kernels=self.options.kernels,
-        )
-
-    def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
+    def _join(self, engines: list[dict[int, Greeting]]) -> _Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
         done = _Joined()
-        layout, snapshot = self._layout, self._snapshot
-        if layout is None or snapshot is None or not engines:
+        if not engines:
             return done
+        layout = self._captured_layout()
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
             self._lost |= self._lobby.refused()
             greeted = greet_back(
-                self._link, joiners, snapshot, stream_id=self.stream_id, version=self.version
+                self._link,
+                joiners,
+                layout.specs,
+                self._weights.digests,
+                stream_id=self.stream_id,
+                version=self.version,
             )
             self._lost |= greeted.lost
             self._session.admit(greeted.agreed)
             differ = greeted.differ
             while differ and not done.result.decided:
-                plan = plan_full(snapshot, bucket_bytes=self._bucket_bytes(snapshot))
-                done.result = self._run(plan, layout, differ, version=self.version)
+                done.result = self._run(self._weights.full(), differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
@@ -246,15 +219,18 @@ class WeightSender:
         done.joined = len(greeted.agreed) + done.full_synced
         return done
 
-    def _run(
-        self, plan: Plan, layout: SourceLayout, participants: list[Member], *, version: int
-    ) -> RoundResult:
+    def _captured_layout(self) -> SentLayout:
+        layout = self._weights.layout
+        assert layout is not None
+        return layout
+
+    def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
         """One round; remembers who was lost in it."""
         work = Round(
             self._link,
             self._session,
             plan,
-            layout,
+            self._captured_layout(),
             compression=self.options.compression,
             tell=self._tell,
         )
@@ -264,7 +240,7 @@ class WeightSender:
             for peer, why in self._session.failures.items():
                 self._lost[str(self._session.participants[peer])] = why
 
-    def _newcomers(self) -> list[dict[int, Hello]]:
+    def _newcomers(self) -> list[dict[int, Greeting]]:
         """Complete engines in the lobby, without those whose name is taken."""
         taken = {member.engine for member in self._session.members.values()}
         engines = self._lobby.engines()
@@ -292,18 +268,8 @@ class WeightSender:
             return SyncAborted(f"no receiver is left ({reasons}); the next sync covers this one")
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
 
-    def _bucket_bytes(self, snapshot: Snapshot) -> int:
-        on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
-        return self.options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
-
-    def _max_inflight_bytes(self, layout: SourceLayout) -> int:
-        given = self.options.max_inflight_bytes
-        return layout.num_bytes // 20 if given is None else given
-
     def _stats(self, delta: _Synced | None, joined: _Joined, began: float) -> SyncStats:
-        layout, snapshot = self._layout, self._snapshot
-        assert layout is not None
-        assert snapshot is not None
+        layout = self._captured_layout()
         full_numel = layout.numel if joined.full_synced else 0
         found = delta.delta if delta else None
         result = delta.result if delta else joined.result
@@ -319,7 +285,7 @@ class WeightSender:
             lost=dict(self._lost),
             numel=layout.numel,
             nnz=found.nnz if found else full_numel,
-            parameters=layout.coverage(found.changed if found else (), full=not found),
+            parameters=self._weights.coverage(found.changed if found else (), full=not found),
             payload_bytes=result.payload_bytes,
             dense_bytes=layout.num_bytes,
             joined_bytes=joined.result.payload_bytes if delta else 0,
@@ -331,13 +297,13 @@ class WeightSender:
             total_s=time.perf_counter() - began,
             sender_bytes=held_bytes + 2 * result.bucket_bytes,
             receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
-            snapshot_bytes=snapshot.num_bytes,
+            snapshot_bytes=self._weights.snapshot_bytes,
         )
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """The trainer's stream goes on meanwhile, and afterwards may change the source."""
-        stream = self._stream
+        stream = self._weights.stream
         try:
             with stream.entered():
                 yield

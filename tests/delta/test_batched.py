@@ -141,6 +141,7 @@ def test_a_delta_arrives_and_is_taken_back(
     staging = both.staged(delta)
     assert equal(both.replica, before)
     expected = ledger_of(both.source, both.policy.chunk_numel_on("cuda"))
+    assert isinstance(delta.ledger, DigestLedger)
     assert np.array_equal(delta.ledger.sums, expected.sums)
     assert np.array_equal(staging.ledger.sums, ledger_of(both.source, both.receiver_chunk).sums)
     assert staging.commit() == expected.total

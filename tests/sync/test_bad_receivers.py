@@ -188,7 +188,7 @@ def test_a_version_that_nobody_prepared_is_not_decided(name: str) -> None:
         here.add(bad, engine="bad", wrap=lambda inner: Liar(inner, kind, tamper))
         here.wait(1)
         version = send(here.sender).version
-        snapshot = here.sender._snapshot
+        snapshot = here.sender._weights._snapshot
         assert snapshot is not None
         nudge(source)
         before = [flat.read(0, flat.numel).clone() for flat in snapshot.flats]

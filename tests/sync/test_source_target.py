@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
-from deltasync.sync.layout import SourceLayout, check_coverage
+from deltasync.sync.layout import SourceLayout, check_coverage, specs_of
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.source import ModuleSource, NamedTensor
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
@@ -49,7 +49,8 @@ def layout_of(
     held: tuple[ParameterSpec, ...] = (),
     overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> SourceLayout:
-    return SourceLayout.of(ModuleSource(model), held, overrides)
+    source = ModuleSource(model)
+    return SourceLayout(source, specs_of(source.tensors(), held, overrides))
 
 
 def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:

@@ -1,0 +1,138 @@
+"""What a sender sends: the source's weights, and the snapshot of what receivers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import ConfigError
+from deltasync.sync.layout import SentLayout, SourceLayout, specs_of
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
+from deltasync.sync.proof import Digests
+from deltasync.sync.source import WeightSource
+from deltasync.sync.streams import OwnStream
+from deltasync.wire.messages import ParameterSpec
+
+
+class Weights(Protocol):
+    """The model of a trainer, wherever its parts are."""
+
+    @property
+    def layout(self) -> SentLayout | None:
+        """What travels; None before the first capture."""
+        ...
+
+    @property
+    def digests(self) -> Digests:
+        """Of the version that the snapshot holds."""
+        ...
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The largest copy that a rank keeps."""
+        ...
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        """Start from the source as it is, in the dtypes that a receiver holds.
+
+        Raises ConfigError or WireError where the two do not fit; then nothing has changed.
+        """
+        ...
+
+    def delta(self, base_version: int) -> Delta:
+        """How the source differs from the snapshot. Raises SourceChanged."""
+        ...
+
+    def full(self) -> Plan:
+        """All of the snapshot."""
+        ...
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        """See `SyncStats.parameters`."""
+        ...
+
+
+class OwnWeights:
+    """The weights of a trainer of one rank; or those that one of several compares and sends.
+
+    Args:
+        source: The parameters; read, never written.
+        options: Sizes, policy, dtypes.
+    """
+
+    def __init__(self, source: WeightSource, options: SenderOptions) -> None:
+        self.stream = OwnStream()
+        self._source, self._options = source, options
+        self._layout: SourceLayout | None = None
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def layout(self) -> SourceLayout | None:
+        return self._layout
+
+    @property
+    def digests(self) -> Digests:
+        return self._held[1].ledger
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._held[1].num_bytes
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        specs = specs_of(self._source.tensors(), held, self._options.wire_dtypes)
+        self.capture_as(SourceLayout(self._source, specs))
+
+    def capture_as(self, layout: SourceLayout) -> None:
+        """Start from the source as it is."""
+        last, self._snapshot, self._layout = self._snapshot, None, None
+        if last is not None and last.fits(layout.sent, layout.readers):
+            last.capture(layout.readers)
+        else:
+            last = None  # its memory first
+            last = self._new_snapshot(layout)
+        self._snapshot, self._layout = last, layout
+        self.stream.move_to(last.device)
+
+    def delta(self, base_version: int) -> Delta:
+        layout, snapshot = self._held
+        layout.refresh()
+        inflight = self._options.max_inflight_bytes
+        return plan_delta(
+            snapshot,
+            layout.readers,
+            policy=self._options.policy,
+            bucket_bytes=self._bucket_bytes(snapshot),
+            max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
+            base_version=base_version,
+        )
+
+    def full(self) -> Plan:
+        snapshot = self._held[1]
+        return plan_full(snapshot, bucket_bytes=self._bucket_bytes(snapshot))
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        return self._held[0].coverage(changed, full=full)
+
+    @property
+    def _held(self) -> tuple[SourceLayout, Snapshot]:
+        if self._layout is None or self._snapshot is None:
+            raise ConfigError("nothing was captured yet")
+        return self._layout, self._snapshot
+
+    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
+        device = self._options.snapshot_device
+        return Snapshot(
+            layout.sent,
+            layout.readers,
+            chunk_numel=self._options.policy.chunk_numel_on(*layout.device_types),
+            device=None if device is None else torch.device(device),
+            kernels=self._options.kernels,
+        )
+
+    def _bucket_bytes(self, snapshot: Snapshot) -> int:
+        on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
+        return self._options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
