@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Live, integer_dtype, torch_dtype
+from deltasync.delta.apply import check_indices
+from deltasync.delta.bits import Flat, Live, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, Measure
-from deltasync.delta.patch import Run
+from deltasync.delta.patch import Run, write_run
 from deltasync.errors import DigestMismatch, InvalidTable
 
 
@@ -32,11 +34,12 @@ class Loader(Protocol):
 class Loading:
     """Gives a full sync to a loader, then looks whether all of it is where the routes say.
 
-    The engine must be paused. There is no undo: broken off, the model is dirty. One tensor at most
-    is held: of those that several buckets bring, the one that is not complete.
+    The engine must be paused. There is no undo: broken off, the model is dirty. Of tensors that
+    several buckets bring, those are held that are not complete: one, or with several ranks that
+    send, those of which some have come further than others.
 
     Attributes:
-        staged_bytes: Memory of the largest of these.
+        staged_bytes: The most memory that these took.
     """
 
     in_place = True
@@ -55,11 +58,10 @@ class Loading:
         self.staged_bytes = 0
         self._loader, self._flats, self._measure = loader, flats, measure
         self._expected = ledger.copy()
-        self._part = torch.empty(0)  # of one parameter
-        self._filled = 0
+        self._parts: dict[int, _Part] = {}
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
-        """Load the tensors that it completes. Raises InvalidTable for rows that are not dense."""
+        """Load the tensors that it completes. Raises InvalidTable for more than all of one."""
         ready: list[tuple[str, Tensor]] = []
         for number, run in bucket.runs():
             if number in self._flats and (bits := self._completed(number, run)) is not None:
@@ -78,7 +80,10 @@ class Loading:
 
     @cached_property
     def ledger(self) -> DigestLedger:
-        """The digests of the weights as they were re-read. Raises DigestMismatch."""
+        """The digests of the weights as they were re-read. Raises DigestMismatch, InvalidTable."""
+        if self._parts:
+            name = self._expected.specs[min(self._parts)].name
+            raise InvalidTable(f"{name}: a full sync leaves out some of it")
         self._loader.finish()
         found = self._expected.copy()
         found.sums[:] = self._measure(np.arange(len(found.sums)))
@@ -100,19 +105,36 @@ class Loading:
         raise DigestMismatch("weights that were loaded in place cannot be put back")
 
     def _completed(self, number: int, run: Run) -> Tensor | None:
-        """int[numel] if the run completes its parameter. Runs come in order."""
+        """int[numel] if the run completes its parameter."""
         spec = self._expected.specs[number]
-        if run.indices is not None or run.bits is None:
-            raise InvalidTable(f"{spec.name}: a sparse row in a full sync")
-        if run.count == spec.numel:
+        assert run.bits is not None
+        if run.count == spec.numel and run.indices is None:
             return run.bits
-        if run.start == 0:
+        part = self._parts.get(number)
+        if part is None:
             device, dtype = run.bits.device, integer_dtype(spec.dtype)
-            self._part = torch.empty(spec.numel, dtype=dtype, device=device)
-            self._filled = 0
-            self.staged_bytes = max(self.staged_bytes, self._part.nbytes)
-        if run.start != self._filled or run.stop > len(self._part):
-            raise InvalidTable(f"{spec.name}: a full sync leaves out some of it")
-        self._part[run.start : run.stop].copy_(run.bits)
-        self._filled = run.stop
-        return self._part if run.stop == spec.numel else None
+            part = _Part(torch.empty(spec.numel, dtype=dtype, device=device), spec.numel)
+            self._parts[number] = part
+            held = sum(other.bits.nbytes for other in self._parts.values())
+            self.staged_bytes = max(self.staged_bytes, held)
+        part.fill(run, spec.name)
+        if part.missing:
+            return None
+        return self._parts.pop(number).bits
+
+
+@dataclass(slots=True)
+class _Part:
+    """A parameter of which some has come, and how many elements have not."""
+
+    bits: Tensor
+    missing: int
+
+    def fill(self, run: Run, name: str) -> None:
+        """Raises InvalidTable, InvalidIndices."""
+        self.missing -= run.count
+        if self.missing < 0:
+            raise InvalidTable(f"{name}: a full sync brings some of it twice")
+        assert run.bits is not None
+        check_indices(run, name=name)
+        write_run(Flat.of(self.bits), run, run.bits)
