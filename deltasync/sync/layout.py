@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -146,10 +147,7 @@ class SourceLayout(SentLayout):
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
         if full:
             return {"changed": len(self.specs), "unchanged": 0, "frozen": 0}
-        others = set(range(len(self.specs))).difference(changed)
-        is_trained = [self._tensors[number].tensor.requires_grad for number in others]
-        frozen = len(others) - sum(is_trained)
-        return {"changed": len(changed), "unchanged": sum(is_trained), "frozen": frozen}
+        return coverage_of([entry.tensor.requires_grad for entry in self._tensors], changed)
 
 
 def check_coverage(
@@ -164,28 +162,40 @@ def check_coverage(
             raise LayoutMismatch(f"no rank of {engine} has the parameter {spec.name!r}")
 
 
+def coverage_of(trained: Sequence[bool], changed: Collection[int]) -> dict[str, int]:
+    """How many parameters are "changed", "unchanged", "frozen", by whether each is trained."""
+    others = set(range(len(trained))).difference(changed)
+    unchanged = sum(trained[number] for number in others)
+    return {"changed": len(changed), "unchanged": unchanged, "frozen": len(others) - unchanged}
+
+
+def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:
+    """The parameters in the dtypes that the source has."""
+    return tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor)) for e in tensors)
+
+
 def specs_of(
-    tensors: Sequence[NamedTensor], held: Sequence[ParameterSpec], overrides: Mapping[str, str]
+    source: Sequence[ParameterSpec], held: Sequence[ParameterSpec], overrides: Mapping[str, str]
 ) -> tuple[ParameterSpec, ...]:
     """The layout, whose wire dtypes are those that a receiver holds.
 
     Args:
-        tensors: Of the source.
+        source: What there is, see `source_specs`.
         held: What the first receiver said that it holds.
         overrides: Wire dtype names by name pattern (as in `fnmatch`); they win.
     """
     told = {name: spec.dtype for spec in held for name in spec.names}
-    return tuple(_spec(tensor, told, overrides) for tensor in tensors)
+    return tuple(_spec(spec, told, overrides) for spec in source)
 
 
 def _spec(
-    entry: NamedTensor, told: Mapping[str, Dtype], overrides: Mapping[str, str]
+    spec: ParameterSpec, told: Mapping[str, Dtype], overrides: Mapping[str, str]
 ) -> ParameterSpec:
-    dtype = next((told[name] for name in entry.names if name in told), dtype_of(entry.tensor))
+    dtype = next((told[name] for name in spec.names if name in told), spec.dtype)
     for pattern, name in overrides.items():
-        if any(fnmatchcase(own, pattern) for own in entry.names):
+        if any(fnmatchcase(own, pattern) for own in spec.names):
             dtype = _named(name)
-    return ParameterSpec(entry.names, entry.shape, dtype)
+    return replace(spec, dtype=dtype)
 
 
 def _named(name: str) -> Dtype:

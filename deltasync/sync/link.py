@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.plan import Plan
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.compression import Compression, compress
-from deltasync.wire.messages import Message, decode, encode
+from deltasync.wire.messages import Bucket, Message, decode, encode
+
+
+@dataclass(slots=True)
+class SentBuckets:
+    """What went to each peer.
+
+    Attributes:
+        num_buckets, payload_bytes: Payloads, and the bytes of all.
+        bucket_bytes: Of the largest.
+        lost: Why receivers were lost, by their connection.
+    """
+
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    bucket_bytes: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 class SenderLink:
@@ -47,7 +65,7 @@ class SenderLink:
         """The transport's own memory for the next payload."""
         return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
 
-    def compressed(self, payload: Tensor, compression: Compression) -> Tensor:
+    def _compressed(self, payload: Tensor, compression: Compression) -> Tensor:
         """uint8[n]: what travels. A compressed payload is host memory of its own."""
         if compression == "none":
             return payload
@@ -58,6 +76,26 @@ class SenderLink:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def send_buckets(self, plan: Plan, version: int, compression: Compression) -> SentBuckets:
+        """Send all of a plan to every peer of the epoch. Raises what `send` raises."""
+        sent = SentBuckets()
+        for bucket in plan.buckets():
+            payload = self.buffer(bucket.num_bytes)
+            bucket.write(payload)
+            raw_bytes, payload = len(payload), self._compressed(payload, compression)
+            message = Bucket(
+                version=version,
+                sequence=sent.num_buckets,
+                num_rows=bucket.num_rows,
+                raw_bytes=raw_bytes,
+                compression=compression,
+            )
+            self.send(message, payload)
+            sent.num_buckets += 1
+            sent.payload_bytes += len(payload)
+            sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
+        return sent
 
     def hint(self, message: Message, peers: Collection[int]) -> None:
         """Send to the peers of the epoch if they are among `peers`; losing one is found later."""

@@ -36,11 +36,14 @@ Greeting = Hello | HelloLanes
 class Lobby:
     """Receivers that have greeted and are no members yet.
 
-    An engine comes in when all its ranks are here, and `admits` takes its name.
+    An engine comes in when all its ranks are here, and `admits` takes its name. Receivers have to
+    have `num_lanes` to the other ranks of the trainer.
     """
 
-    def __init__(self, link: SenderLink, admits: Callable[[str], bool]) -> None:
-        self._link, self._admits = link, admits
+    def __init__(
+        self, link: SenderLink, admits: Callable[[str], bool], *, num_lanes: int = 0
+    ) -> None:
+        self._link, self._admits, self._num_lanes = link, admits, num_lanes
         self._waiting: dict[int, Greeting] = {}
         self._declined: list[str] = []
         self._refused: dict[str, str] = {}
@@ -60,6 +63,9 @@ class Lobby:
                 self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
             elif not self._admits(hello.engine):
                 self.refuse(peer, ConfigError("this sender has let other engines connect"))
+            elif _lanes_of(hello) != self._num_lanes:
+                problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
+                self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
             else:
                 self._waiting[peer] = hello
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
@@ -102,7 +108,14 @@ class Lobby:
         for peer in hellos:
             del self._waiting[peer]
         return [
-            Member(peer, hello.engine, hello.rank, hello.world, held[peer])
+            Member(
+                peer,
+                hello.engine,
+                hello.rank,
+                hello.world,
+                held[peer],
+                connection=hello.connection if isinstance(hello, HelloLanes) else "",
+            )
             for peer, hello in hellos.items()
         ]
 
@@ -123,6 +136,10 @@ class Lobby:
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
         self.forget(peer)
+
+
+def _lanes_of(hello: Greeting) -> int:
+    return hello.lanes if isinstance(hello, HelloLanes) else 0
 
 
 @dataclass(slots=True)

@@ -6,20 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import Protocol
 
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.layout import SentLayout
-from deltasync.sync.link import SenderLink
+from deltasync.sync.link import SenderLink, SentBuckets
 from deltasync.sync.plan import Plan
 from deltasync.sync.proof import mistaken
 from deltasync.sync.session import Member, SenderPhase, SenderSession
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
     Abort,
+    Attempt,
     Begin,
-    Bucket,
     Commit,
     Committed,
     Failed,
@@ -44,6 +43,12 @@ class RoundResult:
     receiver_commit_s: float = 0.0
     receiver_bytes: int = 0
 
+    def count(self, sent: SentBuckets) -> None:
+        """Payloads have been sent."""
+        self.num_buckets += sent.num_buckets
+        self.payload_bytes += sent.payload_bytes
+        self.bucket_bytes = max(self.bucket_bytes, sent.bucket_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -62,6 +67,25 @@ class Moment:
     num_bytes: int
 
 
+class Others(Protocol):
+    """The other ranks of a trainer, which send to the same receivers what they hold."""
+
+    def start(
+        self,
+        receivers: Sequence[str],
+        version: int,
+        base_version: int | None,
+        *,
+        timeout_s: float,
+    ) -> int:
+        """Let them begin; receivers by their connections. Returns the number of the attempt."""
+        ...
+
+    def sent(self) -> SentBuckets:
+        """Wait until they have sent everything. Raises SyncAborted if one has failed."""
+        ...
+
+
 class Round:
     """Takes members from one version to the next, all or nothing for each engine.
 
@@ -78,9 +102,10 @@ class Round:
         *,
         compression: Compression,
         tell: Callable[[Moment], None] = lambda moment: None,
+        others: Others | None = None,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
-        self._tell = tell
+        self._tell, self._others = tell, others
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._is_answering = False
@@ -107,6 +132,12 @@ class Round:
             self._session.failed(peer, str(error))
         if self._session.failures:
             return
+        if self._others is not None:
+            receivers = [member.connection for member in self._session.participants.values()]
+            number = self._others.start(
+                receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
+            )
+            self._send(Attempt(number=number))
         self._send(
             Begin(
                 stream_id=stream_id,
@@ -119,40 +150,29 @@ class Round:
             )
         )
         self._tell(self._moment(is_decided=False))
-        self._send_buckets()
+        num_buckets = self._send_buckets()
         if not self._session.failures:
             self._is_answering = True
-            self._send(Prepare(version=self._version, num_buckets=self._result.num_buckets))
+            self._send(Prepare(version=self._version, num_buckets=num_buckets))
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
         self._result.transfer_s = time.perf_counter() - began
 
-    def _send_buckets(self) -> None:
-        for bucket in self._plan.buckets():
-            if self._session.failures:
-                return
-            try:
-                payload = self._link.buffer(bucket.num_bytes)
-            except TransportError as error:
-                self._note_lost(error)
-                return
-            bucket.write(payload)
-            self._send_bucket(payload, bucket.num_rows)
-
-    def _send_bucket(self, payload: Tensor, num_rows: int) -> None:
-        result = self._result
-        payload, raw_bytes = self._link.compressed(payload, self._compression), len(payload)
-        message = Bucket(
-            version=self._version,
-            sequence=result.num_buckets,
-            num_rows=num_rows,
-            raw_bytes=raw_bytes,
-            compression=self._compression,
-        )
-        self._send(message, payload)
-        result.num_buckets += 1
-        result.payload_bytes += len(payload)
-        result.bucket_bytes = max(result.bucket_bytes, len(payload))
+    def _send_buckets(self) -> int:
+        """Send our own, wait for the trainer's other ranks to send theirs. How many are ours."""
+        own = SentBuckets()
+        try:
+            own = self._link.send_buckets(self._plan, self._version, self._compression)
+        except TransportError as error:
+            self._note_lost(error)
+        self._result.count(own)
+        if self._others is not None:
+            theirs = self._others.sent()
+            self._result.count(theirs)
+            for member in self._session.participants.values():
+                if member.connection in theirs.lost:
+                    self._session.failed(member.peer, theirs.lost[member.connection])
+        return own.num_buckets
 
     def _collect_prepared(self) -> None:
         digests: dict[int, int] = {}
@@ -232,10 +252,10 @@ class Round:
         self._is_answering = False
         return [item for item in replies.items() if item[0] in self._session.participants]
 
-    def _send(self, message: Message, payload: Tensor | None = None) -> None:
+    def _send(self, message: Message) -> None:
         """Losing a peer is no error here: the session knows, and the round sees it there."""
         try:
-            self._link.send(message, payload)
+            self._link.send(message)
         except TransportError as error:
             self._note_lost(error)
 

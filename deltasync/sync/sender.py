@@ -16,6 +16,8 @@ from deltasync.errors import (
     TransportTimeout,
     WireError,
 )
+from deltasync.sync.crew import Crew
+from deltasync.sync.crew_weights import CrewWeights
 from deltasync.sync.layout import SentLayout
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Greeting, Lobby, greet_back
@@ -25,7 +27,7 @@ from deltasync.sync.round import Moment, Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
-from deltasync.sync.weights import OwnWeights
+from deltasync.sync.weights import OwnWeights, Weights
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import Upcoming
 
@@ -64,6 +66,8 @@ class WeightSender:
         tell: Called by the sending thread when a sync begins and when it is decided, for engines
             that have to be asked to pause and commit. It must not block.
         admits: Whether an engine of this name may come in; all may by default.
+        crew: The other ranks of the trainer, if it has several. This is rank 0 then, and the others
+            use a `CrewRank` each. Receivers have a lane to each of them.
     """
 
     def __init__(
@@ -74,14 +78,19 @@ class WeightSender:
         options: SenderOptions | None = None,
         tell: Callable[[Moment], None] = lambda moment: None,
         admits: Callable[[str], bool] = lambda engine: True,
+        crew: Crew | None = None,
     ) -> None:
         self._tell = tell
         self.options = options or SenderOptions()
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        self._lobby = Lobby(self._link, admits)
+        self._lobby = Lobby(self._link, admits, num_lanes=crew.world - 1 if crew else 0)
         self._session = SenderSession()
-        self._weights = OwnWeights(source, self.options)
+        own = OwnWeights(source, self.options)
+        self._crew = crew
+        self._others = CrewWeights(own, crew) if crew is not None and crew.world > 1 else None
+        self._weights: Weights = self._others or own
+        self._stream = own.stream
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
@@ -134,12 +143,14 @@ class WeightSender:
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._exclusive(), self._on_own_stream():
+        with self._exclusive(), self._on_own_stream(), self._with_crew(timeout_s) as tell_crew:
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._lost = {}
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
+            if self._weights.is_lost:
+                self._part_with("a rank of the trainer has lost its snapshot")
             delta = self._sync_members() if self._session.members else None
             engines = self._newcomers()
             if not self._session.members:
@@ -149,11 +160,15 @@ class WeightSender:
             joined = self._join(engines)
             if not self._session.members:
                 raise self._nobody()
-            return self._stats(delta, joined, began)
+            stats = self._stats(delta, joined, began)
+            tell_crew(stats)
+            return stats
 
     def close(self) -> None:
         """End every connection. Receivers keep serving what they hold."""
         self._link.close()
+        if self._crew is not None:
+            self._crew.close()
 
     def _sync_members(self) -> _Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
@@ -233,6 +248,7 @@ class WeightSender:
             self._captured_layout(),
             compression=self.options.compression,
             tell=self._tell,
+            others=self._others,
         )
         try:
             return work.run(participants, version=version, stream_id=self.stream_id)
@@ -261,6 +277,13 @@ class WeightSender:
                 self._lost[str(member)] = "PeerLost: disconnected between syncs"
                 self._session.members.pop(member.peer)
                 self._link.drop(member.peer)
+
+    def _part_with(self, reason: str) -> None:
+        """Members have to greet again; digests tell what they miss."""
+        for member in list(self._session.members.values()):
+            self._lost[str(member)] = reason
+            self._session.members.pop(member.peer)
+            self._link.drop(member.peer)
 
     def _nobody(self) -> NoReceivers | SyncAborted:
         if self._lost:
@@ -301,9 +324,24 @@ class WeightSender:
         )
 
     @contextmanager
+    def _with_crew(self, timeout_s: float) -> Iterator[Callable[[SyncStats], None]]:
+        """All ranks of the trainer take part in a call. They learn how it ends."""
+        crew, told = self._crew, list[SyncStats]()
+        if crew is None:
+            yield told.append
+            return
+        crew.muster(timeout_s)
+        try:
+            yield told.append
+        except BaseException as error:
+            crew.dismiss(self.version, None, error)
+            raise
+        crew.dismiss(self.version, told[0], None)
+
+    @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """The trainer's stream goes on meanwhile, and afterwards may change the source."""
-        stream = self._weights.stream
+        stream = self._stream
         try:
             with stream.entered():
                 yield

@@ -237,6 +237,7 @@ class Member:
         holds: Numbers of the layout's parameters that it holds something of; None for all.
         copies: If it holds parts: uint64[parameters], how often the ranks of its engine that do so
             hold each parameter, all together.
+        connection: What names it on the lanes of the trainer's other ranks, if there are any.
     """
 
     peer: int
@@ -245,6 +246,7 @@ class Member:
     world: int = 1
     holds: frozenset[int] | None = None
     copies: NDArray[np.uint64] | None = field(default=None, compare=False)
+    connection: str = ""
 
     def __str__(self) -> str:
         return f"{self.engine}[{self.rank}/{self.world}]"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.shard import ShardSpec, share_of
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError
-from deltasync.sync.layout import SentLayout, SourceLayout, specs_of
+from deltasync.sync.layout import SentLayout, SourceLayout, source_specs, specs_of
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.proof import Digests
@@ -24,6 +26,11 @@ class Weights(Protocol):
     @property
     def layout(self) -> SentLayout | None:
         """What travels; None before the first capture."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a part of the snapshot is gone: another capture has to come first."""
         ...
 
     @property
@@ -66,13 +73,17 @@ class OwnWeights:
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         self.stream = OwnStream()
-        self._source, self._options = source, options
+        self.source, self.options = source, options
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None
 
     @property
     def layout(self) -> SourceLayout | None:
         return self._layout
+
+    @property
+    def is_lost(self) -> bool:
+        return False
 
     @property
     def digests(self) -> Digests:
@@ -83,11 +94,14 @@ class OwnWeights:
         return self._held[1].num_bytes
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
-        specs = specs_of(self._source.tensors(), held, self._options.wire_dtypes)
-        self.capture_as(SourceLayout(self._source, specs))
+        specs = specs_of(source_specs(self.source.tensors()), held, self.options.wire_dtypes)
+        self.capture_as(specs)
 
-    def capture_as(self, layout: SourceLayout) -> None:
-        """Start from the source as it is."""
+    def capture_as(
+        self, specs: Sequence[ParameterSpec], boxes: Mapping[str, ShardSpec] | None = None
+    ) -> None:
+        """Start from the source as it is. Arguments as of `SourceLayout`."""
+        layout = SourceLayout(self.source, specs, boxes)
         last, self._snapshot, self._layout = self._snapshot, None, None
         if last is not None and last.fits(layout.sent, layout.readers):
             last.capture(layout.readers)
@@ -100,19 +114,26 @@ class OwnWeights:
     def delta(self, base_version: int) -> Delta:
         layout, snapshot = self._held
         layout.refresh()
-        inflight = self._options.max_inflight_bytes
+        inflight = self.options.max_inflight_bytes
         return plan_delta(
             snapshot,
             layout.readers,
-            policy=self._options.policy,
+            policy=self.options.policy,
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
         )
 
-    def full(self) -> Plan:
+    def full(self, *, ways: int = 1) -> Plan:
+        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
         snapshot = self._held[1]
-        return plan_full(snapshot, bucket_bytes=self._bucket_bytes(snapshot))
+        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
+        return plan_full(snapshot, bucket_bytes=bucket_bytes)
+
+    def changed_by(self, delta: Delta) -> set[int]:
+        """Numbers of the parameters of which something differs."""
+        sent = self._held[0].sent
+        return {share_of(sent, which).number for which in delta.changed}
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         return self._held[0].coverage(changed, full=full)
@@ -124,15 +145,15 @@ class OwnWeights:
         return self._layout, self._snapshot
 
     def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
-        device = self._options.snapshot_device
+        device = self.options.snapshot_device
         return Snapshot(
             layout.sent,
             layout.readers,
-            chunk_numel=self._options.policy.chunk_numel_on(*layout.device_types),
+            chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
             device=None if device is None else torch.device(device),
-            kernels=self._options.kernels,
+            kernels=self.options.kernels,
         )
 
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
-        return self._options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
+        return self.options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)

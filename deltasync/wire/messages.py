@@ -91,9 +91,12 @@ class _Parameters(_Message):
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         """The parameters in order. Raises UnknownDtype."""
-        return tuple(
-            ParameterSpec(names, shape, _dtype(code)) for names, shape, code in self.parameters
-        )
+        return parameter_specs(self.parameters)
+
+
+def parameter_specs(entries: tuple[Entry, ...]) -> tuple[ParameterSpec, ...]:
+    """What stands in a hello or a layout. Raises UnknownDtype."""
+    return tuple(ParameterSpec(names, shape, _dtype(code)) for names, shape, code in entries)
 
 
 def _dtype(code: int) -> dtypes.Dtype:

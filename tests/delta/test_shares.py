@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, product
+from itertools import chain
 
 import torch
 from hypothesis import given
@@ -25,6 +25,7 @@ from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN
+from tests.delta.shards import placements
 
 POLICY = Policy(chunk_numel=8, dense_above=0.5)
 Model = dict[str, Tensor]
@@ -66,28 +67,6 @@ class Rank:
             max_held_bytes=max_held_bytes,
             base_version=0,
         )
-
-
-@st.composite
-def held_by_ranks(draw: st.DrawFn, model: Model) -> list[dict[str, ShardSpec]]:
-    """What each rank of a mesh holds of each tensor."""
-    mesh = draw(st.sampled_from([(1,), (2,), (3,), (2, 2), (2, 3)]))
-    splits = {
-        name: [
-            draw(st.none() | st.tuples(st.integers(0, tensor.dim() - 1), st.just(1)))
-            if tensor.dim()
-            else None
-            for _ in mesh
-        ]
-        for name, tensor in model.items()
-    }
-    return [
-        {
-            name: ShardSpec.placed(tensor.shape, mesh, coordinate, splits[name])
-            for name, tensor in model.items()
-        }
-        for coordinate in product(*map(range, mesh))
-    ]
 
 
 class Receiver:
@@ -137,7 +116,7 @@ def test_what_ranks_send_adds_up_to_the_model(
     in_place: bool,
 ) -> None:
     shares = share_out(
-        data.draw(held_by_ranks(model)),
+        data.draw(placements({name: tuple(t.shape) for name, t in model.items()})),
         {spec.name: spec.dtype.item_size for spec in specs_of(model)},
         split_above=data.draw(st.sampled_from([0, 1 << 20])),
     )

@@ -17,6 +17,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     SyncAborted,
 )
+from deltasync.sync.weights import OwnWeights
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import FORMAT_VERSION, join_header
 from deltasync.wire.messages import (
@@ -188,7 +189,9 @@ def test_a_version_that_nobody_prepared_is_not_decided(name: str) -> None:
         here.add(bad, engine="bad", wrap=lambda inner: Liar(inner, kind, tamper))
         here.wait(1)
         version = send(here.sender).version
-        snapshot = here.sender._weights._snapshot
+        weights = here.sender._weights
+        assert isinstance(weights, OwnWeights)
+        snapshot = weights._snapshot
         assert snapshot is not None
         nudge(source)
         before = [flat.read(0, flat.numel).clone() for flat in snapshot.flats]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
-from deltasync.sync.layout import SourceLayout, check_coverage, specs_of
+from deltasync.sync.layout import SourceLayout, check_coverage, source_specs, specs_of
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.source import ModuleSource, NamedTensor
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
@@ -50,7 +50,7 @@ def layout_of(
     overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> SourceLayout:
     source = ModuleSource(model)
-    return SourceLayout(source, specs_of(source.tensors(), held, overrides))
+    return SourceLayout(source, specs_of(source_specs(source.tensors()), held, overrides))
 
 
 def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:

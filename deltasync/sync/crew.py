@@ -1,0 +1,145 @@
+"""The ranks of a trainer, as the one sees them that speaks for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+from deltasync.errors import DeltaSyncError, SyncAborted, TransportError, WireError
+from deltasync.sync import orders
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.base import Frame, SendTransport
+
+A = TypeVar("A", orders.Declared, orders.Held, orders.Compared, orders.Sent)
+
+
+class Crew:
+    """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
+
+    Every rank calls `send_weights` equally often. What one fails in is raised here, naming it.
+
+    Args:
+        link: To the other ranks: any transport. Owned from now on: `close` closes it.
+        world: Ranks of the trainer.
+
+    Attributes:
+        exchanged_bytes: Said among ranks in the last call, both ways.
+        captures: By rank, what its snapshot goes back to.
+    """
+
+    def __init__(self, link: SendTransport, world: int) -> None:
+        self.world, self.exchanged_bytes = world, 0
+        self._link = link
+        self.captures: dict[int, str | None] = {}
+        self._peers: dict[int, int] = {}  # by rank
+        self._epoch: tuple[int, ...] = ()
+        self._call = 0
+        self._timeout_s = 60.0
+        self._is_owed = False  # answers that nobody has read
+
+    @property
+    def call(self) -> int:
+        """Which call of `send_weights` this is."""
+        return self._call
+
+    def muster(self, timeout_s: float) -> None:
+        """Begin a call: wait until all ranks are here. Raises SyncAborted if they do not come."""
+        self._call, self._timeout_s, self.exchanged_bytes = self._call + 1, timeout_s, 0
+        deadline = time.monotonic() + timeout_s
+        self._listen(0.0)
+        while missing := self._missing():
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                self._send_away()
+                raise SyncAborted(f"rank {missing[0]} of the trainer did not come in {timeout_s} s")
+            self._listen(rest)
+        peers = tuple(self._peers[rank] for rank in range(1, self.world))
+        if peers != self._epoch:
+            self._open(peers)
+
+    def order(self, order: orders.Order) -> None:
+        """Tell all ranks. Raises SyncAborted if one is gone."""
+        if self._is_owed:  # to an order that was given up
+            self._answers()
+        header = orders.encode(order)
+        self.exchanged_bytes += len(header) * (self.world - 1)
+        try:
+            self._link.send(Frame(header), timeout_s=self._timeout_s)
+        except TransportError as error:
+            raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
+        self._is_owed = not isinstance(order, orders.Decide | orders.Done)
+
+    def answers(self, kind: type[A]) -> dict[int, A]:
+        """What each rank answers. Raises SyncAborted if one does not, or failed."""
+        found: dict[int, A] = {}
+        problems: list[str] = []
+        for rank, answer in self._answers().items():
+            if isinstance(answer, kind):
+                found[rank] = answer
+            elif isinstance(answer, orders.Failed):
+                problems.append(f"rank {rank}: {answer.error}: {answer.reason}")
+            else:
+                problems.append(f"rank {rank}: {answer}")
+        if problems:
+            raise SyncAborted(f"{'; '.join(problems)}; nothing is lost, send again")
+        return found
+
+    def dismiss(self, version: int, stats: SyncStats | None, error: BaseException | None) -> None:
+        """End the call. Whoever is gone learns it otherwise."""
+        why = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
+        try:
+            self.order(orders.Done(call=self._call, version=version, stats=stats, error=why))
+        except SyncAborted:
+            if error is None:
+                raise
+
+    def close(self) -> None:
+        """End the connections to all ranks."""
+        self._link.close()
+
+    def _missing(self) -> list[int]:
+        for rank, peer in list(self._peers.items()):
+            if not self._link.is_connected(peer):
+                del self._peers[rank]
+        return [rank for rank in range(1, self.world) if rank not in self._peers]
+
+    def _listen(self, timeout_s: float) -> None:
+        for peer, greeting in self._link.poll(timeout_s=timeout_s):
+            try:
+                here = orders.decode(greeting)
+            except WireError:
+                here = None
+            if isinstance(here, orders.Here) and here.world == self.world > here.rank > 0:
+                self._peers[here.rank], self.captures[here.rank] = peer, here.capture
+            else:
+                self._link.drop(peer)
+
+    def _send_away(self) -> None:
+        """Those that are here would wait for orders."""
+        for peer in self._peers.values():
+            self._link.drop(peer)
+
+    def _open(self, peers: tuple[int, ...]) -> None:
+        self._epoch, self._is_owed = (), False
+        if failed := self._link.open_epoch(peers, timeout_s=self._timeout_s):
+            why = "; ".join(map(str, failed.values()))
+            raise SyncAborted(f"a rank of the trainer is gone: {why}")
+        self._epoch = peers
+
+    def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
+        """By rank."""
+        self._is_owed = False
+        replies = self._link.collect_replies(timeout_s=self._timeout_s)
+        found: dict[int, orders.Said | DeltaSyncError] = {}
+        for rank, peer in self._peers.items():
+            reply = replies[peer]
+            if isinstance(reply, TransportError):
+                found[rank] = reply
+                continue
+            self.exchanged_bytes += len(reply)
+            try:
+                found[rank] = orders.decode(reply)
+            except WireError as error:
+                found[rank] = error
+        return found

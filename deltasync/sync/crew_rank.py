@@ -1,0 +1,272 @@
+"""Ranks 1 and up of a trainer: each compares and sends what it holds, as rank 0 orders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import (
+    DeltaSyncError,
+    MalformedMessage,
+    PeerLost,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+    VersionGap,
+)
+from deltasync.sync import orders
+from deltasync.sync.crew_weights import Declaration
+from deltasync.sync.lane_sender import LaneSender
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.plan import Delta, Plan
+from deltasync.sync.proof import Digests
+from deltasync.sync.source import WeightSource
+from deltasync.sync.stats import SyncStats
+from deltasync.sync.weights import OwnWeights
+from deltasync.transports.base import ReceiveTransport, SendTransport
+from deltasync.wire.messages import digest_text, parameter_specs
+
+_REPLY_TIMEOUT_S = 30.0
+_PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
+
+
+class CrewRank:
+    """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `crew`.
+
+    `send_weights` has to be called as often as there, and by one thread.
+
+    Args:
+        source: What this rank holds of the parameters; read, never written.
+        transport: The sender's end of lanes to all receivers. Owned: `close` closes it.
+        link: To rank 0. Owned too.
+        rank: This one, from 1.
+        world: Ranks of the trainer.
+        options: As of rank 0.
+
+    Attributes:
+        version: The last version that this rank knows to be decided.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: SendTransport,
+        link: ReceiveTransport,
+        *,
+        rank: int,
+        world: int,
+        options: SenderOptions | None = None,
+    ) -> None:
+        self.version = 0
+        self.options = options or SenderOptions()
+        self._source, self._rank, self._world = source, rank, world
+        self._weights = OwnWeights(source, self.options)
+        self._lanes = LaneSender(transport, self.options.compression)
+        self._link = link
+        self._is_connected = False
+        self._call = self._num_parameters = 0
+        self._next: orders.Order | None = None  # of a later call
+        self._declared: Declaration | None = None
+        self._asked: list[NDArray[np.uint64]] = []
+        self._captured: str | None = None
+        self._base: int | None = None  # what the snapshot holds; None for what was captured last
+        self._delta: tuple[int, Delta] | None = None  # not known to be decided
+
+    def send_weights(self, *, timeout_s: float = 60.0) -> SyncStats:
+        """Take part in a sync. Returns what rank 0 has counted.
+
+        Args:
+            timeout_s: As of rank 0.
+
+        Raises:
+            SyncAborted: It came to nothing, on any rank; the next one covers it.
+            DeltaSyncError: Why this rank could not do its part.
+        """
+        self._call += 1
+        deadline = time.monotonic() + _PATIENCE * timeout_s
+        with self._alone(), self._weights.stream.entered():
+            error = None
+            while not isinstance(order := self._receive(deadline), orders.Done):
+                error = self._carry_out(order) or error
+            self._resolve(order.version)
+        if error is not None:
+            raise error
+        if order.stats is None:
+            raise SyncAborted(f"rank 0: {order.error}")
+        self.version = order.version
+        return order.stats
+
+    def close(self) -> None:
+        """End every connection."""
+        self._lanes.close()
+        self._link.close()
+
+    def _receive(self, deadline: float) -> orders.Order:
+        """The next order of this call. Raises SyncAborted if there is none."""
+        while True:
+            order, self._next = self._next or self._hear(deadline), None
+            if order.call == self._call:
+                return order
+            if order.call > self._call:
+                self._next = order
+                raise SyncAborted("rank 0 has given this sync up")
+            if not isinstance(order, orders.Decide | orders.Done):
+                self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
+
+    def _hear(self, deadline: float) -> orders.Order:
+        try:
+            if not self._is_connected:
+                here = orders.Here(rank=self._rank, world=self._world, capture=self._captured)
+                self._link.connect(orders.encode(here), timeout_s=_rest(deadline))
+                self._is_connected = True
+            order = orders.decode(self._link.receive(timeout_s=_rest(deadline)).header)
+        except TransportTimeout as error:
+            raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
+        except PeerLost as error:
+            self._is_connected = False
+            raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
+        if not isinstance(order, orders.Order):
+            raise MalformedMessage(f"{order.kind} is no order")
+        return order
+
+    def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
+        """Obey and answer. Returns what went wrong here; rank 0 has been told."""
+        answer: orders.Answer | None
+        problem: DeltaSyncError | RuntimeError | None = None
+        try:
+            answer = self._obey(order)
+        except (DeltaSyncError, RuntimeError) as error:  # torch's own failures are RuntimeErrors
+            if isinstance(order, orders.Decide):
+                raise
+            problem, reason = error, str(error)[:4096]
+            answer = orders.Failed(error=type(error).__name__, reason=reason)
+        if answer is not None:
+            self._answer(answer)
+        if isinstance(problem, VersionGap):  # rank 0 is to see that there is nothing to go on with
+            self._start_over()
+        return problem
+
+    def _obey(self, order: orders.Order) -> orders.Answer | None:
+        match order:
+            case orders.Declare():
+                self._declared = Declaration.of(self._source.tensors())
+                return self._declared.said()
+            case orders.Capture():
+                self._capture(order)
+                return self._holding()
+            case orders.Ask():
+                self._asked = [orders.copies_of(runs) for runs in order.copies]
+                return self._holding()
+            case orders.Compare():
+                return self._compare(order.base_version)
+            case orders.Send():
+                return self._send(order)
+            case orders.Decide():
+                self._resolve(order.version)
+        return None
+
+    def _capture(self, order: orders.Capture) -> None:
+        assert self._declared is not None
+        self._captured = self._delta = self._base = None
+        self._asked = []
+        specs = parameter_specs(order.parameters)
+        self._num_parameters = len(specs)
+        boxes = dict(self._declared.boxes)
+        for number, offset, size in order.shares[self._rank]:
+            boxes[specs[number].name] = ShardSpec(specs[number].shape, offset, size)
+        self._weights.capture_as(specs, boxes)
+        self._captured = order.capture
+
+    def _holding(self) -> orders.Held:
+        plan = self._weights.full()
+        return orders.Held(
+            digests=self._told(self._weights.digests),
+            sparse_bytes=plan.sparse_bytes,
+            dense_bytes=plan.dense_bytes,
+            snapshot_bytes=self._weights.snapshot_bytes,
+        )
+
+    def _compare(self, base_version: int) -> orders.Compared:
+        self._resolve(base_version)
+        if self._base is None:
+            self._base = base_version
+        if self._base != base_version:
+            raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
+        self._delta = (base_version + 1, self._weights.delta(base_version))
+        delta = self._delta[1]
+        changed = np.zeros(self._num_parameters, np.uint64)
+        changed[list(self._weights.changed_by(delta))] = 1
+        return orders.Compared(
+            sparse_bytes=delta.sparse_bytes,
+            dense_bytes=delta.dense_bytes,
+            held_bytes=delta.held_bytes,
+            nnz=delta.nnz,
+            changed=orders.runs_of(changed),
+        )
+
+    def _send(self, order: orders.Send) -> orders.Sent:
+        plan: Plan = self._weights.full(ways=self._world)
+        if order.base_version is not None:
+            assert self._delta is not None
+            plan = self._delta[1]
+        sent = self._lanes.send(
+            plan,
+            attempt=order.attempt,
+            version=order.version,
+            receivers=order.receivers,
+            timeout_s=order.timeout_s,
+        )
+        return orders.Sent(
+            digests=() if sent.lost else self._told(plan.ledger),
+            num_buckets=sent.num_buckets,
+            payload_bytes=sent.payload_bytes,
+            bucket_bytes=sent.bucket_bytes,
+            lost=tuple((name, why[:4096]) for name, why in sent.lost.items()),
+        )
+
+    def _told(self, held: Digests) -> tuple[str, ...]:
+        """What was asked for."""
+        return tuple(digest_text(held.digest_of(copies)) for copies in [None, *self._asked])
+
+    def _resolve(self, version: int) -> None:
+        """Receivers hold this version: that which was sent last, or one before it."""
+        sent, self._delta = self._delta, None
+        if sent is not None and sent[0] == version:
+            sent[1].decided()
+            self._base = version
+
+    def _answer(self, answer: orders.Answer) -> None:
+        """Raises SyncAborted if rank 0 is gone."""
+        try:
+            self._link.reply(orders.encode(answer), timeout_s=_REPLY_TIMEOUT_S)
+        except TransportError as error:
+            self._is_connected = False
+            raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
+
+    def _start_over(self) -> None:
+        """What this rank holds is of no use: rank 0 will see that when it connects again."""
+        self._is_connected, self._captured = False, None
+        with suppress(TransportError):
+            self._link.disconnect()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is not told to rank 0 ends the connection."""
+        try:
+            yield
+        except SyncAborted:
+            raise
+        except BaseException:
+            self._start_over()
+            raise
+        finally:
+            self._weights.stream.join()
+
+
+def _rest(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,313 @@
+"""The weights of a trainer of several ranks, each of which compares and sends what it holds."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.delta.shard import ShardSpec, share_out
+from deltasync.errors import SyncAborted
+from deltasync.sync import orders
+from deltasync.sync.crew import Crew
+from deltasync.sync.layout import SentLayout, coverage_of, source_specs, specs_of
+from deltasync.sync.link import SentBuckets
+from deltasync.sync.plan import Delta, Payload, Plan
+from deltasync.sync.proof import Digests
+from deltasync.sync.source import NamedTensor
+from deltasync.sync.weights import OwnWeights
+from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
+
+Copies = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a rank holds.
+
+    Attributes:
+        specs: In the dtypes that its source has.
+        boxes: By canonical name.
+        trained: Names of those that the optimizer changes.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    boxes: dict[str, ShardSpec]
+    trained: frozenset[str]
+
+    @classmethod
+    def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
+        """Of a source. Raises ConfigError for tensors that cannot be sent."""
+        boxes = {entry.name: entry.held()[0] for entry in tensors}
+        trained = frozenset(entry.name for entry in tensors if entry.tensor.requires_grad)
+        return cls(source_specs(tensors), boxes, trained)
+
+    @classmethod
+    def told(cls, said: orders.Declared) -> Declaration:
+        """As another rank has said it. Raises WireError, ConfigError."""
+        specs = parameter_specs(said.parameters)
+        boxes = {
+            spec.name: ShardSpec(spec.shape, offset, size)
+            for spec, (offset, size) in zip(specs, said.boxes, strict=True)
+        }
+        named = zip(specs, said.trained, strict=True)
+        return cls(specs, boxes, frozenset(spec.name for spec, is_trained in named if is_trained))
+
+    def said(self) -> orders.Declared:
+        """For the rank that speaks for all."""
+        return orders.Declared(
+            parameters=entries(self.specs),
+            boxes=tuple((box.offset, box.size) for box in self.boxes.values()),
+            trained=tuple(spec.name in self.trained for spec in self.specs),
+        )
+
+
+class CrewDigests:
+    """Digests that all ranks add up to.
+
+    Args:
+        own: Of this rank.
+        others: Of the other ranks, all together, by what was asked for.
+        ask: Asks them for more, or raises.
+    """
+
+    def __init__(
+        self, own: Digests, others: Mapping[bytes, int], ask: Callable[[Copies | None], int]
+    ) -> None:
+        self._own, self._others, self._ask = own, others, ask
+
+    @property
+    def total(self) -> int:
+        return self.digest_of(None)
+
+    def digest_of(self, copies: Copies | None) -> int:
+        """Raises SyncAborted if a rank does not tell."""
+        others = self._others.get(_key(copies))
+        if others is None:
+            others = self._ask(copies)
+        return (self._own.digest_of(copies) + others) & MASK
+
+
+class CrewPlan:
+    """What all ranks send together; this one its own part."""
+
+    def __init__(
+        self, own: Plan, crew: CrewWeights, *, sparse_bytes: int, dense_bytes: int
+    ) -> None:
+        self._own, self._crew = own, crew
+        self.base_version = own.base_version
+        self.sparse_bytes = own.sparse_bytes + sparse_bytes
+        self.dense_bytes = own.dense_bytes + dense_bytes
+
+    @property
+    def ledger(self) -> Digests:
+        return self._crew.sent_digests(self._own.ledger)
+
+    def buckets(self) -> Iterator[Payload]:
+        """Those of this rank."""
+        return self._own.buckets()
+
+    def decided(self) -> None:
+        """Advance the snapshots of all ranks. One that does not hear of it is missed later."""
+        self._own.decided()
+        self._crew.decided()
+
+
+class CrewDelta(CrewPlan):
+    """What all ranks have found to differ."""
+
+    def __init__(
+        self,
+        own: Delta,
+        crew: CrewWeights,
+        changed: set[int],
+        found: Collection[orders.Compared],
+    ) -> None:
+        sparse_bytes = sum(one.sparse_bytes for one in found)
+        dense_bytes = sum(one.dense_bytes for one in found)
+        super().__init__(own, crew, sparse_bytes=sparse_bytes, dense_bytes=dense_bytes)
+        self.nnz = own.nnz + sum(one.nnz for one in found)
+        self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
+        self.changed = changed.union(*map(_changed, found))
+
+
+class CrewWeights:
+    """The model of a trainer of several ranks, seen from the one that speaks for all.
+
+    Nothing is gathered: ranks exchange names once, and counts and digests in each sync.
+
+    Args:
+        own: What this rank compares and sends itself.
+        crew: The other ranks.
+    """
+
+    def __init__(self, own: OwnWeights, crew: Crew) -> None:
+        self._own, self._crew = own, crew
+        self.stream = own.stream
+        self._layout: SentLayout | None = None
+        self._declared: list[Declaration] = []
+        self._capture = ""
+        self._attempt = 0
+        self._asked: list[Copies | None] = [None]
+        self._held: dict[int, orders.Held] = {}
+        self._sent: dict[bytes, int] = {}
+
+    @property
+    def layout(self) -> SentLayout | None:
+        return self._layout
+
+    @property
+    def is_lost(self) -> bool:
+        is_known = all(known == self._capture for known in self._crew.captures.values())
+        return self._layout is not None and not is_known
+
+    @property
+    def digests(self) -> Digests:
+        return CrewDigests(self._own.digests, self._added(self._held.values()), self._ask)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return max([self._own.snapshot_bytes, *(h.snapshot_bytes for h in self._held.values())])
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        if not self._declared or self.is_lost:
+            self._declared = self._declarations()
+        known: dict[str, ParameterSpec] = {}
+        for declaration in self._declared:
+            known = {spec.name: spec for spec in declaration.specs} | known
+        specs = specs_of(list(known.values()), held, self._own.options.wire_dtypes)
+        boxes = [declaration.boxes for declaration in self._declared]
+        shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
+        numbers = {spec.name: number for number, spec in enumerate(specs)}
+        others = tuple(
+            tuple(
+                (numbers[name], box.offset, box.size)
+                for name, box in (_nothing_of(own) | share).items()
+                if own[name] != box
+            )
+            for own, share in zip(boxes, shares, strict=True)
+        )
+        self._layout, self._capture, self._asked = None, uuid.uuid4().hex, [None]
+        self._crew.order(
+            orders.Capture(
+                call=self._crew.call,
+                capture=self._capture,
+                parameters=entries(specs),
+                shares=others,
+            )
+        )
+        self._own.capture_as(specs, shares[0])
+        self._held = self._crew.answers(orders.Held)
+        self._crew.captures = dict.fromkeys(self._held, self._capture)
+        self._layout = SentLayout(specs)
+
+    def delta(self, base_version: int) -> Delta:
+        self._crew.order(orders.Compare(call=self._crew.call, base_version=base_version))
+        own = self._own.delta(base_version)
+        found = self._crew.answers(orders.Compared).values()
+        return CrewDelta(own, self, self._own.changed_by(own), found)
+
+    def full(self) -> Plan:
+        return CrewPlan(
+            self._own.full(ways=self._crew.world),
+            self,
+            sparse_bytes=sum(held.sparse_bytes for held in self._held.values()),
+            dense_bytes=sum(held.dense_bytes for held in self._held.values()),
+        )
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        specs = () if self._layout is None else self._layout.specs
+        trained = frozenset().union(*(declaration.trained for declaration in self._declared))
+        numbers = range(len(specs)) if full else changed
+        return coverage_of([spec.name in trained for spec in specs], numbers)
+
+    def start(
+        self,
+        receivers: Sequence[str],
+        version: int,
+        base_version: int | None,
+        *,
+        timeout_s: float,
+    ) -> int:
+        """See `round.Others`."""
+        self._attempt += 1
+        self._version = version
+        self._crew.order(
+            orders.Send(
+                call=self._crew.call,
+                attempt=self._attempt,
+                version=version,
+                base_version=base_version,
+                receivers=tuple(receivers),
+                timeout_s=timeout_s,
+            )
+        )
+        return self._attempt
+
+    def sent(self) -> SentBuckets:
+        """See `round.Others`."""
+        answers = self._crew.answers(orders.Sent)
+        lost = {
+            connection: f"rank {rank} of the trainer: {why}"
+            for rank, sent in answers.items()
+            for connection, why in sent.lost
+        }
+        self._sent = {} if lost else self._added(answers.values())
+        return SentBuckets(
+            num_buckets=sum(sent.num_buckets for sent in answers.values()),
+            payload_bytes=sum(sent.payload_bytes for sent in answers.values()),
+            bucket_bytes=max((sent.bucket_bytes for sent in answers.values()), default=0),
+            lost=lost,
+        )
+
+    def sent_digests(self, own: Digests) -> Digests:
+        """Of what was sent last."""
+        return CrewDigests(own, self._sent, _not_told)
+
+    def decided(self) -> None:
+        """What was sent last is a version."""
+        with suppress(SyncAborted):
+            self._crew.order(orders.Decide(call=self._crew.call, version=self._version))
+
+    def _declarations(self) -> list[Declaration]:
+        self._crew.order(orders.Declare(call=self._crew.call))
+        own = Declaration.of(self._own.source.tensors())
+        answers = self._crew.answers(orders.Declared)
+        return [own, *(Declaration.told(answers[rank]) for rank in range(1, self._crew.world))]
+
+    def _ask(self, copies: Copies | None) -> int:
+        """What the other ranks hold of it. From now on they tell it unasked."""
+        self._asked.append(copies)
+        asked = tuple(orders.runs_of(one) for one in self._asked if one is not None)
+        self._crew.order(orders.Ask(call=self._crew.call, copies=asked))
+        self._held = self._crew.answers(orders.Held)
+        return self._added(self._held.values())[_key(copies)]
+
+    def _added(
+        self, answers: Collection[orders.Held] | Collection[orders.Sent]
+    ) -> dict[bytes, int]:
+        return {
+            _key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
+            for place, copies in enumerate(self._asked)
+        }
+
+
+def _not_told(copies: Copies | None) -> int:
+    raise SyncAborted("digests of a new kind of receiver are told when it joins")
+
+
+def _key(copies: Copies | None) -> bytes:
+    return b"" if copies is None else copies.tobytes()
+
+
+def _nothing_of(boxes: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
+    return {n: ShardSpec(b.shape, b.offset, (0,) * len(b.shape)) for n, b in boxes.items()}
+
+
+def _changed(found: orders.Compared) -> set[int]:
+    return set(np.flatnonzero(orders.copies_of(found.changed)).tolist())

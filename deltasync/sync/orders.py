@@ -1,0 +1,183 @@
+"""What the ranks of a trainer say to each other: orders of the one that speaks for all, answers.
+
+They never leave the trainer, which is one program: so they are no part of the wire format, but are
+framed and checked like it.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+
+from deltasync.errors import MalformedMessage
+from deltasync.sync.stats import SyncStats
+from deltasync.wire import frame
+from deltasync.wire.messages import Connection, Count, Digest, Entry, Seconds, Text, Version
+
+Dims = Annotated[tuple[Count, ...], FailFast()]
+Copies = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
+"""(parameters, copies of each): runs of neighbours."""
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Here(_Said):
+    """A rank has connected. `capture` is that which its snapshot goes back to, if it has one."""
+
+    kind: Literal["here"] = "here"
+    rank: Count
+    world: Count
+    capture: Connection | None
+
+
+class _Order(_Said):
+    call: Count  # of `send_weights`, which every rank counts
+
+
+class Declare(_Order):
+    """Say what you hold."""
+
+    kind: Literal["declare"] = "declare"
+
+
+class Declared(_Said):
+    """Names, shapes and dtypes of tensors, of each the box that is held, and whether it trains."""
+
+    kind: Literal["declared"] = "declared"
+    parameters: Annotated[tuple[Entry, ...], FailFast()]
+    boxes: Annotated[tuple[tuple[Dims, Dims], ...], FailFast()]
+    trained: Annotated[tuple[bool, ...], FailFast()]
+
+
+class Capture(_Order):
+    """Start from your weights as they are.
+
+    Send what you hold, but of these parameters: (number, offset and size of the box to send), for
+    each rank.
+    """
+
+    kind: Literal["capture"] = "capture"
+    capture: Connection
+    parameters: Annotated[tuple[Entry, ...], FailFast()]
+    shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
+
+
+class Ask(_Order):
+    """Tell from now on digests of so many copies of each parameter, now those of the snapshot."""
+
+    kind: Literal["ask"] = "ask"
+    copies: Annotated[tuple[Copies, ...], FailFast()]
+
+
+class Held(_Said):
+    """Digests that were asked for, of what the snapshot holds; what all of it takes to send."""
+
+    kind: Literal["held"] = "held"
+    digests: tuple[Digest, ...]
+    sparse_bytes: Count
+    dense_bytes: Count
+    snapshot_bytes: Count
+
+
+class Compare(_Order):
+    """Look what has changed since a version."""
+
+    kind: Literal["compare"] = "compare"
+    base_version: Version
+
+
+class Compared(_Said):
+    """What has. `changed` are parameters as in `Copies`: so many that have not, that have."""
+
+    kind: Literal["compared"] = "compared"
+    sparse_bytes: Count
+    dense_bytes: Count
+    held_bytes: Count
+    nnz: Count
+    changed: Copies
+
+
+class Send(_Order):
+    """Send that, or all of the snapshot if `base_version` is None, to these receivers."""
+
+    kind: Literal["send"] = "send"
+    attempt: Count
+    version: Version
+    base_version: Version | None
+    receivers: tuple[Connection, ...]
+    timeout_s: Seconds
+
+
+class Sent(_Said):
+    """It is sent, and receivers that hold all of it have these digests.
+
+    Or `lost` were receivers, each with the reason; then it is not.
+    """
+
+    kind: Literal["sent"] = "sent"
+    digests: tuple[Digest, ...]
+    num_buckets: Count
+    payload_bytes: Count
+    bucket_bytes: Count
+    lost: tuple[tuple[Connection, Text], ...]
+
+
+class Decide(_Order):
+    """What was sent is a version that receivers hold. Not answered."""
+
+    kind: Literal["decide"] = "decide"
+    version: Version
+
+
+class Done(_Order):
+    """The call is over. Not answered. Without stats `error` says why."""
+
+    kind: Literal["done"] = "done"
+    version: Version
+    stats: SyncStats | None
+    error: Text
+
+
+class Failed(_Said):
+    """A rank could not do what was ordered."""
+
+    kind: Literal["failed"] = "failed"
+    error: Text
+    reason: Text
+
+
+Order = Declare | Capture | Ask | Compare | Send | Decide | Done
+Answer = Declared | Held | Compared | Sent | Failed
+Said = Here | Order | Answer
+_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
+
+
+def encode(said: Said) -> bytes:
+    """The header of a frame."""
+    return frame.join_header(said.model_dump_json().encode(), payload_bytes=0)
+
+
+def decode(header: bytes) -> Said:
+    """What a header says. Raises WireError."""
+    data, _ = frame.split_header(header, max_payload_bytes=0)
+    try:
+        return _SAID.validate_json(data)
+    except ValidationError as error:
+        raise MalformedMessage(f"no word among ranks: {error.error_count()} faults") from error
+
+
+def runs_of(copies: NDArray[np.uint64]) -> Copies:
+    """uint64[parameters] as runs."""
+    return tuple((len(list(run)), value) for value, run in groupby(copies.tolist()))
+
+
+def copies_of(runs: Copies) -> NDArray[np.uint64]:
+    """uint64[parameters]."""
+    counts, values = zip(*runs, strict=True) if runs else ((), ())
+    return np.repeat(np.array(values, np.uint64), np.array(counts, np.int64))

@@ -1,0 +1,189 @@
+"""Trainers of several ranks in threads of one process, for tests of whole syncs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor, nn
+
+from deltasync import (
+    DeltaSyncError,
+    ModuleTarget,
+    NamedTensor,
+    ReceiverOptions,
+    SenderOptions,
+    SyncStats,
+    WeightReceiver,
+    WeightSender,
+    WeightTarget,
+)
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import TransportTimeout
+from deltasync.sync.crew import Crew
+from deltasync.sync.crew_rank import CrewRank
+from deltasync.transports import inprocess
+from deltasync.transports.base import ReceiveTransport, SendTransport
+from tests.sync.harness import Serving
+
+Boxes = Mapping[str, ShardSpec]
+
+
+class Sharded:
+    """What a rank holds of a module, in memory of its own."""
+
+    def __init__(self, module: nn.Module, boxes: Boxes) -> None:
+        self._module, self.boxes = module, boxes
+        self._names = [name for name, _ in module.named_parameters() if name in boxes]
+        self.held = {name: self._cut(name).clone() for name in self._names}
+        self.fails: BaseException | None = None
+
+    def step(self) -> None:
+        """The optimizer has changed the module."""
+        for name, tensor in self.held.items():
+            tensor.copy_(self._cut(name))
+
+    def tensors(self) -> list[NamedTensor]:
+        if self.fails is not None:
+            raise self.fails
+        return [NamedTensor((n,), self.held[n], self.boxes[n]) for n in self._names]
+
+    def _cut(self, name: str) -> Tensor:
+        box = self.boxes[name]
+        index = tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))
+        return self._module.get_parameter(name).data[index]
+
+
+class Trainer:
+    """All ranks of a trainer, and its receivers.
+
+    Args:
+        module: The whole model, which no rank has.
+        boxes: What each rank holds of it.
+        wrap: Changes the links of ranks to receivers, by rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        boxes: Sequence[Boxes],
+        *,
+        options: SenderOptions | None = None,
+        wrap: Callable[[int, SendTransport], SendTransport] = lambda rank, link: link,
+    ) -> None:
+        self.module = module
+        self.sources = [Sharded(module, one) for one in boxes]
+        self.links = [inprocess.Sender() for _ in boxes]
+        ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
+        hub, world = inprocess.Sender(), len(boxes)
+        self.crew = Crew(hub, world)
+        self.sender = WeightSender(self.sources[0], ends[0], options=options, crew=self.crew)
+        self.ranks: list[WeightSender | CrewRank] = [self.sender]
+        self.ranks += [
+            CrewRank(
+                self.sources[rank],
+                ends[rank],
+                hub.receiver(),
+                rank=rank,
+                world=world,
+                options=options,
+            )
+            for rank in range(1, world)
+        ]
+        self._threads = ThreadPoolExecutor(world)
+        self.serving: list[Serving] = []
+
+    def add(
+        self,
+        target: nn.Module | WeightTarget,
+        *,
+        engine: str = "engine",
+        rank: int = 0,
+        world: int = 1,
+        options: ReceiverOptions | None = None,
+        wrap: Callable[[int, ReceiveTransport], ReceiveTransport] = lambda lane, link: link,
+    ) -> Serving:
+        """Start a receiver in a thread, with a link to each rank."""
+        first, *lanes = [wrap(n, link.receiver()) for n, link in enumerate(self.links)]
+        receiver = WeightReceiver(
+            ModuleTarget(target) if isinstance(target, nn.Module) else target,
+            first,
+            lanes=lanes,
+            engine=engine,
+            rank=rank,
+            world=world,
+            options=options or ReceiverOptions(stall_timeout_s=5),
+        )
+        self.serving.append(Serving(receiver).start())
+        return self.serving[-1]
+
+    def wait(self, count: int) -> None:
+        self.sender.wait_for_receivers(count, timeout_s=5)
+
+    def step(self) -> None:
+        for source in self.sources:
+            source.step()
+
+    def outcomes(self, *, timeout_s: float = 5.0) -> list[SyncStats | Exception]:
+        """What `send_weights` returns or raises on each rank."""
+        return [one.result() for one in self.sending(timeout_s=timeout_s)]
+
+    def sending(self, *, timeout_s: float = 5.0) -> list[Future[SyncStats | Exception]]:
+        """The same, while they do."""
+
+        def send(rank: WeightSender | CrewRank) -> SyncStats | Exception:
+            try:
+                return rank.send_weights(timeout_s=timeout_s)
+            except (DeltaSyncError, RuntimeError) as error:
+                return error.with_traceback(None)
+
+        return [self._threads.submit(send, rank) for rank in self.ranks]
+
+    def send(self, *, timeout_s: float = 5.0) -> SyncStats:
+        """Sync; every rank is told the same."""
+        found = self.outcomes(timeout_s=timeout_s)
+        stats = found[0]
+        assert isinstance(stats, SyncStats), found
+        assert all(outcome == stats for outcome in found), found
+        return stats
+
+    def settle(self, count: int) -> SyncStats:
+        """Sync until so many receivers are members and nobody is lost."""
+        for _ in range(8):
+            with contextlib.suppress(TransportTimeout):
+                self.wait(count)
+            found = self.outcomes()
+            stats = found[0]
+            if isinstance(stats, SyncStats) and stats.receivers == count and not stats.lost:
+                return stats
+        raise AssertionError(f"does not settle: {found}")
+
+    def close(self) -> None:
+        for serving in self.serving:
+            serving.stop()
+        for rank in self.ranks:
+            rank.close()
+        self._threads.shutdown()
+
+
+@contextlib.contextmanager
+def trainer_of(module: nn.Module, boxes: Sequence[Boxes], **settings: Any) -> Iterator[Trainer]:
+    made = Trainer(module, boxes, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def rows_of(module: nn.Module, world: int) -> list[dict[str, ShardSpec]]:
+    """As FSDP2 shards: rows of everything, the first ranks more than the last."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    return [
+        {
+            name: ShardSpec.placed(shape, (world,), (rank,), [(0, 1)])
+            for name, shape in shapes.items()
+        }
+        for rank in range(world)
+    ]

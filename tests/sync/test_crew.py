@@ -1,0 +1,285 @@
+"""Syncs of trainers whose ranks each hold a part: what they send, and what becomes of failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltasync import SenderOptions
+from deltasync.delta.policy import Policy
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
+from deltasync.sync.routed import RoutedTarget
+from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from tests.delta.shards import placements
+from tests.sync.crew import Boxes, Sharded, Trainer, rows_of, trainer_of
+from tests.sync.harness import (
+    Model,
+    ThroughReceiver,
+    ThroughSender,
+    bits_equal,
+    fleet,
+    random_model,
+    step,
+)
+from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
+
+
+def model(seed: int) -> Model:
+    made = random_model(SHAPES, seed)
+    for weights in made.parameters():
+        weights.data = weights.data.bfloat16()
+    return made
+
+
+def change(here: Trainer, seed: int, share: float = 0.1) -> None:
+    step(here.module, torch.Generator().manual_seed(seed), share)
+    here.step()
+
+
+class Flaky(ThroughSender):
+    """A rank's link that fails when so many frames more have been sent."""
+
+    left: int | None = None
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise RuntimeError("planted")
+        super().send(frame, timeout_s=timeout_s)
+
+
+class Torn(ThroughReceiver):
+    """A receiver's link that is lost when so many frames more have come."""
+
+    left: int | None = None
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        frame = super().receive(timeout_s=timeout_s)
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                self.disconnect()
+                raise PeerLost("planted")
+        return frame
+
+
+def test_each_rank_sends_its_rows() -> None:
+    source, target = model(1), model(2)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.send().full_synced == 1
+        assert bits_equal(source, target)
+        for seed in range(3):
+            change(here, seed)
+            stats = here.send()
+            assert (stats.kind, stats.verified, stats.version) == ("delta", True, seed + 2)
+            assert sum(stats.parameters.values()) == len(SHAPES)
+            assert bits_equal(source, target)
+        stats = here.send()
+        assert (stats.nnz, stats.num_buckets) == (0, 0)
+        assert 0 < here.crew.exchanged_bytes < 4096
+
+
+STEPS = st.sampled_from(["step", "nothing", "rank", "lane", "receiver", "late"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    boxes=placements(SHAPES),
+    history=st.lists(st.tuples(STEPS, st.integers(0, 9)), min_size=1, max_size=4),
+    options=st.sampled_from([SMALL, SenderOptions()]),
+    data=st.data(),
+)
+def test_any_history_of_steps_and_failures_ends_bit_equal(
+    boxes: list[Boxes],
+    history: list[tuple[str, int]],
+    options: SenderOptions,
+    data: st.DataObject,
+) -> None:
+    source = model(1)
+    links: list[Flaky] = []
+    torn: list[Torn] = []
+
+    def wrap(rank: int, link: SendTransport) -> SendTransport:
+        links.append(Flaky(link))
+        return links[-1]
+
+    def tear(lane: int, link: ReceiveTransport) -> ReceiveTransport:
+        torn.append(Torn(link))
+        return torn[-1]
+
+    whole, parts = model(2), [rank_of(model(3), rank) for rank in range(2)]
+    with trainer_of(source, boxes, options=options, wrap=wrap) as here:
+        here.add(whole, engine="whole", wrap=tear)
+        for rank, part in enumerate(parts):
+            here.add(RoutedTarget(part, CHECKPOINT), engine="parts", rank=rank, world=2)
+        here.settle(3)
+        for seed, (what, when) in enumerate(history):
+            if what != "nothing":
+                change(here, seed, share=0.2)
+            which = data.draw(st.integers(0, len(boxes) - 1))
+            match what:
+                case "rank":
+                    here.sources[which].fails = RuntimeError("planted")
+                case "lane":
+                    links[which].left = when
+                case "receiver":
+                    torn[which].left = when
+            here.outcomes(timeout_s=2.0)
+            here.sources[which].fails = links[which].left = torn[which].left = None
+        change(here, 99)
+        here.settle(3)
+        assert bits_equal(source, whole)
+        for rank, part in enumerate(parts):
+            assert bits_equal(part, rank_of(source, rank))
+        assert here.send().nnz == 0
+        assert here.crew.exchanged_bytes < 4096 * len(boxes)
+
+
+def joined(here: Trainer, target: Model, count: int = 1) -> None:
+    here.add(target)
+    here.wait(count)
+    here.send()
+
+
+def test_one_rank_that_fails_aborts_the_version_everywhere() -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 3)) as here:
+        joined(here, target)
+        for failing in range(3):
+            before = here.sender.version
+            change(here, failing)
+            here.sources[failing].fails = RuntimeError("planted")
+            outcomes = here.outcomes()
+            here.sources[failing].fails = None
+            for rank, outcome in enumerate(outcomes):
+                assert isinstance(outcome, RuntimeError if rank == failing else SyncAborted)
+                assert "planted" in str(outcome)
+            assert here.sender.version == before == here.serving[0].receiver.version
+            assert not bits_equal(source, target)
+            stats = here.send()
+            assert (stats.kind, stats.base_version, stats.lost) == ("delta", before, {})
+            assert bits_equal(source, target)
+
+
+def test_a_rank_that_is_late_costs_a_version_and_no_full_sync() -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 3)) as here:
+        joined(here, target)
+        change(here, 1)
+        late = here.ranks.pop(1)
+        for outcome in here.outcomes(timeout_s=0.3):
+            assert isinstance(outcome, SyncAborted)
+            assert "rank 1" in str(outcome)
+        here.ranks.insert(1, late)
+        with pytest.raises(SyncAborted, match=r"given this sync up|is gone"):
+            late.send_weights(timeout_s=5)
+        change(here, 2)
+        assert here.send().full_synced == 0
+        assert bits_equal(source, target)
+
+
+def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all() -> None:
+    source, target = model(1), model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        joined(here, target)
+        here.sources[1].fails = KeyboardInterrupt("planted")
+        futures = here.sending()
+        assert isinstance(futures[1].exception(), KeyboardInterrupt)
+        assert isinstance(futures[0].result(), SyncAborted)
+        here.sources[1].fails = None
+        change(here, 1)
+        here.settle(1)
+        assert bits_equal(source, target)
+        change(here, 2)
+        assert here.send().kind == "delta"
+        assert bits_equal(source, target)
+
+
+def test_replicas_send_once_and_about_as_much() -> None:
+    shapes = {"big": (64, 8192), "odd": (3, 5), "norm": (512,)}
+    source, target = random_model(shapes, 1), random_model(shapes, 2)
+    whole = {name: ShardSpec.whole(tensor.shape) for name, tensor in source.named_parameters()}
+    sent = [0, 0, 0, 0]
+
+    class Counted(ThroughSender):
+        rank = 0
+
+        def send(self, frame: Frame, *, timeout_s: float) -> None:
+            sent[self.rank] += 0 if frame.payload is None else len(frame.payload)
+            super().send(frame, timeout_s=timeout_s)
+
+    def wrap(rank: int, link: SendTransport) -> SendTransport:
+        counted = Counted(link)
+        counted.rank = rank
+        return counted
+
+    with trainer_of(source, [whole] * 4, wrap=wrap) as here:
+        joined(here, target)
+        total = sum(tensor.numel() * 4 for tensor in source.parameters())
+        assert total <= sum(sent) < 1.02 * total
+        assert max(sent) < 1.2 * min(sent)
+        assert bits_equal(source, target)
+
+
+def test_ranks_that_hold_nothing_of_a_model_take_part() -> None:
+    source, target = model(1), model(2)
+    boxes = rows_of(source, 3)
+    everything = {name: ShardSpec.whole(box.shape) for name, box in boxes[0].items()}
+    pieces: list[Boxes] = [{}, everything, {}]
+    with trainer_of(source, pieces) as here:
+        joined(here, target)
+        change(here, 1)
+        here.send()
+        assert bits_equal(source, target)
+
+
+def test_ranks_that_leave_something_out_are_refused() -> None:
+    source = model(1)
+    boxes = [
+        {name: box for name, box in rank.items() if name != "q"} for rank in rows_of(source, 2)
+    ]
+    boxes[0]["q"] = rows_of(source, 2)[0]["q"]
+    with trainer_of(source, boxes) as here:
+        here.add(model(2))
+        here.wait(1)
+        outcomes = here.outcomes()
+        assert all(isinstance(outcome, SyncAborted) for outcome in outcomes)
+        assert all("'q' among them, are not whole together" in str(one) for one in outcomes)
+
+
+def test_receivers_need_a_lane_to_each_rank() -> None:
+    source = model(1)
+    with trainer_of(source, rows_of(source, 3)) as here:
+        here.links.pop()
+        serving = here.add(model(1))
+        with pytest.raises(TransportTimeout):
+            here.wait(1)
+        assert any("1 lanes, this trainer sends on 2" in str(error) for error in serving.errors)
+
+
+def test_a_part_of_a_model_is_not_sent_alone() -> None:
+    source = model(1)
+    with fleet(Sharded(source, rows_of(source, 2)[0])) as here:
+        here.add(model(1))
+        here.wait(1)
+        with pytest.raises(SyncAborted, match="`crew`"):
+            here.sender.send_weights(timeout_s=5)
+
+
+def test_a_crew_of_one() -> None:
+    source, target = model(1), model(2)
+    with trainer_of(source, rows_of(source, 1)) as here:
+        joined(here, target)
+        assert bits_equal(source, target)
