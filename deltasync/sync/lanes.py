@@ -13,13 +13,22 @@ from deltasync.errors import IllegalMessage, Refused, TransportTimeout, Truncate
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control import BUSY_S, Deadline, Pace
 from deltasync.wire import messages
-from deltasync.wire.messages import Abort, Attempt, Bucket, Hello, HelloLanes, Message, Prepare
+from deltasync.wire.messages import (
+    Abort,
+    Attempt,
+    Begin,
+    Bucket,
+    Hello,
+    HelloLanes,
+    Message,
+    Prepare,
+)
 
 
 class Lanes:
     """The link to the rank that speaks for the trainer, and to the others that send payloads.
 
-    What comes on a lane counts for the attempt that the first link has told of; what is left of
+    What comes on a lane counts for the attempt that has begun on the first link; what is left of
     earlier ones, or of one that was aborted, is passed over here.
 
     Args:
@@ -30,9 +39,9 @@ class Lanes:
     def __init__(self, links: Sequence[ReceiveTransport], *, max_payload_bytes: int) -> None:
         self._links = list(links)
         self._max_payload_bytes = max_payload_bytes
-        self._attempts = [0] * len(links)  # told of on each
+        self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
-        self._is_aborted = False
+        self._told, self._is_aborted = 0, False
         self._last = 0
 
     def __len__(self) -> int:
@@ -42,6 +51,7 @@ class Lanes:
         """Connect all of them anew, the first one last. Raises TransportTimeout, PeerLost."""
         deadline = Deadline(timeout_s)
         self._attempts, self._ended = [0] * len(self), [True] * len(self)
+        self._told, self._is_aborted = 0, False
         greeting: Hello | HelloLanes = hello
         if len(self) > 1:
             connection = uuid.uuid4().hex
@@ -94,9 +104,13 @@ class Lanes:
             case Attempt(number=number):
                 if number <= self._attempts[lane]:
                     raise IllegalMessage(f"attempt {number} after {self._attempts[lane]}")
-                self._attempts[lane], self._ended[lane] = message.number, False
-                self._is_aborted = self._is_aborted and lane > 0
+                if lane == 0:
+                    self._told = number
+                else:
+                    self._attempts[lane], self._ended[lane] = number, False
                 return False
+            case Begin() if lane == 0:
+                self._attempts[0], self._is_aborted = self._told, False
             case Abort() if lane == 0:
                 self._is_aborted = True
             case Bucket() | Prepare() | Abort():

@@ -17,6 +17,7 @@ from deltasync.transports.base import Frame
 from deltasync.wire.messages import (
     Abort,
     Attempt,
+    Begin,
     Bucket,
     Commit,
     Hello,
@@ -36,6 +37,15 @@ HELLO = Hello(
     stream_id=None,
     version=None,
     parameters=(),
+)
+BEGIN = Begin(
+    stream_id="s",
+    version=2,
+    base_version=1,
+    layout_hash="0" * 64,
+    sparse_bytes=0,
+    dense_bytes=0,
+    timeout_s=1.0,
 )
 PREPARE = Prepare(version=2, num_buckets=1)
 ABORT = Abort(version=2, reason="")
@@ -101,12 +111,15 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         ranks[1].send(Attempt(number=1), bucket(0), PREPARE, Attempt(number=2), bucket(0))
         ranks[2].send(Attempt(number=1), PREPARE)
         assert taken(lanes) == []
-        ranks[0].send(Attempt(number=1), bucket(0), PREPARE)
+        ranks[0].send(Attempt(number=1))
+        assert taken(lanes) == []  # it may be aborted before it begins
+        ranks[0].send(BEGIN, bucket(0), PREPARE)
         found = taken(lanes)
+        assert found[0] == (0, BEGIN)
         assert [m for lane, m in found if lane == 1] == [bucket(0), PREPARE]
         assert [m for lane, m in found if lane == 2] == [PREPARE]
-        ranks[0].send(Attempt(number=2))
-        assert taken(lanes) == [(1, bucket(0))]
+        ranks[0].send(Attempt(number=2), BEGIN)
+        assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
 
 
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.
@@ -122,25 +135,27 @@ LEFT: list[list[Message]] = [
     before=st.lists(st.sampled_from(LEFT), max_size=3),
     told=st.lists(st.booleans(), min_size=3, max_size=3),
     is_late=st.booleans(),
+    begins=st.booleans(),
 )
 def test_w20_what_is_left_of_an_attempt_is_passed_over(
-    before: list[list[Message]], told: list[bool], is_late: bool
+    before: list[list[Message]], told: list[bool], is_late: bool, begins: bool
 ) -> None:
     with connected(2) as (ranks, lanes):
         for number, (left, is_told) in enumerate(zip(before, told, strict=False), start=1):
             if is_late:  # the lane tells of it after it was aborted
-                ranks[0].send(Attempt(number=number), ABORT)
-                assert taken(lanes) == [(0, ABORT)]
+                ranks[0].send(Attempt(number=number), BEGIN, ABORT)
+                assert taken(lanes) == [(0, BEGIN), (0, ABORT)]
             if is_told or left:
                 ranks[1].send(Attempt(number=number), *left)
             if not is_late:
-                ranks[0].send(Attempt(number=number), ABORT)
-                found = [pair for pair in taken(lanes) if pair[0] == 0]
-                assert found == [(0, ABORT)]
+                ranks[0].send(Attempt(number=number), *([BEGIN] if begins else []), ABORT)
+                found = [message for lane, message in taken(lanes) if lane == 0]
+                assert found[-1] == ABORT
         assert taken(lanes) == []
-        ranks[0].send(Attempt(number=9), PREPARE)
+        ranks[0].send(Attempt(number=9), BEGIN, PREPARE)
         ranks[1].send(Attempt(number=9), bucket(0), PREPARE)
         assert sorted(taken(lanes), key=lambda pair: pair[0]) == [
+            (0, BEGIN),
             (0, PREPARE),
             (1, bucket(0)),
             (1, PREPARE),
@@ -152,6 +167,7 @@ def test_w20_a_lane_carries_nothing_else(said: Message) -> None:
     with connected(2) as (ranks, lanes):
         for rank in ranks:
             rank.send(Attempt(number=1))
+        ranks[0].send(BEGIN)
         ranks[1].send(said)
         with pytest.raises(IllegalMessage):
             taken(lanes)
@@ -159,7 +175,7 @@ def test_w20_a_lane_carries_nothing_else(said: Message) -> None:
 
 def test_w19_losing_a_lane_is_losing_the_trainer() -> None:
     with connected(2) as (ranks, lanes):
-        ranks[0].send(Attempt(number=1))
+        ranks[0].send(Attempt(number=1), BEGIN)
         ranks[1].link.close()
         with pytest.raises(PeerLost):
             taken(lanes)

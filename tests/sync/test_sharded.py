@@ -1,0 +1,233 @@
+"""Trainers that torch shards, in processes of their own: FSDP2, tensor parallelism, both, HSDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, SenderOptions, WeightReceiver
+from deltasync.delta.policy import Policy
+from deltasync.errors import SyncAborted
+from deltasync.sync.crew import Crew
+from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.sender import WeightSender
+from deltasync.testing.processes import free_port, run_ranks
+from deltasync.transports import shared_memory
+from tests.sync.harness import Serving
+
+WIDTH, HIDDEN = 21, 38
+SHAPES = {
+    "0.weight": (HIDDEN, WIDTH),
+    "0.bias": (HIDDEN,),
+    "1.weight": (WIDTH, HIDDEN),
+    "1.bias": (WIDTH,),
+    "frozen": (7, 3),
+}
+KINDS = {2: ["fsdp", "mixed", "tensor"], 4: ["fsdp", "replicated", "both"]}
+OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_receivers_hold_what_a_gather_would_give_them(world: int, tmp_path: Path) -> None:
+    run_ranks(train, world, world, free_port(), tmp_path, timeout_s=150)
+
+
+def train(rank: int, world: int, port: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    for kind in KINDS[world]:
+        (folder / kind).mkdir(exist_ok=True)
+        follow(rank, world, folder / kind, kind)
+        dist.barrier()
+    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
+
+
+class Net(nn.Sequential):
+    """Odd sizes, a bias for each layer, and something that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+        self.frozen = nn.Parameter(torch.ones(7, 3), requires_grad=False)
+
+
+def sharded(kind: str, world: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model: Any = Net()
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    match kind:
+        case "fsdp":
+            return fully_shard(model, mesh=line)
+        case "mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            return fully_shard(model, mesh=line, mp_policy=policy)
+        case "tensor":
+            return parallelize_module(model, line, plan)
+    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+    if kind == "replicated":
+        return fully_shard(model, mesh=grid)
+    return fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
+
+
+class Half(nn.Module):
+    """A tensor parallel rank of two."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        rows = len(torch.empty(HIDDEN).chunk(2)[rank])
+        self.up = nn.Parameter(torch.zeros(rows, WIDTH, dtype=torch.bfloat16))
+        self.down = nn.Parameter(torch.zeros(WIDTH, rows, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16))
+        self.other = nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.zeros(7, 3, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            match name:
+                case "0.weight":
+                    self.up.data.copy_(tensor.chunk(2)[self.rank])
+                case "1.weight":
+                    self.down.data.copy_(tensor.chunk(2, dim=1)[self.rank])
+                case "0.bias":
+                    self.bias.data.copy_(tensor)
+                case "1.bias":
+                    self.other.data.copy_(tensor)
+                case _:
+                    self.frozen.data.copy_(tensor)
+
+
+def follow(rank: int, world: int, folder: Path, kind: str) -> None:
+    """Steps, syncs, and a rank that fails; after each sync receivers hold what was gathered."""
+    import torch.distributed as dist
+
+    model = sharded(kind, world)
+    source = Failing(ModuleSource(model))
+    lane = shared_memory.Sender(folder / f"lane{rank}")
+    dist.barrier()  # all listen
+    sender: WeightSender | CrewRank
+    if rank == 0:
+        crew = Crew(shared_memory.Sender(folder / "crew"), world)
+        sender = WeightSender(source, lane, options=OPTIONS, crew=crew)
+        engines = Engines(folder, world)
+        sender.wait_for_receivers(3)
+    else:
+        link = shared_memory.Receiver(folder / "crew")
+        sender = CrewRank(source, lane, link, rank=rank, world=world, options=OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    full_syncs = 0
+    for number in range(5):
+        torch.manual_seed(number)
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 3:
+            source.fails = rank == 1
+            with pytest.raises((SyncAborted, RuntimeError), match="planted"):
+                sender.send_weights(timeout_s=30)
+            source.fails = False
+            continue
+        stats = sender.send_weights(timeout_s=30)
+        full_syncs += stats.full_synced
+        assert stats.receivers == 3
+        assert stats.lost == {}
+        gathered = {name: whole(p).bfloat16() for name, p in model.named_parameters()}
+        if rank == 0:
+            engines.assert_hold(gathered)
+            assert 0 < crew.exchanged_bytes < 64 << 10
+        if number:
+            assert (stats.kind, stats.base_version) == ("delta", stats.version - 1)
+            assert stats.parameters == {"changed": 4, "unchanged": 0, "frozen": 1}
+    assert full_syncs == 3
+    dist.barrier()
+    if rank == 0:
+        engines.close()
+    sender.close()
+
+
+def whole(parameter: Any) -> Tensor:
+    gathered: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return gathered.detach()
+
+
+class Failing:
+    """A source that fails when it is told to."""
+
+    fails = False
+
+    def __init__(self, source: ModuleSource) -> None:
+        self._source = source
+
+    def tensors(self) -> Any:
+        if self.fails:
+            raise RuntimeError("planted")
+        return self._source.tensors()
+
+
+class Engines:
+    """One that holds the whole model, and one of two ranks, in threads."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        tensors = {n: torch.zeros(shape, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
+        self.plain = Dotted(tensors)
+        self.halves = [Half(rank) for rank in range(2)]
+        checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
+        self._folder, self._world = folder, world
+        self._serving = [self._start(ModuleTarget(self.plain), "plain", 0, 1)]
+        for rank, half in enumerate(self.halves):
+            self._serving.append(self._start(RoutedTarget(half, checkpoint), "halves", rank, 2))
+
+    def assert_hold(self, gathered: dict[str, Tensor]) -> None:
+        for name, tensor in self.plain.state_dict().items():
+            assert torch.equal(tensor, gathered[name]), name
+        for half in self.halves:
+            expected = Half(half.rank)
+            expected.load_weights(gathered.items())
+            for name, tensor in expected.state_dict().items():
+                assert torch.equal(half.state_dict()[name], tensor), name
+
+    def close(self) -> None:
+        for serving in self._serving:
+            serving.stop()
+
+    def _start(self, target: Any, engine: str, rank: int, world: int) -> Serving:
+        first, *lanes = [
+            shared_memory.Receiver(self._folder / f"lane{n}") for n in range(self._world)
+        ]
+        receiver = WeightReceiver(target, first, lanes=lanes, engine=engine, rank=rank, world=world)
+        return Serving(receiver).start()
+
+
+class Dotted(nn.Module):
+    """Parameters by their full names."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, key = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
