@@ -5,7 +5,10 @@ from deltasync.delta.diff import diff
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
 from deltasync.delta.policy import Costs, Policy
 from deltasync.delta.recorder import CheckpointTensor
+from deltasync.delta.shard import ShardSpec
 from deltasync.errors import DeltaSyncError
+from deltasync.sync.crew import Crew
+from deltasync.sync.crew_rank import CrewRank
 from deltasync.sync.hook import StepHook, sync_after_step
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.receiver import WeightReceiver
@@ -23,6 +26,8 @@ __all__ = [
     "Chunk",
     "ChunkedPatch",
     "Costs",
+    "Crew",
+    "CrewRank",
     "DeltaSyncError",
     "DensePatch",
     "ModuleSource",
@@ -35,6 +40,7 @@ __all__ = [
     "ReloadedTarget",
     "RoutedTarget",
     "SenderOptions",
+    "ShardSpec",
     "SparsePatch",
     "StagingThread",
     "StepHook",

@@ -55,6 +55,8 @@ class DigestLedger:
     Attributes:
         sums: uint64[chunks], all parameters' chunks one after another.
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
+        numbers, starts: int64[parameters]: of those that are shares, the number of the layout's
+            parameter and where they begin in it; otherwise their own numbers and 0.
     """
 
     def __init__(
@@ -86,7 +88,10 @@ class DigestLedger:
             for n, spec in enumerate(specs)
         ]
         numbers = (s.number if isinstance(s, Share) else n for n, s in enumerate(specs))
-        self._numbers = np.fromiter(numbers, np.int64, len(specs))
+        self.numbers = np.fromiter(numbers, np.int64, len(specs))
+        self.starts = np.zeros(len(specs), np.int64)
+        for n, band in shares.items():
+            self.starts[n] = band.start
         self._gaps = {n: replace(band, start=0) for n, band in shares.items() if band.gap}
 
     def copy(self) -> Self:
@@ -126,7 +131,7 @@ class DigestLedger:
         """
         if copies is None:
             return self.total
-        each = np.repeat(copies[self._numbers], np.diff(self.first))
+        each = np.repeat(copies[self.numbers], np.diff(self.first))
         return int((each * self.sums).sum()) & MASK
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

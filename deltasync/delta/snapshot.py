@@ -108,8 +108,8 @@ class Snapshot:
         # Kernels reach pinned host memory, but not the memory of another GPU.
         elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
         device = device_for_batches([*sources, *elsewhere], kernels)
-        if any(isinstance(spec, Share) for spec in self.specs):
-            device = None
+        if any(isinstance(spec, Share) and spec.band.gap for spec in self.specs):
+            device = None  # kernels know runs
         if device is None:
             return None
         from deltasync.delta.batched.differ import BatchedDiffer

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
-from deltasync.sync.sender import WeightSender
 from deltasync.sync.stats import SyncStats
 
 _APPLIED = "the optimizer step was applied, the sync after it failed"
+
+
+class Sends(Protocol):
+    """A `WeightSender`, or a `CrewRank`."""
+
+    def send_weights(self, *, timeout_s: float) -> SyncStats: ...
 
 
 class StepHook:
@@ -28,7 +33,7 @@ class StepHook:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        sender: WeightSender,
+        sender: Sends,
         *,
         every: int,
         on_error: Literal["continue", "raise"],
@@ -80,7 +85,7 @@ class StepHook:
 
 def sync_after_step(
     optimizer: torch.optim.Optimizer,
-    sender: WeightSender,
+    sender: Sends,
     *,
     every: int = 1,
     on_error: Literal["continue", "raise"] = "continue",
@@ -94,7 +99,7 @@ def sync_after_step(
 
     Args:
         optimizer: Whose steps count.
-        sender: What sends.
+        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `CrewRank`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training (it is counted, and the next
             sync covers both) or "raise" StepApplied: the step itself was applied. What is no

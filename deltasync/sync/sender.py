@@ -81,19 +81,26 @@ class WeightSender:
         crew: Crew | None = None,
     ) -> None:
         self._tell = tell
-        self.options = options or SenderOptions()
+        own = self._own = OwnWeights(source, options or SenderOptions())
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
         self._lobby = Lobby(self._link, admits, num_lanes=crew.world - 1 if crew else 0)
         self._session = SenderSession()
-        own = OwnWeights(source, self.options)
         self._crew = crew
         self._others = CrewWeights(own, crew) if crew is not None and crew.world > 1 else None
         self._weights: Weights = self._others or own
-        self._stream = own.stream
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
+
+    @property
+    def options(self) -> SenderOptions:
+        """May be replaced between two syncs."""
+        return self._own.options
+
+    @options.setter
+    def options(self, options: SenderOptions) -> None:
+        self._own.options = options
 
     @property
     def version(self) -> int:
@@ -341,7 +348,7 @@ class WeightSender:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """The trainer's stream goes on meanwhile, and afterwards may change the source."""
-        stream = self._stream
+        stream = self._own.stream
         try:
             with stream.entered():
                 yield

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.apply import Staging
+from deltasync.delta.batched import Kernels
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import BucketReader, buckets
 from deltasync.delta.digests import DigestLedger
@@ -26,6 +27,7 @@ from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN
 from tests.delta.shards import placements
+from tests.delta.test_batched import DEVICE, few
 
 POLICY = Policy(chunk_numel=8, dense_above=0.5)
 Model = dict[str, Tensor]
@@ -38,9 +40,18 @@ def box_of(tensor: Tensor, box: ShardSpec) -> Tensor:
 class Rank:
     """One of a trainer's ranks: its part of a model, its source and its snapshot."""
 
-    def __init__(self, model: Model, boxes: dict[str, ShardSpec], layout: own.Layout) -> None:
+    def __init__(
+        self,
+        model: Model,
+        boxes: dict[str, ShardSpec],
+        layout: own.Layout,
+        kernels: Kernels = "torch",
+    ) -> None:
         self.model, self.boxes = model, boxes
-        self.held = {name: relaid(box_of(model[name], box), layout) for name, box in boxes.items()}
+        device = DEVICE if kernels == "triton" else "cpu"
+        self.held = {
+            name: relaid(box_of(model[name], box), layout).to(device) for name, box in boxes.items()
+        }
         self.shares: list[Share] = []
         self.readers: list[WireReader] = []
         for number, spec in enumerate(specs_of(model)):
@@ -50,7 +61,7 @@ class Rank:
                 self.shares.append(Share.of(number, spec, band))
                 local = self.held[spec.name][index]
                 self.readers.append(WireReader.of(local, spec.dtype, name=spec.name))
-        self.snapshot = Snapshot(self.shares, self.readers, chunk_numel=8)
+        self.snapshot = Snapshot(self.shares, self.readers, chunk_numel=8, kernels=kernels)
 
     def step(self) -> None:
         """The optimizer has changed the model."""
@@ -79,7 +90,7 @@ class Receiver:
         for number, tensor in enumerate(self.live.values()):
             self.ledger.measure(number, Flat.of(tensor).read)
 
-    def sync(self, plans: list[Plan], *, in_place: bool) -> int:
+    def sync(self, plans: list[Plan], *, in_place: bool, device: torch.device | None = None) -> int:
         """Write what ranks send. Returns the digest of what was read back."""
         flats = {n: Flat.of(tensor) for n, tensor in enumerate(self.live.values())}
         room = sum(plan.sparse_bytes + plan.dense_bytes for plan in plans)
@@ -88,9 +99,9 @@ class Receiver:
         for plan in plans:
             reader = BucketReader(self.specs)
             for bucket in plan.buckets():
-                payload = torch.full((bucket.num_bytes,), 0xEE, dtype=torch.uint8)
+                payload = torch.full((bucket.num_bytes,), 0xEE, dtype=torch.uint8, device=device)
                 bucket.write(payload)
-                opened = reader.open(payload, bucket.num_rows)
+                opened = reader.open(payload.cpu(), bucket.num_rows)
                 sent += int((opened.rows["index_bytes"] + opened.rows["value_bytes"]).sum())
                 staging.stage_bucket(opened)
         assert sent <= room
@@ -148,6 +159,43 @@ def test_what_ranks_send_adds_up_to_the_model(
         for number, reader in enumerate(rank.readers):
             fresh.measure(number, reader.read)
         assert (fresh.sums == rank.snapshot.ledger.sums).all()
+
+
+@few
+@given(
+    seed=st.integers(0, 1 << 20),
+    share=st.sampled_from([0.0, 0.1, 0.9]),
+    max_held=st.sampled_from([0, 1 << 30]),
+    bucket_bytes=st.sampled_from([256, 1 << 20]),
+)
+def test_kernels_compare_runs(seed: int, share: float, max_held: int, bucket_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (7, 5), "b": (40,), "c": (3, 2, 4)}
+    model = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+    receiver = Receiver(model)
+    boxes = [
+        {name: ShardSpec.placed(shape, (2,), (rank,), [(0, 1)]) for name, shape in shapes.items()}
+        for rank in range(2)
+    ]
+    ranks = [Rank(model, one, "contiguous", "triton") for one in boxes]
+    assert all(rank.snapshot.differ is not None for rank in ranks)
+    assert sum(rank.snapshot.ledger.total for rank in ranks) & MASK == receiver.ledger.total
+    for is_full in (False, True):
+        for tensor in model.values():
+            mask = torch.rand(tensor.shape, generator=generator) < share
+            tensor[mask] = torch.randn(tensor.shape, generator=generator).bfloat16()[mask]
+        plans: list[Plan] = []
+        for rank in ranks:
+            rank.step()
+            if is_full:
+                rank.snapshot.capture(rank.readers)
+            full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
+            plans.append(full if is_full else rank.delta(max_held, bucket_bytes))
+        digest = receiver.sync(plans, in_place=False, device=DEVICE)
+        assert digest == sum(plan.ledger.total for plan in plans) & MASK
+        for plan in plans:
+            plan.decided()
+        assert all(same_bits(receiver.live[name], tensor) for name, tensor in model.items())
 
 
 @given(

@@ -34,10 +34,10 @@ Boxes = Mapping[str, ShardSpec]
 class Sharded:
     """What a rank holds of a module, in memory of its own."""
 
-    def __init__(self, module: nn.Module, boxes: Boxes) -> None:
+    def __init__(self, module: nn.Module, boxes: Boxes, device: str = "cpu") -> None:
         self._module, self.boxes = module, boxes
         self._names = [name for name, _ in module.named_parameters() if name in boxes]
-        self.held = {name: self._cut(name).clone() for name in self._names}
+        self.held = {name: self._cut(name).clone().to(device) for name in self._names}
         self.fails: BaseException | None = None
 
     def step(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.sync.harness import Serving
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fsdp.py"
 WIDTH, HIDDEN = 21, 38
 SHAPES = {
     "0.weight": (HIDDEN, WIDTH),
@@ -34,6 +37,16 @@ KINDS = {2: ["fsdp", "mixed", "tensor"], 4: ["fsdp", "replicated", "both"]}
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
 pytestmark = pytest.mark.timeout(180)
+
+
+def test_the_example() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
+        "v1: full",
+        *(f"v{version}: delta" for version in range(2, 6)),
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -71,21 +84,26 @@ def sharded(kind: str, world: int) -> nn.Module:
     )
 
     torch.manual_seed(0)
-    model: Any = Net()
+    model = Net()
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    grid = line
+    if world == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     match kind:
         case "fsdp":
-            return fully_shard(model, mesh=line)
+            fully_shard(model, mesh=line)
         case "mixed":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            return fully_shard(model, mesh=line, mp_policy=policy)
-        case "tensor":
-            return parallelize_module(model, line, plan)
-    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
-    if kind == "replicated":
-        return fully_shard(model, mesh=grid)
-    return fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
+            half, full = torch.bfloat16, torch.float32
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+            fully_shard(model, mesh=line, mp_policy=policy)
+        case "replicated":
+            fully_shard(model, mesh=grid)
+        case _:
+            mesh = line if kind == "tensor" else grid["tensor"]
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            if kind == "both":
+                fully_shard(model, mesh=grid["data"])
+    return model
 
 
 class Half(nn.Module):

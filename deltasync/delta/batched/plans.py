@@ -28,7 +28,7 @@ from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
-from deltasync.wire.table import RowKind
+from deltasync.wire.table import RowKind, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,8 @@ class BatchedBucket:
         dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
         columns = [column for rows in sparse for column in rows.columns]
         table, pads, *there = upload(
-            [planned.rows.view(np.int64), planned.pads, *columns, *dense], payload.device
+            [self._placed(planned.rows).view(np.int64), planned.pads, *columns, *dense],
+            payload.device,
         )
         if self._delta is not None:
             self._delta.pack_sparse(sparse, there[: len(columns)], payload)
@@ -297,6 +298,13 @@ class BatchedBucket:
         for lane, pieces, column in zip(lanes, dense, there[len(columns) :], strict=True):
             if pieces.size:
                 self._pack_dense(lane, pieces, column, payload)
+
+    def _placed(self, rows: Rows) -> Rows:
+        """The rows in the coordinates of the layout, of which the snapshot may hold shares."""
+        ledger, there = self._snapshot.ledger, rows.copy()
+        there["parameter"] = ledger.numbers[rows["parameter"]]
+        there["start"] += ledger.starts[rows["parameter"]].astype(np.uint64)
+        return there
 
     def _pack_dense(self, lane: Lane, planned: Ints, pieces: Tensor, payload: Tensor) -> None:
         source, snapshot = self._source, self._snapshot
