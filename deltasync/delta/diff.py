@@ -14,7 +14,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import kernels_for
 from deltasync.delta.patch import Patch, Run, patch_from_runs
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import Share, share_of
+from deltasync.delta.shard import Share
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import LayoutMismatch
 from deltasync.wire.table import MAX_SPARSE_SPAN
@@ -146,7 +146,7 @@ def _compare(
     more memory than a small one.
     """
     change = Change(parameter, nnz=0, runs=None)
-    share = share_of(snapshot.specs, parameter)
+    share = snapshot.shares[parameter]
     runs: list[Run] = []
     for run, count in runs_to_send(parameter, reader, snapshot, policy):
         change.count(run, count, share)

@@ -18,7 +18,7 @@ from deltasync.delta.batched import Kernels, device_for_batches
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import Run, write_run
-from deltasync.delta.shard import Share
+from deltasync.delta.shard import share_of
 from deltasync.wire.messages import ParameterSpec
 
 if TYPE_CHECKING:  # imports Triton, which need not be there
@@ -31,7 +31,8 @@ class Snapshot:
     """Bits of every parameter of the layout in its wire dtype, and their digests.
 
     Attributes:
-        specs: The layout.
+        specs: The layout, or shares of its parameters.
+        shares: The same, as shares all of them.
         flats: One contiguous tensor a parameter, owned by the snapshot.
         differ: Compares it with a source in batches, on GPUs; None elsewhere.
         ledger: The digests of the version it holds.
@@ -58,6 +59,7 @@ class Snapshot:
             kernels: What compares.
         """
         self.specs = tuple(specs)
+        self.shares = tuple(share_of(self.specs, number) for number in range(len(self.specs)))
         self._sources = [reader.flat.line.device for reader in readers]
         self.flats = _empty_like(readers, device)
         self.ledger = DigestLedger(self.specs, chunk_numel=chunk_numel)
@@ -108,7 +110,7 @@ class Snapshot:
         # Kernels reach pinned host memory, but not the memory of another GPU.
         elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
         device = device_for_batches([*sources, *elsewhere], kernels)
-        if any(isinstance(spec, Share) and spec.band.gap for spec in self.specs):
+        if any(share.band.gap for share in self.shares):
             device = None  # kernels know runs
         if device is None:
             return None

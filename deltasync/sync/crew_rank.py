@@ -178,7 +178,8 @@ class CrewRank:
         self._num_parameters = len(specs)
         boxes = dict(self._declared.boxes)
         for number, offset, size in order.shares[self._rank]:
-            boxes[specs[number].name] = ShardSpec(specs[number].shape, offset, size)
+            name = specs[number].name
+            boxes[name] = ShardSpec(boxes[name].shape, offset, size)
         self._weights.capture_as(specs, boxes)
         self._captured = order.capture
 

@@ -51,10 +51,7 @@ class Declaration:
     def told(cls, said: orders.Declared) -> Declaration:
         """As another rank has said it. Raises WireError, ConfigError."""
         specs = parameter_specs(said.parameters)
-        boxes = {
-            spec.name: ShardSpec(spec.shape, offset, size)
-            for spec, (offset, size) in zip(specs, said.boxes, strict=True)
-        }
+        boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
         named = zip(specs, said.trained, strict=True)
         return cls(specs, boxes, frozenset(spec.name for spec, is_trained in named if is_trained))
 
@@ -62,7 +59,7 @@ class Declaration:
         """For the rank that speaks for all."""
         return orders.Declared(
             parameters=entries(self.specs),
-            boxes=tuple((box.offset, box.size) for box in self.boxes.values()),
+            boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
             trained=tuple(spec.name in self.trained for spec in self.specs),
         )
 

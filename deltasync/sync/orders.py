@@ -47,11 +47,14 @@ class Declare(_Order):
 
 
 class Declared(_Said):
-    """Names, shapes and dtypes of tensors, of each the box that is held, and whether it trains."""
+    """Names, shapes and dtypes of tensors, of each what is held, and whether it is trained.
+
+    That is the shape, offset and size of a `ShardSpec`.
+    """
 
     kind: Literal["declared"] = "declared"
     parameters: Annotated[tuple[Entry, ...], FailFast()]
-    boxes: Annotated[tuple[tuple[Dims, Dims], ...], FailFast()]
+    boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
     trained: Annotated[tuple[bool, ...], FailFast()]
 
 

@@ -13,7 +13,6 @@ from deltasync.delta.bucket import Bucket, Read, buckets, bytes_of
 from deltasync.delta.diff import ModelDelta, diff_model, iter_runs
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import share_of
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.proof import Digests
 
@@ -170,8 +169,8 @@ class DeltaPlan:
         self._not_held = {c.parameter for c in delta.changes if c.runs is None}
 
     def buckets(self) -> Iterator[Payload]:
-        specs = self._snapshot.specs
-        for bucket in buckets(self.runs(), specs, bucket_bytes=self._bucket_bytes):
+        shares = self._snapshot.shares
+        for bucket in buckets(self.runs(), shares, bucket_bytes=self._bucket_bytes):
             yield _Payload(bucket, self.read, self.packed)
 
     def decided(self) -> None:
@@ -211,19 +210,19 @@ class FullPlan:
     def __init__(self, snapshot: Snapshot, *, bucket_bytes: int) -> None:
         self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
         self.ledger = snapshot.ledger
-        sizes = [bytes_of(share_of(snapshot.specs, number), run) for number, run in self._runs()]
+        sizes = [bytes_of(snapshot.shares[number], run) for number, run in self._runs()]
         self.sparse_bytes = sum(sparse for sparse, _ in sizes)
         self.dense_bytes = sum(dense for _, dense in sizes)
 
     def buckets(self) -> Iterator[Payload]:
         """Every parameter, dense."""
-        specs = self._snapshot.specs
-        for bucket in buckets(self._runs(), specs, bucket_bytes=self._bucket_bytes):
+        shares = self._snapshot.shares
+        for bucket in buckets(self._runs(), shares, bucket_bytes=self._bucket_bytes):
             yield _Payload(bucket, self.read)
 
     def _runs(self) -> Iterator[tuple[int, Run]]:
-        specs = self._snapshot.specs
-        return ((number, Run(0, spec.numel)) for number, spec in enumerate(specs) if spec.numel)
+        shares = self._snapshot.shares
+        return ((number, Run(0, one.numel)) for number, one in enumerate(shares) if one.numel)
 
     def decided(self) -> None:
         """The snapshot is what was sent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -23,11 +24,24 @@ class NamedTensor:
         names: Its canonical name, then the names tied to it.
         tensor: The live tensor, or the part of it that this trainer rank holds. Not owned.
         shard: Which part; None for all of a tensor, and for a DTensor, which knows.
+        full_shape: Of the checkpoint tensor, where `shard` has its dimensions split: a rank that
+            fuses heads by groups holds a part of each group.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
     shard: ShardSpec | None = None
+    full_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a tensor that is not what its shard says."""
+        if self.shard is None:
+            return
+        if self.tensor.shape != self.shard.size or prod(self.shape) != prod(self.shard.shape):
+            raise ConfigError(
+                f"{self.name}: {tuple(self.tensor.shape)} is held of {self.shape}, the shard says "
+                f"{self.shard.size} of {self.shard.shape}"
+            )
 
     @property
     def name(self) -> str:
@@ -36,6 +50,8 @@ class NamedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor."""
+        if self.full_shape is not None:
+            return self.full_shape
         return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
 
     def held(self) -> tuple[ShardSpec, Tensor]:

@@ -18,6 +18,7 @@ from deltasync import (
     SyncStats,
     WeightReceiver,
     WeightSender,
+    WeightSource,
     WeightTarget,
 )
 from deltasync.delta.shard import ShardSpec
@@ -60,30 +61,26 @@ class Trainer:
     """All ranks of a trainer, and its receivers.
 
     Args:
-        module: The whole model, which no rank has.
-        boxes: What each rank holds of it.
+        sources: Of each rank.
         wrap: Changes the links of ranks to receivers, by rank.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        boxes: Sequence[Boxes],
+        sources: Sequence[WeightSource],
         *,
         options: SenderOptions | None = None,
         wrap: Callable[[int, SendTransport], SendTransport] = lambda rank, link: link,
     ) -> None:
-        self.module = module
-        self.sources = [Sharded(module, one) for one in boxes]
-        self.links = [inprocess.Sender() for _ in boxes]
+        self.links = [inprocess.Sender() for _ in sources]
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
-        hub, world = inprocess.Sender(), len(boxes)
+        hub, world = inprocess.Sender(), len(sources)
         self.crew = Crew(hub, world)
-        self.sender = WeightSender(self.sources[0], ends[0], options=options, crew=self.crew)
+        self.sender = WeightSender(sources[0], ends[0], options=options, crew=self.crew)
         self.ranks: list[WeightSender | CrewRank] = [self.sender]
         self.ranks += [
             CrewRank(
-                self.sources[rank],
+                sources[rank],
                 ends[rank],
                 hub.receiver(),
                 rank=rank,
@@ -121,10 +118,6 @@ class Trainer:
 
     def wait(self, count: int) -> None:
         self.sender.wait_for_receivers(count, timeout_s=5)
-
-    def step(self) -> None:
-        for source in self.sources:
-            source.step()
 
     def outcomes(self, *, timeout_s: float = 5.0) -> list[SyncStats | Exception]:
         """What `send_weights` returns or raises on each rank."""
@@ -168,9 +161,22 @@ class Trainer:
         self._threads.shutdown()
 
 
+class Split(Trainer):
+    """The same, of a whole model that no rank has, and what each rank holds of it."""
+
+    def __init__(self, module: nn.Module, boxes: Sequence[Boxes], **settings: Any) -> None:
+        self.module = module
+        self.sources = [Sharded(module, one) for one in boxes]
+        super().__init__(self.sources, **settings)
+
+    def step(self) -> None:
+        for source in self.sources:
+            source.step()
+
+
 @contextlib.contextmanager
-def trainer_of(module: nn.Module, boxes: Sequence[Boxes], **settings: Any) -> Iterator[Trainer]:
-    made = Trainer(module, boxes, **settings)
+def trainer_of(module: nn.Module, boxes: Sequence[Boxes], **settings: Any) -> Iterator[Split]:
+    made = Split(module, boxes, **settings)
     try:
         yield made
     finally:

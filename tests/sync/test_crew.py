@@ -14,7 +14,7 @@ from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.routed import RoutedTarget
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
-from tests.sync.crew import Boxes, Sharded, Trainer, rows_of, trainer_of
+from tests.sync.crew import Boxes, Sharded, Split, rows_of, trainer_of
 from tests.sync.harness import (
     Model,
     ThroughReceiver,
@@ -38,7 +38,7 @@ def model(seed: int) -> Model:
     return made
 
 
-def change(here: Trainer, seed: int, share: float = 0.1) -> None:
+def change(here: Split, seed: int, share: float = 0.1) -> None:
     step(here.module, torch.Generator().manual_seed(seed), share)
     here.step()
 
@@ -147,7 +147,7 @@ def test_any_history_of_steps_and_failures_ends_bit_equal(
         assert here.crew.exchanged_bytes < 4096 * len(boxes)
 
 
-def joined(here: Trainer, target: Model, count: int = 1) -> None:
+def joined(here: Split, target: Model, count: int = 1) -> None:
     here.add(target)
     here.wait(count)
     here.send()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.sync.harness import Serving
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fsdp.py"
 WIDTH, HIDDEN = 21, 38
 SHAPES = {
     "0.weight": (HIDDEN, WIDTH),
@@ -37,16 +34,6 @@ KINDS = {2: ["fsdp", "mixed", "tensor"], 4: ["fsdp", "replicated", "both"]}
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def test_the_example() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
-        "v1: full",
-        *(f"v{version}: delta" for version in range(2, 6)),
-    ]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,0 +1,83 @@
+"""The examples of trainers of several ranks, run as they are, and what the second of them says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sync.crew import Trainer
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "megatron"])
+def test_it_runs(name: str) -> None:
+    example = str(EXAMPLES / f"{name}.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("v1: full")
+    assert len(others) > 2
+    for version, line in enumerate(others, start=2):
+        assert line.startswith(f"v{version}: delta")
+
+
+def example_of(name: str) -> Any:
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fused_tensors_of_ranks_are_the_checkpoint_s(world: int) -> None:
+    ours = example_of("megatron")
+    layers = [ours.LocalLayer(world) for _ in range(world)]
+    sources = [ours.LayerSource(layer, rank, world) for rank, layer in enumerate(layers)]
+    target = ours.Layer()
+    with closing(Trainer(sources)) as here:
+        here.add(target)
+        here.wait(1)
+        for _ in range(3):
+            for layer in layers:
+                for name, parameter in layer.named_parameters():
+                    if name != "norm":  # which all of them hold
+                        parameter.data += torch.randn_like(parameter) * 1e-3
+            here.send()
+            assert_is_checkpoint(ours, target, layers)
+
+
+def assert_is_checkpoint(ours: Any, target: Any, layers: list[Any]) -> None:
+    q, k, v, gate, up = [], [], [], [], []
+    for layer in layers:
+        for group in layer.qkv.data.chunk(ours.GROUPS // len(layers)):
+            *queries, key, value = group.split(ours.HEAD)
+            q += queries
+            k.append(key)
+            v.append(value)
+        both = layer.gate_up.data
+        gate.append(both[: len(both) // 2])
+        up.append(both[len(both) // 2 :])
+    expected = {
+        "q": torch.cat(q),
+        "k": torch.cat(k),
+        "v": torch.cat(v),
+        "gate": torch.cat(gate),
+        "up": torch.cat(up),
+        "down": torch.cat([layer.down.data for layer in layers], dim=1),
+        "norm": layers[0].norm.data,
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(target.get_parameter(name).data, tensor.bfloat16()), name
