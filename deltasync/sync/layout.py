@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import WireReader, dtype_of, identity
-from deltasync.delta.shard import ShardSpec, Share
+from deltasync.delta.shard import ShardSpec, Share, is_sharded, local_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source import NamedTensor, WeightSource
@@ -94,6 +94,8 @@ class SourceLayout(SentLayout):
                 for _, band in self._boxes[entry.name].bands()
             )
         for entry in tensors:
+            if entry.shard is None and not is_sharded(entry.tensor):
+                continue
             box = entry.held()[0]
             if box.numel < prod(box.shape):
                 raise ConfigError(
@@ -115,7 +117,7 @@ class SourceLayout(SentLayout):
             return
         known, self._known = self._known, {}
         for entry in self._in_order(tensors):
-            held, local = entry.held()
+            held, local = (None, local_of(entry.tensor)) if self._boxes is None else entry.held()
             now = (held, *identity(local))
             before, readers = known.get(entry.name, ((), []))
             if before != now:
@@ -124,13 +126,15 @@ class SourceLayout(SentLayout):
         self.readers = [reader for _, readers in self._known.values() for reader in readers]
         self._tensors = tensors
 
-    def _readers_of(self, entry: NamedTensor, held: ShardSpec, local: Tensor) -> list[WireReader]:
+    def _readers_of(
+        self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
+    ) -> list[WireReader]:
         spec = self.specs[self._numbers[entry.name]]
         if entry.shape != spec.shape:
             raise SourceChanged(
                 f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
             )
-        if self._boxes is None:
+        if self._boxes is None or held is None:
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
         if not held.contains(box):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +64,9 @@ class Trainer:
     Args:
         sources: Of each rank.
         wrap: Changes the links of ranks to receivers, by rank.
+
+    Attributes:
+        around: Makes a context for each rank's call of `send_weights`, in its thread.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Trainer:
             for rank in range(1, world)
         ]
         self._threads = ThreadPoolExecutor(world)
+        self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.serving: list[Serving] = []
 
     def add(
@@ -128,7 +133,8 @@ class Trainer:
 
         def send(rank: WeightSender | CrewRank) -> SyncStats | Exception:
             try:
-                return rank.send_weights(timeout_s=timeout_s)
+                with self.around():
+                    return rank.send_weights(timeout_s=timeout_s)
             except (DeltaSyncError, RuntimeError) as error:
                 return error.with_traceback(None)
 

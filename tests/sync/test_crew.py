@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltasync import SenderOptions
 from deltasync.delta.policy import Policy
@@ -283,3 +288,37 @@ def test_a_crew_of_one() -> None:
     with trainer_of(source, rows_of(source, 1)) as here:
         joined(here, target)
         assert bits_equal(source, target)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the largest memory behind any tensor that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                Largest.num_bytes = max(Largest.num_bytes, tensor.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_rank_makes_a_tensor_of_full_size(dim: int) -> None:
+    shapes = {"big": (512, 512), "other": (256, 512)}
+    source, target = random_model(shapes, 1), random_model(shapes, 2)
+    boxes = [
+        {name: ShardSpec.placed(shape, (4,), (rank,), [(dim, 1)]) for name, shape in shapes.items()}
+        for rank in range(4)
+    ]
+    options = SenderOptions(policy=Policy(chunk_numel=1 << 14), bucket_bytes=1 << 17)
+    Largest.num_bytes = 0
+    with trainer_of(source, boxes, options=options) as here:
+        here.around = Largest
+        joined(here, target)
+        for share in (0.01, 0.9):
+            change(here, 1, share)
+            here.send()
+            assert bits_equal(source, target)
+    held = sum(tensor.numel() * 4 for tensor in source.parameters()) // 4
+    assert 0 < Largest.num_bytes <= 1.01 * held
