@@ -152,7 +152,8 @@ class CrewWeights:
         self._attempt = 0
         self._asked: list[Copies | None] = [None]
         self._held: dict[int, orders.Held] = {}
-        self._sent: dict[bytes, int] = {}
+        self._sums: dict[bytes, int] = {}  # of the other ranks' snapshots, by what was asked
+        self._sent: dict[bytes, int] = {}  # of what they sent last
 
     @property
     def layout(self) -> SentLayout | None:
@@ -165,7 +166,7 @@ class CrewWeights:
 
     @property
     def digests(self) -> Digests:
-        return CrewDigests(self._own.digests, self._added(self._held.values()), self._ask)
+        return CrewDigests(self._own.digests, self._sums, self._ask)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -199,7 +200,7 @@ class CrewWeights:
             )
         )
         self._own.capture_as(specs, shares[0])
-        self._held = self._crew.answers(orders.Held)
+        self._hear()
         self._crew.captures = dict.fromkeys(self._held, self._capture)
         self._layout = SentLayout(specs)
 
@@ -268,6 +269,7 @@ class CrewWeights:
 
     def decided(self) -> None:
         """What was sent last is a version."""
+        self._sums = self._sent
         with suppress(SyncAborted):
             self._crew.order(orders.Decide(call=self._crew.call, version=self._version))
 
@@ -282,8 +284,13 @@ class CrewWeights:
         self._asked.append(copies)
         asked = tuple(orders.runs_of(one) for one in self._asked if one is not None)
         self._crew.order(orders.Ask(call=self._crew.call, copies=asked))
+        self._hear()
+        return self._sums[_key(copies)]
+
+    def _hear(self) -> None:
+        """What the other ranks hold now."""
         self._held = self._crew.answers(orders.Held)
-        return self._added(self._held.values())[_key(copies)]
+        self._sums = self._added(self._held.values())
 
     def _added(
         self, answers: Collection[orders.Held] | Collection[orders.Sent]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -288,6 +289,27 @@ def test_a_crew_of_one() -> None:
     with trainer_of(source, rows_of(source, 1)) as here:
         joined(here, target)
         assert bits_equal(source, target)
+
+
+def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
+    source = model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        joined(here, model(1))
+        old = model(1)
+        for number in range(2):
+            source.get_parameter("embed").data[-1, number] += 1  # which rank 1 holds
+            here.step()
+            here.send()
+        same = copy.deepcopy(source)
+        here.add(same, engine="same")
+        here.wait(2)
+        stats = here.send()
+        assert (stats.joined, stats.full_synced) == (1, 0)
+        here.add(old, engine="old")
+        here.wait(3)
+        stats = here.send()
+        assert (stats.joined, stats.full_synced) == (1, 1)
+        assert bits_equal(source, old)
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
