@@ -64,11 +64,14 @@ class Crew:
             self._answers()
         header = orders.encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)
+        self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:
             self._link.send(Frame(header), timeout_s=self._timeout_s)
-        except TransportError as error:
-            raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
-        self._is_owed = not isinstance(order, orders.Decide | orders.Done)
+        except BaseException as error:
+            self._send_away()  # who has got the order would answer
+            if isinstance(error, TransportError):
+                raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
+            raise
 
     def answers(self, kind: type[A]) -> dict[int, A]:
         """What each rank answers. Raises SyncAborted if one does not, or failed."""
@@ -116,21 +119,27 @@ class Crew:
                 self._link.drop(peer)
 
     def _send_away(self) -> None:
-        """Those that are here would wait for orders."""
+        """All ranks have to come again. What they have said or wait for is over."""
         for peer in self._peers.values():
             self._link.drop(peer)
+        self._peers, self._epoch, self._is_owed = {}, (), False
 
     def _open(self, peers: tuple[int, ...]) -> None:
         self._epoch, self._is_owed = (), False
         if failed := self._link.open_epoch(peers, timeout_s=self._timeout_s):
             why = "; ".join(map(str, failed.values()))
+            self._send_away()
             raise SyncAborted(f"a rank of the trainer is gone: {why}")
         self._epoch = peers
 
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
         """By rank."""
+        try:
+            replies = self._link.collect_replies(timeout_s=self._timeout_s)
+        except BaseException:
+            self._send_away()
+            raise
         self._is_owed = False
-        replies = self._link.collect_replies(timeout_s=self._timeout_s)
         found: dict[int, orders.Said | DeltaSyncError] = {}
         for rank, peer in self._peers.items():
             reply = replies[peer]

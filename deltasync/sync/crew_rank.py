@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import (
@@ -38,7 +37,9 @@ _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 class CrewRank:
     """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `crew`.
 
-    `send_weights` has to be called as often as there, and by one thread.
+    `send_weights` has to be called as often as there, and by one thread: that is how ranks know
+    that they send weights of the same step. A rank that has left out a call makes it up, which
+    raises.
 
     Args:
         source: What this rank holds of the parameters; read, never written.
@@ -72,7 +73,6 @@ class CrewRank:
         self._call = self._num_parameters = 0
         self._next: orders.Order | None = None  # of a later call
         self._declared: Declaration | None = None
-        self._asked: list[NDArray[np.uint64]] = []
         self._captured: str | None = None
         self._base: int | None = None  # what the snapshot holds; None for what was captured last
         self._delta: tuple[int, Delta] | None = None  # not known to be decided
@@ -128,7 +128,7 @@ class CrewRank:
         except TransportTimeout as error:
             raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
         except PeerLost as error:
-            self._is_connected = False
+            self._lose()
             raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
         if not isinstance(order, orders.Order):
             raise MalformedMessage(f"{order.kind} is no order")
@@ -158,10 +158,9 @@ class CrewRank:
                 return self._declared.said()
             case orders.Capture():
                 self._capture(order)
-                return self._holding()
+                return self._holding(())
             case orders.Ask():
-                self._asked = [orders.copies_of(runs) for runs in order.copies]
-                return self._holding()
+                return self._holding(order.copies)
             case orders.Compare():
                 return self._compare(order.base_version)
             case orders.Send():
@@ -173,20 +172,20 @@ class CrewRank:
     def _capture(self, order: orders.Capture) -> None:
         assert self._declared is not None
         self._captured = self._delta = self._base = None
-        self._asked = []
         specs = parameter_specs(order.parameters)
         self._num_parameters = len(specs)
         boxes = dict(self._declared.boxes)
-        for number, offset, size in order.shares[self._rank]:
-            name = specs[number].name
-            boxes[name] = ShardSpec(boxes[name].shape, offset, size)
+        for number, box in order.shares[self._rank]:
+            held = boxes.pop(specs[number].name)
+            if box is not None:
+                boxes[specs[number].name] = ShardSpec(held.shape, *box)
         self._weights.capture_as(specs, boxes)
         self._captured = order.capture
 
-    def _holding(self) -> orders.Held:
+    def _holding(self, copies: Sequence[orders.Copies]) -> orders.Held:
         plan = self._weights.full()
         return orders.Held(
-            digests=self._told(self._weights.digests),
+            digests=_told(self._weights.digests, copies),
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
             snapshot_bytes=self._weights.snapshot_bytes,
@@ -223,16 +222,12 @@ class CrewRank:
             timeout_s=order.timeout_s,
         )
         return orders.Sent(
-            digests=() if sent.lost else self._told(plan.ledger),
+            digests=() if sent.lost else _told(plan.ledger, order.copies),
             num_buckets=sent.num_buckets,
             payload_bytes=sent.payload_bytes,
             bucket_bytes=sent.bucket_bytes,
             lost=tuple((name, why[:4096]) for name, why in sent.lost.items()),
         )
-
-    def _told(self, held: Digests) -> tuple[str, ...]:
-        """What was asked for."""
-        return tuple(digest_text(held.digest_of(copies)) for copies in [None, *self._asked])
 
     def _resolve(self, version: int) -> None:
         """Receivers hold this version: that which was sent last, or one before it."""
@@ -246,12 +241,17 @@ class CrewRank:
         try:
             self._link.reply(orders.encode(answer), timeout_s=_REPLY_TIMEOUT_S)
         except TransportError as error:
-            self._is_connected = False
+            self._lose()
             raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
+
+    def _lose(self) -> None:
+        """Orders that came before mean nothing on another connection."""
+        self._is_connected, self._next = False, None
 
     def _start_over(self) -> None:
         """What this rank holds is of no use: rank 0 will see that when it connects again."""
-        self._is_connected, self._captured = False, None
+        self._lose()
+        self._captured = None
         with suppress(TransportError):
             self._link.disconnect()
 
@@ -267,6 +267,12 @@ class CrewRank:
             raise
         finally:
             self._weights.stream.join()
+
+
+def _told(held: Digests, asked: Sequence[orders.Copies]) -> tuple[str, ...]:
+    """The digests of the whole, and of what was asked for."""
+    copies = [None, *map(orders.copies_of, asked)]
+    return tuple(digest_text(held.digest_of(one)) for one in copies)
 
 
 def _rest(deadline: float) -> float:

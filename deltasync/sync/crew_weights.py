@@ -184,13 +184,13 @@ class CrewWeights:
         numbers = {spec.name: number for number, spec in enumerate(specs)}
         others = tuple(
             tuple(
-                (numbers[name], box.offset, box.size)
-                for name, box in (_nothing_of(own) | share).items()
-                if own[name] != box
+                (numbers[name], (share[name].offset, share[name].size) if name in share else None)
+                for name, box in own.items()
+                if share.get(name) != box
             )
             for own, share in zip(boxes, shares, strict=True)
         )
-        self._layout, self._capture, self._asked = None, uuid.uuid4().hex, [None]
+        self._layout, self._capture = None, uuid.uuid4().hex
         self._crew.order(
             orders.Capture(
                 call=self._crew.call,
@@ -200,7 +200,7 @@ class CrewWeights:
             )
         )
         self._own.capture_as(specs, shares[0])
-        self._hear()
+        self._hear([None])
         self._crew.captures = dict.fromkeys(self._held, self._capture)
         self._layout = SentLayout(specs)
 
@@ -243,6 +243,7 @@ class CrewWeights:
                 base_version=base_version,
                 receivers=tuple(receivers),
                 timeout_s=timeout_s,
+                copies=_runs(self._asked),
             )
         )
         return self._attempt
@@ -255,7 +256,7 @@ class CrewWeights:
             for rank, sent in answers.items()
             for connection, why in sent.lost
         }
-        self._sent = {} if lost else self._added(answers.values())
+        self._sent = {} if lost else _added(self._asked, answers.values())
         return SentBuckets(
             num_buckets=sum(sent.num_buckets for sent in answers.values()),
             payload_bytes=sum(sent.payload_bytes for sent in answers.values()),
@@ -280,25 +281,31 @@ class CrewWeights:
         return [own, *(Declaration.told(answers[rank]) for rank in range(1, self._crew.world))]
 
     def _ask(self, copies: Copies | None) -> int:
-        """What the other ranks hold of it. From now on they tell it unasked."""
-        self._asked.append(copies)
-        asked = tuple(orders.runs_of(one) for one in self._asked if one is not None)
-        self._crew.order(orders.Ask(call=self._crew.call, copies=asked))
-        self._hear()
+        """What the other ranks hold of it. From now on they tell it of whatever they send."""
+        if _key(copies) not in self._sums:
+            asked = [*self._asked, copies]
+            self._crew.order(orders.Ask(call=self._crew.call, copies=_runs(asked)))
+            self._hear(asked)
         return self._sums[_key(copies)]
 
-    def _hear(self) -> None:
+    def _hear(self, asked: list[Copies | None]) -> None:
         """What the other ranks hold now."""
         self._held = self._crew.answers(orders.Held)
-        self._sums = self._added(self._held.values())
+        self._asked, self._sums = asked, _added(asked, self._held.values())
 
-    def _added(
-        self, answers: Collection[orders.Held] | Collection[orders.Sent]
-    ) -> dict[bytes, int]:
-        return {
-            _key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
-            for place, copies in enumerate(self._asked)
-        }
+
+def _added(
+    asked: Sequence[Copies | None], answers: Collection[orders.Held] | Collection[orders.Sent]
+) -> dict[bytes, int]:
+    """What ranks have told of it, all together. The first is the whole model, and goes unasked."""
+    return {
+        _key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
+        for place, copies in enumerate(asked)
+    }
+
+
+def _runs(asked: Sequence[Copies | None]) -> tuple[orders.Copies, ...]:
+    return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
 
 
 def _not_told(copies: Copies | None) -> int:
@@ -307,10 +314,6 @@ def _not_told(copies: Copies | None) -> int:
 
 def _key(copies: Copies | None) -> bytes:
     return b"" if copies is None else copies.tobytes()
-
-
-def _nothing_of(boxes: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
-    return {n: ShardSpec(b.shape, b.offset, (0,) * len(b.shape)) for n, b in boxes.items()}
 
 
 def _changed(found: orders.Compared) -> set[int]:

@@ -62,18 +62,27 @@ class LaneSender:
         return sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Why there is no lane to some of the receivers; waits for those that come late."""
+        """Why there is no lane to some of the receivers.
+
+        Waits for those that have not come yet; one that has gone does not come again.
+        """
         deadline = time.monotonic() + timeout_s
-        rest = 0.0
-        while True:
-            for peer, greeting in self._link.greetings(timeout_s=rest):
-                if isinstance(greeting, Lane):
-                    self._peers[greeting.connection] = peer
-                else:
-                    self._link.drop(peer)
-            is_here = self._link.is_connected
-            self._peers = {name: peer for name, peer in self._peers.items() if is_here(peer)}
+        self._listen(0.0)
+        while not self._peers.keys() >= set(receivers):
             rest = deadline - time.monotonic()
-            if self._peers.keys() >= set(receivers) or rest <= 0:
+            if rest <= 0 or self._gone() & set(receivers):
                 break
+            self._listen(rest)
+        for name in self._gone():
+            del self._peers[name]
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
+
+    def _listen(self, timeout_s: float) -> None:
+        for peer, greeting in self._link.greetings(timeout_s=timeout_s):
+            if isinstance(greeting, Lane):
+                self._peers[greeting.connection] = peer
+            else:
+                self._link.drop(peer)
+
+    def _gone(self) -> set[str]:
+        return {name for name, peer in self._peers.items() if not self._link.is_connected(peer)}

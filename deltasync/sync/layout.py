@@ -199,6 +199,8 @@ def _spec(
     for pattern, name in overrides.items():
         if any(fnmatchcase(own, pattern) for own in spec.names):
             dtype = _named(name)
+    if dtype != spec.dtype and not (dtype.is_floating and spec.dtype.is_floating):
+        raise ConfigError(f"{spec.name}: {spec.dtype.name} cannot be sent as {dtype.name}")
     return replace(spec, dtype=dtype)
 
 

@@ -61,25 +61,25 @@ class Declared(_Said):
 class Capture(_Order):
     """Start from your weights as they are.
 
-    Send what you hold, but of these parameters: (number, offset and size of the box to send), for
-    each rank.
+    Send what you hold, but of these parameters: (number, offset and size of the box to send, or
+    None for nothing), for each rank.
     """
 
     kind: Literal["capture"] = "capture"
     capture: Connection
     parameters: Annotated[tuple[Entry, ...], FailFast()]
-    shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
+    shares: Annotated[tuple[tuple[tuple[Count, tuple[Dims, Dims] | None], ...], ...], FailFast()]
 
 
 class Ask(_Order):
-    """Tell from now on digests of so many copies of each parameter, now those of the snapshot."""
+    """Tell digests of the snapshot: of all of it, and of so many copies of each parameter."""
 
     kind: Literal["ask"] = "ask"
     copies: Annotated[tuple[Copies, ...], FailFast()]
 
 
 class Held(_Said):
-    """Digests that were asked for, of what the snapshot holds; what all of it takes to send."""
+    """Digests of what the snapshot holds; what all of it takes to send."""
 
     kind: Literal["held"] = "held"
     digests: tuple[Digest, ...]
@@ -107,7 +107,10 @@ class Compared(_Said):
 
 
 class Send(_Order):
-    """Send that, or all of the snapshot if `base_version` is None, to these receivers."""
+    """Send that, or all of the snapshot if `base_version` is None, to these receivers.
+
+    Digests that receivers would arrive at are told as in `Ask`.
+    """
 
     kind: Literal["send"] = "send"
     attempt: Count
@@ -115,6 +118,7 @@ class Send(_Order):
     base_version: Version | None
     receivers: tuple[Connection, ...]
     timeout_s: Seconds
+    copies: Annotated[tuple[Copies, ...], FailFast()]
 
 
 class Sent(_Said):

@@ -24,11 +24,12 @@ from deltasync import (
 )
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import TransportTimeout
+from deltasync.sync import orders
 from deltasync.sync.crew import Crew
 from deltasync.sync.crew_rank import CrewRank
 from deltasync.transports import inprocess
-from deltasync.transports.base import ReceiveTransport, SendTransport
-from tests.sync.harness import Serving
+from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from tests.sync.harness import Serving, ThroughSender
 
 Boxes = Mapping[str, ShardSpec]
 
@@ -58,6 +59,18 @@ class Sharded:
         return self._module.get_parameter(name).data[index]
 
 
+class Hub(ThroughSender):
+    """Rank 0's link to the others; `before` is told of each order before it is sent."""
+
+    def __init__(self, inner: SendTransport) -> None:
+        super().__init__(inner)
+        self.before: Callable[[orders.Said], object] = lambda order: None
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        self.before(orders.decode(frame.header))
+        super().send(frame, timeout_s=timeout_s)
+
+
 class Trainer:
     """All ranks of a trainer, and its receivers.
 
@@ -66,6 +79,7 @@ class Trainer:
         wrap: Changes the links of ranks to receivers, by rank.
 
     Attributes:
+        hub: Rank 0's link to the others.
         around: Makes a context for each rank's call of `send_weights`, in its thread.
     """
 
@@ -79,7 +93,8 @@ class Trainer:
         self.links = [inprocess.Sender() for _ in sources]
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
         hub, world = inprocess.Sender(), len(sources)
-        self.crew = Crew(hub, world)
+        self.hub = Hub(hub)
+        self.crew = Crew(self.hub, world)
         self.sender = WeightSender(sources[0], ends[0], options=options, crew=self.crew)
         self.ranks: list[WeightSender | CrewRank] = [self.sender]
         self.ranks += [

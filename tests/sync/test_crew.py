@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +18,7 @@ from deltasync import SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
+from deltasync.sync import orders
 from deltasync.sync.routed import RoutedTarget
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
@@ -310,6 +312,106 @@ def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
         stats = here.send()
         assert (stats.joined, stats.full_synced) == (1, 1)
         assert bits_equal(source, old)
+
+
+ORDERS = [
+    orders.Declare,
+    orders.Capture,
+    orders.Ask,
+    orders.Compare,
+    orders.Send,
+    orders.Decide,
+    orders.Done,
+]
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("how", ["link", "interrupt"])
+def test_a_crew_goes_on_after_a_break_at_any_order(kind: type, how: str) -> None:
+    """Rank 1 is gone when it is told, or rank 0 is interrupted while it tells."""
+    source, whole = model(1), model(2)
+    with trainer_of(source, rows_of(source, 3)) as here:
+
+        def strike(order: orders.Said) -> None:
+            if isinstance(order, kind):
+                here.hub.before = lambda order: None
+                if how == "interrupt":
+                    raise KeyboardInterrupt
+                here.hub.drop(here.crew._peers[1])
+
+        for turn in range(2):  # among newcomers, and among members
+            here.hub.before = strike
+            if turn == 0:
+                here.add(whole, engine="whole")
+            else:
+                parts = [rank_of(model(3), rank) for rank in range(2)]
+                for rank, part in enumerate(parts):
+                    here.add(RoutedTarget(part, CHECKPOINT), engine="parts", rank=rank, world=2)
+            here.wait(1 + 2 * turn)
+            change(here, turn)
+            for future in here.sending(timeout_s=2.0):
+                assert isinstance(future.exception(), None | KeyboardInterrupt)
+            here.hub.before = lambda order: None
+            here.settle(1 + 2 * turn)
+            assert bits_equal(source, whole)
+        change(here, 9)
+        stats = here.send()
+        assert (stats.kind, stats.lost) == ("delta", {})
+        assert bits_equal(source, whole)
+        for rank, part in enumerate(parts):
+            assert bits_equal(part, rank_of(source, rank))
+
+
+def test_scalars_are_sent_by_one_rank() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"w": (8, 8), "scale": (), "shift": ()}
+    source, target = random_model(shapes, 1), random_model(shapes, 2)
+    boxes = [
+        {n: ShardSpec.placed(s, (3,), (rank,), [(0, 1) if s else None]) for n, s in shapes.items()}
+        for rank in range(3)
+    ]
+    with trainer_of(source, boxes) as here:
+        joined(here, target)
+        change(here, 1, share=0.9)
+        here.send()
+        assert bits_equal(source, target)
+
+
+def test_a_lane_that_is_gone_is_not_waited_for() -> None:
+    source, whole, other = model(1), model(1), model(1)
+    torn: list[Torn] = []
+
+    def tear(lane: int, link: ReceiveTransport) -> ReceiveTransport:
+        torn.append(Torn(link))
+        return torn[-1]
+
+    with trainer_of(source, rows_of(source, 2)) as here:
+        here.add(whole, engine="whole", wrap=tear)
+        joined(here, other, count=2)
+        torn[1].disconnect()
+        change(here, 1)
+        began = time.monotonic()
+        stats = here.send(timeout_s=20.0)
+        assert time.monotonic() - began < 10
+        assert (stats.receivers, list(stats.lost)) == (1, ["whole[0/1]"])
+        here.settle(2)
+        assert bits_equal(source, whole)
+
+
+def test_an_engine_that_other_ranks_cannot_serve_is_refused_alone() -> None:
+    source, good = model(1), model(2)
+    bad = model(1)
+    bad.register_parameter("last", nn.Parameter(torch.zeros(5, 4, dtype=torch.int32), False))
+    boxes = rows_of(source, 2)
+    del boxes[0]["last"]
+    boxes[1]["last"] = ShardSpec.whole(SHAPES["last"])
+    with trainer_of(source, boxes) as here:
+        here.add(bad, engine="bad")
+        here.wait(1)
+        here.add(good, engine="good")
+        here.wait(2)
+        stats = here.send()
+        assert list(stats.lost) == ["bad"]
+        assert bits_equal(source, good)
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
