@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deltasync.delta.route import Piece, merged, row_major
+from deltasync.delta.route import merged, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
 
@@ -228,11 +228,6 @@ class ShardSpec:
         for dim, (begin, before) in enumerate(zip(self.offset, held.offset, strict=True)):
             local = local.narrow(dim, begin - before, self.size[dim])
         return local
-
-    def piece(self, name: str, local: Tensor) -> Piece:
-        """Where the elements lie in the storage of a local tensor of any strides."""
-        dims = zip(self.size, row_major(self.shape), local.stride(), strict=True)
-        return Piece.of(name, self.start, int(local.storage_offset()), dims)
 
     def positions(self, here: Tensor) -> Tensor:
         """int64[n]: where int64[n] row-major positions of the local tensor lie in the checkpoint's.

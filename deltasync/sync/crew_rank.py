@@ -210,8 +210,10 @@ class CrewRank:
         )
 
     def _send(self, order: orders.Send) -> orders.Sent:
-        plan: Plan = self._weights.full(ways=self._world)
-        if order.base_version is not None:
+        plan: Plan
+        if order.base_version is None:
+            plan = self._weights.full(ways=self._world)
+        else:
             assert self._delta is not None
             plan = self._delta[1]
         sent = self._lanes.send(

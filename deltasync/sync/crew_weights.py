@@ -221,8 +221,7 @@ class CrewWeights:
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         specs = () if self._layout is None else self._layout.specs
         trained = frozenset().union(*(declaration.trained for declaration in self._declared))
-        numbers = range(len(specs)) if full else changed
-        return coverage_of([spec.name in trained for spec in specs], numbers)
+        return coverage_of([spec.name in trained for spec in specs], changed, full=full)
 
     def start(
         self,

@@ -149,9 +149,8 @@ class SourceLayout(SentLayout):
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        if full:
-            return {"changed": len(self.specs), "unchanged": 0, "frozen": 0}
-        return coverage_of([entry.tensor.requires_grad for entry in self._tensors], changed)
+        trained = [entry.tensor.requires_grad for entry in self._tensors]
+        return coverage_of(trained, changed, full=full)
 
 
 def check_coverage(
@@ -166,8 +165,10 @@ def check_coverage(
             raise LayoutMismatch(f"no rank of {engine} has the parameter {spec.name!r}")
 
 
-def coverage_of(trained: Sequence[bool], changed: Collection[int]) -> dict[str, int]:
+def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool) -> dict[str, int]:
     """How many parameters are "changed", "unchanged", "frozen", by whether each is trained."""
+    if full:
+        changed = range(len(trained))
     others = set(range(len(trained))).difference(changed)
     unchanged = sum(trained[number] for number in others)
     return {"changed": len(changed), "unchanged": unchanged, "frozen": len(others) - unchanged}

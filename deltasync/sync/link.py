@@ -61,10 +61,6 @@ class SenderLink:
         found = self._transport.poll(timeout_s=timeout_s)
         return [(peer, _decoded(data)) for peer, data in found]
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        """The transport's own memory for the next payload."""
-        return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
-
     def _compressed(self, payload: Tensor, compression: Compression) -> Tensor:
         """uint8[n]: what travels. A compressed payload is host memory of its own."""
         if compression == "none":
@@ -81,7 +77,7 @@ class SenderLink:
         """Send all of a plan to every peer of the epoch. Raises what `send` raises."""
         sent = SentBuckets()
         for bucket in plan.buckets():
-            payload = self.buffer(bucket.num_bytes)
+            payload = self._transport.buffer(bucket.num_bytes, timeout_s=self.timeout_s)
             bucket.write(payload)
             raw_bytes, payload = len(payload), self._compressed(payload, compression)
             message = Bucket(

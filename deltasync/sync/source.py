@@ -92,12 +92,15 @@ class ModuleSource:
         self._module = module
         self._rename = rename
         self._watch: ModuleWatch | None = None
+        self._gathering: list[Any] = []
         self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
         """The module's tensors as they are now: the list of the last call if nothing moved."""
-        _reshard(self._module)
+        _reshard(self._gathering)
         if self._watch is None or not self._watch.is_unmoved():
+            self._gathering = _fsdp_modules(self._module)
+            _reshard(self._gathering)
             self._watch = ModuleWatch(self._module)
             self._tensors = tied_tensors(named_tensors(self._module, self._rename))
         return self._tensors
@@ -189,13 +192,18 @@ class _Part:
         )
 
 
-def _reshard(module: nn.Module) -> None:
-    """A forward pass without gradients leaves FSDP2's root gathered: copies of its parameters."""
+def _fsdp_modules(module: nn.Module) -> list[Any]:
+    """Those that FSDP2 shards. Does not import it for others."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for one in module.modules():
-            if isinstance(one, fsdp.FSDPModule):
-                one.reshard()
+    if fsdp is None:
+        return []
+    return [one for one in module.modules() if isinstance(one, fsdp.FSDPModule)]
+
+
+def _reshard(modules: list[Any]) -> None:
+    """A forward pass without gradients leaves FSDP2's root gathered: copies of its parameters."""
+    for module in modules:
+        module.reshard()
 
 
 def named_tensors(

@@ -109,16 +109,14 @@ def test_ranks_that_leave_gaps_or_disagree_are_refused() -> None:
             share_out([{"w": top}, other], {"w": 2})
 
 
-def test_a_piece_of_an_interleaved_tensor() -> None:
+def test_a_band_of_an_interleaved_tensor() -> None:
     """Two groups of two rows of q, one of k: each is a view of the local tensor."""
     fused = torch.zeros(6, 4)
     groups = fused.view(2, 3, 4)
     q = ShardSpec(shape=(8, 4), offset=(4, 0), size=(4, 4))  # the second half of q
-    piece = ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)).piece("q", groups[:, :2])
-    assert (piece.start, piece.live_start) == (16, 0)
-    fused.as_strided(piece.shape, piece.live_strides, piece.live_start).copy_(
-        torch.arange(32).as_strided(piece.shape, piece.strides, piece.start)
-    )
+    [(index, band)] = ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)).bands()
+    assert (index, band.start) == ((), 16)
+    groups[:, :2].copy_(band.places(torch.arange(band.numel)).view(2, 2, 4))
     wanted = numbered((8, 4))[4:].reshape(-1).float()
     assert torch.equal(groups[:, :2].reshape(-1), wanted)
     assert torch.equal(q.positions(torch.arange(16)).float(), wanted)

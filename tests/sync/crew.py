@@ -12,15 +12,11 @@ from torch import Tensor, nn
 
 from deltasync import (
     DeltaSyncError,
-    ModuleTarget,
     NamedTensor,
-    ReceiverOptions,
     SenderOptions,
     SyncStats,
-    WeightReceiver,
     WeightSender,
     WeightSource,
-    WeightTarget,
 )
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import TransportTimeout
@@ -28,8 +24,8 @@ from deltasync.sync import orders
 from deltasync.sync.crew import Crew
 from deltasync.sync.crew_rank import CrewRank
 from deltasync.transports import inprocess
-from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from tests.sync.harness import Serving, ThroughSender
+from deltasync.transports.base import Frame, SendTransport
+from tests.sync.harness import Receivers, ThroughSender
 
 Boxes = Mapping[str, ShardSpec]
 
@@ -71,7 +67,7 @@ class Hub(ThroughSender):
         super().send(frame, timeout_s=timeout_s)
 
 
-class Trainer:
+class Trainer(Receivers):
     """All ranks of a trainer, and its receivers.
 
     Args:
@@ -90,7 +86,7 @@ class Trainer:
         options: SenderOptions | None = None,
         wrap: Callable[[int, SendTransport], SendTransport] = lambda rank, link: link,
     ) -> None:
-        self.links = [inprocess.Sender() for _ in sources]
+        super().__init__([inprocess.Sender() for _ in sources])
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
         hub, world = inprocess.Sender(), len(sources)
         self.hub = Hub(hub)
@@ -110,34 +106,6 @@ class Trainer:
         ]
         self._threads = ThreadPoolExecutor(world)
         self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self.serving: list[Serving] = []
-
-    def add(
-        self,
-        target: nn.Module | WeightTarget,
-        *,
-        engine: str = "engine",
-        rank: int = 0,
-        world: int = 1,
-        options: ReceiverOptions | None = None,
-        wrap: Callable[[int, ReceiveTransport], ReceiveTransport] = lambda lane, link: link,
-    ) -> Serving:
-        """Start a receiver in a thread, with a link to each rank."""
-        first, *lanes = [wrap(n, link.receiver()) for n, link in enumerate(self.links)]
-        receiver = WeightReceiver(
-            ModuleTarget(target) if isinstance(target, nn.Module) else target,
-            first,
-            lanes=lanes,
-            engine=engine,
-            rank=rank,
-            world=world,
-            options=options or ReceiverOptions(stall_timeout_s=5),
-        )
-        self.serving.append(Serving(receiver).start())
-        return self.serving[-1]
-
-    def wait(self, count: int) -> None:
-        self.sender.wait_for_receivers(count, timeout_s=5)
 
     def outcomes(self, *, timeout_s: float = 5.0) -> list[SyncStats | Exception]:
         """What `send_weights` returns or raises on each rank."""
@@ -175,9 +143,8 @@ class Trainer:
         raise AssertionError(f"does not settle: {found}")
 
     def close(self) -> None:
-        for serving in self.serving:
-            serving.stop()
-        for rank in self.ranks:
+        super().close()
+        for rank in self.ranks[1:]:
             rank.close()
         self._threads.shutdown()
 

@@ -189,16 +189,13 @@ class ThroughSender:
 Wrap = Callable[[ReceiveTransport], ReceiveTransport]
 
 
-class Fleet:
-    """A sender and receivers of one process."""
+class Receivers:
+    """Receivers in threads of one process, with a link to each rank of their sender."""
 
-    def __init__(
-        self, source: nn.Module | WeightSource, *, options: SenderOptions | None = None
-    ) -> None:
-        self.transport = inprocess.Sender()
-        self.source: Any = source
-        source = ModuleSource(source) if isinstance(source, nn.Module) else source
-        self.sender = WeightSender(source, self.transport, options=options)
+    sender: WeightSender
+
+    def __init__(self, links: Sequence[inprocess.Sender]) -> None:
+        self.links = list(links)
         self.serving: dict[str, Serving] = {}
 
     def add(
@@ -212,9 +209,11 @@ class Fleet:
         wrap: Wrap = lambda transport: transport,
     ) -> Serving:
         """Start a receiver in a thread; it greets on its own."""
+        first, *lanes = [wrap(link.receiver()) for link in self.links]
         receiver = WeightReceiver(
             ModuleTarget(target) if isinstance(target, nn.Module) else target,
-            wrap(self.transport.receiver()),
+            first,
+            lanes=lanes,
             engine=engine,
             rank=rank,
             world=world,
@@ -230,6 +229,19 @@ class Fleet:
         for serving in self.serving.values():
             serving.stop()
         self.sender.close()
+
+
+class Fleet(Receivers):
+    """A sender and receivers of one process."""
+
+    def __init__(
+        self, source: nn.Module | WeightSource, *, options: SenderOptions | None = None
+    ) -> None:
+        self.transport = inprocess.Sender()
+        super().__init__([self.transport])
+        self.source: Any = source
+        source = ModuleSource(source) if isinstance(source, nn.Module) else source
+        self.sender = WeightSender(source, self.transport, options=options)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ def test_any_history_of_steps_and_failures_ends_bit_equal(
         links.append(Flaky(link))
         return links[-1]
 
-    def tear(lane: int, link: ReceiveTransport) -> ReceiveTransport:
+    def tear(link: ReceiveTransport) -> ReceiveTransport:
         torn.append(Torn(link))
         return torn[-1]
 
@@ -174,7 +174,7 @@ def test_one_rank_that_fails_aborts_the_version_everywhere() -> None:
             for rank, outcome in enumerate(outcomes):
                 assert isinstance(outcome, RuntimeError if rank == failing else SyncAborted)
                 assert "planted" in str(outcome)
-            assert here.sender.version == before == here.serving[0].receiver.version
+            assert here.sender.version == before == here.serving["engine/0"].receiver.version
             assert not bits_equal(source, target)
             stats = here.send()
             assert (stats.kind, stats.base_version, stats.lost) == ("delta", before, {})
@@ -380,7 +380,7 @@ def test_a_lane_that_is_gone_is_not_waited_for() -> None:
     source, whole, other = model(1), model(1), model(1)
     torn: list[Torn] = []
 
-    def tear(lane: int, link: ReceiveTransport) -> ReceiveTransport:
+    def tear(link: ReceiveTransport) -> ReceiveTransport:
         torn.append(Torn(link))
         return torn[-1]
 
