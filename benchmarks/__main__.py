@@ -1,10 +1,11 @@
-"""`python -m benchmarks`: cpu (the default), gpu, engines, calibrate, soak, table, plot, report."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, soak, calibrate, table ..."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +25,14 @@ from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
 from benchmarks.gpu.worker import run_groups
 from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
+from benchmarks.sharded.plan import ShardedPlan
+from benchmarks.sharded.runner import run_ranks
 from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
 ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
+SHARDED_RECORDS = RESULTS / "sharded-gpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 _MODEL = "qwen3-1.7b"
@@ -72,11 +76,8 @@ def cpu(
     if record:
         RECORDS.unlink(missing_ok=True)
     results = _kept(results, RECORDS if record else None, out)
-    try:
+    with _told_on_failure():
         _show(results, cpu_report.make_table, as_json=as_json)
-    except GroupFailed as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -132,6 +133,35 @@ def engines(
         kept.unlink(missing_ok=True)
     results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
+
+
+@app.command()
+def sharded(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the records in benchmarks/results.")
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")] = False,
+    geometry: Annotated[str | None, typer.Option(help="The model that is synced.")] = None,
+    device: Device = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="local: trainers and engine ranks share GPUs; collective: none does."),
+    ] = None,
+) -> None:
+    """Measure trainers and engines of several ranks, on two GPUs or more, against gathering."""
+    scale = "tiny" if tiny else "quick" if quick else "full"
+    try:
+        plan = ShardedPlan.choose(scale, geometry, device, link)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if record and plan.device_type == "cpu":
+        raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
+    results = _kept(run_ranks(plan), SHARDED_RECORDS if record else None, out)
+    with _told_on_failure():
+        _show(results, gpu_report.make_table, as_json=as_json)
 
 
 @app.command()
@@ -208,7 +238,7 @@ def plot(folder: Path = IMAGES) -> None:
 def report(page: Path = PAGE) -> None:
     """Put all records into docs/performance.md, between its marks."""
     text = page.read_text(encoding="utf-8")
-    for records in (RECORDS, *GPU_RECORDS.values(), *ENGINE_RECORDS.values()):
+    for records in (RECORDS, *GPU_RECORDS.values(), SHARDED_RECORDS, *ENGINE_RECORDS.values()):
         if records.exists():
             drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
             images = [f"images/{path.name}" for path in drawn]
@@ -266,6 +296,16 @@ def _kept(results: Iterator[Result], *paths: Path | None) -> Iterator[Result]:
     for path in filter(None, paths):
         results = append_records(path, results)
     return results
+
+
+@contextmanager
+def _told_on_failure() -> Iterator[None]:
+    """The error itself is on stderr already."""
+    try:
+        yield
+    except GroupFailed as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def _show(

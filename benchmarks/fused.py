@@ -14,15 +14,26 @@ _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Fused(nn.Module):
-    """Parameters and the loader of a decoder of the Qwen3 family. It computes nothing."""
+    """Parameters and the loader of a decoder of the Qwen3 family. It computes nothing.
 
-    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+    Args:
+        geometry: Of the whole.
+        device: Where the parameters are.
+        rank, world: Which part, of an engine that is tensor parallel.
+    """
+
+    def __init__(
+        self, geometry: Geometry, device: torch.device, rank: int = 0, world: int = 1
+    ) -> None:
         super().__init__()
+        self._rank, self._world = rank, world
         self._places: dict[str, tuple[str, int, int]] = {}  # parameter, first row, rows
         self._live: dict[str, Tensor] = {}
         sizes: dict[str, tuple[int, ...]] = {}
-        for name, shape in geometry.shapes().items():
+        for name, whole in geometry.shapes().items():
             live, before = self._place(name, sizes)
+            dim, start, stop = self.cut(name, whole)
+            shape = (*whole[:dim], stop - start, *whole[dim + 1 :])
             rows = shape[0]
             self._places[name] = (live, before, rows)
             sizes[live] = (before + rows, *shape[1:])
@@ -35,9 +46,18 @@ class Fused(nn.Module):
         """Copy each tensor to where it belongs."""
         loaded = set()
         for name, tensor in weights:
-            self.read(name).copy_(tensor)
+            dim, start, stop = self.cut(name, tuple(tensor.shape))
+            self.read(name).copy_(tensor.narrow(dim, start, stop - start))
             loaded.add(name)
         return loaded
+
+    def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """(dimension, start, stop): what is held here of a checkpoint tensor."""
+        dim = 1 if re.search(r"(o|down)_proj", name) else 0
+        if len(shape) == 1 or name.endswith("mlp.gate.weight"):
+            return 0, 0, shape[0]
+        step = shape[dim] // self._world
+        return dim, self._rank * step, (self._rank + 1) * step
 
     def read(self, name: str) -> Tensor:
         """Where a checkpoint tensor is: a view."""

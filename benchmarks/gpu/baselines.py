@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from benchmarks.fused import Fused
 from benchmarks.gpu.exchange import Exchange
 from benchmarks.gpu.geometry import Shapes
 
@@ -138,7 +139,7 @@ class FusedModel:
 
 
 def apply_through_nan(
-    model: FusedModel, shapes: Shapes, changes: dict[int, tuple[Tensor, Tensor]]
+    model: FusedModel | Fused, shapes: Shapes, changes: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
     """Stage full tensors that are NaN where nothing changed, and load them masked."""
     names = list(shapes)

@@ -37,7 +37,7 @@ class Engine:
         self._device = setup.device("engine")
         self._exchange: Exchange | None = None
         if setup.link == "collective":
-            self._exchange = Broadcasts(setup, folder, ENGINE)
+            self._exchange = Broadcasts.join(setup, folder, ENGINE)
         self._geometry: Geometry
         self._module: nn.Module
         self._receiver: WeightReceiver | None = None

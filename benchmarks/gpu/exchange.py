@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,14 @@ class Exchange(Protocol):
         """Start over at the beginning of shared memory. Both ends call it ahead of a transfer."""
         ...
 
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Where to put what is sent, so that it need not be moved there."""
+        ...
+
+    def send(self, tensor: Tensor) -> None:
+        """Give what was put there, or a flat tensor of one's own if nothing is shared."""
+        ...
+
     def give(self, *tensors: Tensor) -> None:
         """Flat tensors of one dtype, which are taken as one."""
         ...
@@ -46,16 +54,22 @@ class Broadcasts:
 
     num_bytes = 0
 
-    def __init__(self, setup: Setup, folder: Path, rank: int) -> None:
-        self._device = setup.device("trainer" if rank == TRAINER else "engine")
-        is_cuda = self._device.type == "cuda"
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._device, self._group = device, group
+
+    @classmethod
+    def join(cls, setup: Setup, folder: Path, rank: int) -> Self:
+        """Make the default group, of two."""
+        device = setup.device("trainer" if rank == TRAINER else "engine")
+        is_cuda = device.type == "cuda"
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             init_method=f"file://{folder / 'group'}",
             rank=rank,
             world_size=2,
-            device_id=self._device if is_cuda else None,
+            device_id=device if is_cuda else None,
         )
+        return cls(device)
 
     def close(self) -> None:
         """Leave the group. The other end has to do so too."""
@@ -64,13 +78,18 @@ class Broadcasts:
     def begin(self) -> None:
         """Nothing is shared."""
 
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def send(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor.view(torch.uint8), TRAINER, group=self._group)  # gloo has no int16
+
     def give(self, *tensors: Tensor) -> None:
-        packed = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        dist.broadcast(packed.view(torch.uint8), TRAINER)  # gloo knows no int16
+        self.send(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(numel, dtype=dtype, device=self._device)
-        dist.broadcast(tensor.view(torch.uint8), TRAINER)
+        tensor = self.room(numel, dtype)
+        self.send(tensor)
         return tensor
 
 
@@ -83,6 +102,12 @@ class SharedBuffer:
 
     def begin(self) -> None:
         self._used = 0
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.take(numel, dtype)
+
+    def send(self, tensor: Tensor) -> None:
+        """It is there already."""
 
     def give(self, *tensors: Tensor) -> None:
         torch.cat(tensors, out=self.take(sum(t.numel() for t in tensors), tensors[0].dtype))

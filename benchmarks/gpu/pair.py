@@ -60,7 +60,7 @@ class EngineProcess:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         if setup.link == "collective":
-            self.exchange = Broadcasts(setup, folder, TRAINER)
+            self.exchange = Broadcasts.join(setup, folder, TRAINER)
 
     def say(self, do: str, **arguments: object) -> None:
         assert self._process.stdin is not None

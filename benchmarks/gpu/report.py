@@ -38,8 +38,16 @@ ENGINE_TITLES = {
     "engine_pause_over_dense": "the same, against loading everything",
     "engine_recording": "watching the loader, once",
 }
+SHARDED_TITLES = {
+    "sharded_over_dense": "whole sync, against gathering and sending everything",
+    "sharded_over_gathered": "whole sync, against gathering sparse changes to one rank",
+    "sharded_pause": "of it what engines pause for",
+    "sharded_adamw_over_dense": "whole sync after an AdamW step, against everything",
+    "sharded_adamw_over_gathered": "the same, against gathering sparse changes",
+    "sharded_adamw_pause": "of it what engines pause for",
+}
 TYPICAL_DENSITY = 0.003
-_ALL = TITLES | ENGINE_TITLES
+_ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES
 _SWEEPS = ("sync_", "diff", "apply_", "engine_work", "engine_pause")
 _SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")

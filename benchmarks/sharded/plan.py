@@ -1,0 +1,89 @@
+"""What a run measures, and which ranks it has where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import torch
+
+from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.gpu.setup import Link
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPlan:
+    """Handed to every rank of a run, as JSON.
+
+    Attributes:
+        trainers: Ranks of FSDP2, which come first.
+        engines: Ranks of one engine that is tensor parallel.
+        geometry: Key of GEOMETRIES.
+        device_type: "cuda" or "cpu".
+        link: "local": a trainer and an engine rank share each GPU, joined by CUDA IPC, on CPUs by
+            shared memory. "collective": each rank has a GPU, joined by NCCL, on CPUs by gloo.
+        densities: Shares of changed elements.
+        rounds: Times that each way takes its turn.
+        steps: Of AdamW.
+    """
+
+    trainers: int
+    engines: int
+    geometry: str
+    device_type: str
+    link: Link
+    densities: tuple[float, ...]
+    rounds: int
+    steps: int
+
+    @classmethod
+    def choose(cls, scale: str, geometry: str | None, device: str | None, link: str | None) -> Self:
+        """For "full", "quick" or "tiny", and what this machine has. Raises ValueError."""
+        num_gpus = torch.cuda.device_count()
+        device_type = device or ("cuda" if num_gpus else "cpu")
+        if device_type == "cuda" and num_gpus < 2:
+            raise ValueError("trainers of several ranks want two GPUs; see --device cpu --tiny")
+        if link not in (None, "local", "collective"):
+            raise ValueError(f"link {link!r} is neither local nor collective")
+        chosen: Link = "local" if link == "local" or (not link and num_gpus < 4) else "collective"
+        per_side = max(2, num_gpus // (2 if chosen == "collective" else 1))
+        model = geometry or ("qwen3-8b" if device_type == "cuda" else "engine")
+        if model not in GEOMETRIES:
+            raise ValueError(f"geometry {model!r} is not one of {', '.join(GEOMETRIES)}")
+        if scale == "tiny":
+            return cls(2, 2, "tiny", device_type, chosen, (0.01,), 2, 1)
+        densities, rounds = ((0.01,), 3) if scale == "quick" else ((0.001, 0.003, 0.01, 0.05), 7)
+        return cls(per_side, per_side, model, device_type, chosen, densities, rounds, rounds)
+
+    @property
+    def world(self) -> int:
+        return self.trainers + self.engines
+
+    @property
+    def model(self) -> Geometry:
+        return GEOMETRIES[self.geometry]
+
+    @property
+    def where(self) -> str:
+        """In words, for records."""
+        sides = f"{self.trainers} trainer ranks, {self.engines} engine ranks"
+        if self.device_type == "cpu":
+            return f"{'shared memory' if self.link == 'local' else 'gloo'}, {sides}"
+        if self.link == "local":
+            return f"CUDA IPC, {sides} on the same GPUs"
+        return f"NCCL, {sides}"
+
+    def device(self, rank: int) -> torch.device:
+        """Where a rank keeps its weights."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", rank % self.trainers if self.link == "local" else rank)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        fields = json.loads(text)
+        return cls(**fields | {"densities": tuple(fields["densities"])})
