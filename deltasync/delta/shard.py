@@ -217,6 +217,13 @@ class ShardSpec:
             if numel := prod(self.size[dim:]):
                 yield index, Band(start, numel, cols, gap)
 
+    def overlap(self, box: ShardSpec) -> ShardSpec:
+        """What lies in both."""
+        low = tuple(map(max, self.offset, box.offset))
+        ends = ([b + n for b, n in zip(s.offset, s.size, strict=True)] for s in (self, box))
+        size = tuple(max(0, min(a, b) - at) for at, a, b in zip(low, *ends, strict=True))
+        return ShardSpec(self.shape, low, size)
+
     def contains(self, box: ShardSpec) -> bool:
         """Whether `box` lies within this one."""
         dims = zip(self.offset, self.size, box.offset, box.size, strict=True)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from deltasync.delta.bits import identity
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of
 from deltasync.errors import ConfigError
+
+Index: TypeAlias = tuple[int | slice, ...]
+"""Of a part of a tensor, as in `tensor[index]`; slices without steps."""
+
+NameMap: TypeAlias = Callable[[str, tuple[int, ...]], Mapping[str, Index] | None]
+"""From the name and full shape of a parameter to the checkpoint's tensors that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,21 @@ class NamedTensor:
             return self.shard, self.tensor
         return ShardSpec.of(self.tensor), local_of(self.tensor)
 
+    def parts(self, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
+        """Checkpoint tensors of which this one is made: views of as much as is held here.
+
+        Those of which nothing is held are left out. Raises ConfigError for an odd index.
+        """
+        held, local = self.held()
+        for name, index in places.items():
+            box, shape = _box_of(name, index, self.shape)
+            here = box.overlap(held)
+            if here.numel:
+                view = here.narrowed(held, local).detach()
+                view.requires_grad_(self.tensor.requires_grad)
+                inside = tuple(map(int.__sub__, here.offset, box.offset))
+                yield NamedTensor((name,), view, ShardSpec(box.size, inside, here.size), shape)
+
 
 class WeightSource(Protocol):
     """The trainer's parameters, in checkpoint coordinates."""
@@ -84,13 +105,20 @@ class ModuleSource:
         module: The trainer's model; read at every sync, never written.
         rename: Maps a name of the module to the checkpoint name that receivers know, for
             wrappers that add a prefix; None to leave a tensor out.
+        name_map: Says which of the checkpoint's tensors a parameter is made of, where there are
+            several: stacked experts. It is given what `rename` returns, and returns the index of
+            each in the whole parameter, or None if it is one. What it leaves out is not sent.
     """
 
     def __init__(
-        self, module: nn.Module, *, rename: Callable[[str], str | None] | None = None
+        self,
+        module: nn.Module,
+        *,
+        rename: Callable[[str], str | None] | None = None,
+        name_map: NameMap | None = None,
     ) -> None:
         self._module = module
-        self._rename = rename
+        self._rename, self._name_map = rename, name_map
         self._watch: ModuleWatch | None = None
         self._gathering: list[Any] = []
         self._tensors: list[NamedTensor] = []
@@ -102,7 +130,8 @@ class ModuleSource:
             self._gathering = _fsdp_modules(self._module)
             _reshard(self._gathering)
             self._watch = ModuleWatch(self._module)
-            self._tensors = tied_tensors(named_tensors(self._module, self._rename))
+            tensors = tied_tensors(named_tensors(self._module, self._rename))
+            self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
         return self._tensors
 
 
@@ -190,6 +219,32 @@ class _Part:
             and all(list(map(fact, self._tensors)) == known for fact, known in self._facts)
             and [o._non_persistent_buffers_set for o in self._with_buffers] == self._transient
         )
+
+
+def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
+    """The same, with parameters taken apart that `name_map` knows."""
+    found: list[NamedTensor] = []
+    for entry in tensors:
+        places = name_map(entry.name, entry.shape)
+        if places is not None and len(entry.names) > 1:
+            raise ConfigError(f"{entry.name} is tied to {entry.names[1]}, and made of several")
+        found += [entry] if places is None else entry.parts(places)
+    if len({name for entry in found for name in entry.names}) < sum(len(e.names) for e in found):
+        raise ConfigError("two tensors have one name; change `name_map`")
+    return found
+
+
+def _box_of(name: str, index: Index, full: tuple[int, ...]) -> tuple[ShardSpec, tuple[int, ...]]:
+    """What `index` takes of a tensor, and in which shape. Raises ConfigError."""
+    slices = [slice(at, at + 1) if isinstance(at, int) else at for at in index]
+    slices += [slice(None)] * (len(full) - len(index))
+    ranges = [range(length)[at] for length, at in zip(full, slices, strict=False)]
+    if len(slices) > len(full) or not all(found and found.step == 1 for found in ranges):
+        raise ConfigError(f"{name}: {index} is no part of a tensor of shape {full}")
+    size = tuple(map(len, ranges))
+    dropped = {dim for dim, at in enumerate(index) if isinstance(at, int)}
+    shape = tuple(length for dim, length in enumerate(size) if dim not in dropped)
+    return ShardSpec(full, tuple(found[0] for found in ranges), size), shape
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:

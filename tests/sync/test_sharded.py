@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, SenderOptions, WeightReceiver
 from deltasync.delta.policy import Policy
@@ -18,19 +19,25 @@ from deltasync.sync.crew import Crew
 from deltasync.sync.crew_rank import CrewRank
 from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.sender import WeightSender
+from deltasync.sync.source import Index
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.sync.harness import Serving
 
 WIDTH, HIDDEN = 21, 38
+EXPERTS, GATE = 5, 6
 SHAPES = {
     "0.weight": (HIDDEN, WIDTH),
     "0.bias": (HIDDEN,),
     "1.weight": (WIDTH, HIDDEN),
     "1.bias": (WIDTH,),
     "frozen": (7, 3),
+    **{f"experts.{e}.{part}": (GATE, WIDTH) for e in range(EXPERTS) for part in ("gate", "up")},
 }
-KINDS = {2: ["fsdp", "mixed", "tensor"], 4: ["fsdp", "replicated", "both"]}
+KINDS = {
+    2: ["fsdp", "mixed", "offload", "tensor", "experts"],
+    4: ["fsdp", "replicated", "both", "experts"],
+}
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,16 +61,32 @@ def train(rank: int, world: int, port: int, folder: Path) -> None:
 
 
 class Net(nn.Sequential):
-    """Odd sizes, a bias for each layer, and something that is not trained."""
+    """Odd sizes, a bias for each layer, stacked experts, and something that is not trained."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
         self.frozen = nn.Parameter(torch.ones(7, 3), requires_grad=False)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 2 * GATE, WIDTH) / 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts: Any = self.experts
+        local = experts.to_local() if isinstance(experts, DTensor) else experts
+        term = local.square().sum()
+        out: Tensor = self[1](self[0](x)) + (term - term.detach())  # the same on all ranks
+        return out
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
+    if name != "experts":
+        return None
+    parts: dict[str, slice] = {"gate": slice(0, GATE), "up": slice(GATE, None)}
+    return {f"experts.{e}.{p}": (e, at) for e in range(shape[0]) for p, at in parts.items()}
 
 
 def sharded(kind: str, world: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -81,10 +104,15 @@ def sharded(kind: str, world: int) -> nn.Module:
             fully_shard(model, mesh=line)
         case "mixed":
             half, full = torch.bfloat16, torch.float32
-            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
-            fully_shard(model, mesh=line, mp_policy=policy)
+            mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+            fully_shard(model, mesh=line, mp_policy=mixed)
+        case "offload":
+            fully_shard(model, mesh=line, offload_policy=CPUOffloadPolicy(pin_memory=False))
         case "replicated":
             fully_shard(model, mesh=grid)
+        case "experts":  # and on four ranks the rows of each once more
+            splits = [Shard(0), Shard(1)][: grid.ndim]
+            model.experts = nn.Parameter(distribute_tensor(model.experts, grid, splits))
         case _:
             mesh = line if kind == "tensor" else grid["tensor"]
             parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -105,6 +133,7 @@ class Half(nn.Module):
         self.bias = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16))
         self.other = nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16))
         self.frozen = nn.Parameter(torch.zeros(7, 3, dtype=torch.bfloat16))
+        self.experts = nn.Parameter(torch.zeros(EXPERTS, 2, GATE, WIDTH, dtype=torch.bfloat16))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
@@ -117,8 +146,11 @@ class Half(nn.Module):
                     self.bias.data.copy_(tensor)
                 case "1.bias":
                     self.other.data.copy_(tensor)
-                case _:
+                case "frozen":
                     self.frozen.data.copy_(tensor)
+                case _:
+                    _, expert, part = name.split(".")
+                    self.experts.data[int(expert), int(part == "up")].copy_(tensor)
 
 
 def follow(rank: int, world: int, folder: Path, kind: str) -> None:
@@ -126,7 +158,7 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
     import torch.distributed as dist
 
     model = sharded(kind, world)
-    source = Failing(ModuleSource(model))
+    source = Failing(ModuleSource(model, name_map=by_expert))
     lane = shared_memory.Sender(folder / f"lane{rank}")
     dist.barrier()  # all listen
     sender: WeightSender | CrewRank
@@ -138,7 +170,7 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
     else:
         link = shared_memory.Receiver(folder / "crew")
         sender = CrewRank(source, lane, link, rank=rank, world=world, options=OPTIONS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     full_syncs = 0
     for number in range(5):
         torch.manual_seed(number)
@@ -157,12 +189,14 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
         assert stats.receivers == 3
         assert stats.lost == {}
         gathered = {name: whole(p).bfloat16() for name, p in model.named_parameters()}
+        experts = gathered.pop("experts")
+        gathered |= {n: experts[i] for n, i in (by_expert("experts", (EXPERTS,)) or {}).items()}
         if rank == 0:
             engines.assert_hold(gathered)
             assert 0 < crew.exchanged_bytes < 64 << 10
         if number:
             assert (stats.kind, stats.base_version) == ("delta", stats.version - 1)
-            assert stats.parameters == {"changed": 4, "unchanged": 0, "frozen": 1}
+            assert stats.parameters == {"changed": 14, "unchanged": 0, "frozen": 1}
     assert full_syncs == 3
     dist.barrier()
     if rank == 0:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from types import MappingProxyType
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
+from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.layout import SourceLayout, check_coverage, source_specs, specs_of
 from deltasync.sync.scrub import Scrub
-from deltasync.sync.source import ModuleSource, NamedTensor
+from deltasync.sync.source import Index, ModuleSource, NamedTensor
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
@@ -121,6 +125,83 @@ def test_rename_to_one_name_is_refused_for_two_tensors_and_fine_for_ties() -> No
         return name.replace("head", "embed")
 
     assert ("embed.weight",) in names_of(ModuleSource(Model(), rename=tie).tensors())
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, Index] | None:
+    """(experts, 2 * width, hidden): gate beside up."""
+    if name != "experts":
+        return None
+    width, found = shape[1] // 2, dict[str, Index]()
+    for expert in range(shape[0]):
+        found[f"experts.{expert}.gate"] = (expert, slice(0, width))
+        found[f"experts.{expert}.up"] = (expert, slice(width, None))
+    return found
+
+
+def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(3, 4, 5))
+    model.norm = nn.Parameter(torch.ones(2), requires_grad=False)
+    source = ModuleSource(model, name_map=by_expert)
+    tensors = source.tensors()
+    assert source.tensors() is tensors
+    assert [t.name for t in tensors] == [
+        *(f"experts.{expert}.{part}" for expert in range(3) for part in ("gate", "up")),
+        "norm",
+    ]
+    for number, (entry, part) in enumerate(zip(tensors, model.experts.view(6, 2, 5), strict=False)):
+        assert entry.shape == (2, 5)
+        assert entry.tensor.data_ptr() == part.data_ptr(), number
+        assert entry.tensor.requires_grad
+    layout = SourceLayout(source, source_specs(tensors))
+    assert [spec.shape for spec in layout.specs] == [(2, 5)] * 6 + [(2,)]
+    assert layout.coverage((), full=False) == {"changed": 0, "unchanged": 6, "frozen": 1}
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ((4,), "no part"),
+        ((-1,), "no part"),
+        ((slice(0, 4, 2),), "no part"),
+        ((slice(2, 2),), "no part"),
+        ((0, 0), "no part"),
+    ],
+)
+def test_odd_parts_are_refused_by_name(index: Index, words: str) -> None:
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4))})
+    source = ModuleSource(model, name_map=lambda name, shape: {"odd": index})
+    with pytest.raises(ConfigError, match=f"odd: .*{words}"):
+        source.tensors()
+
+
+def test_parts_of_tied_parameters_and_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tied"):
+        ModuleSource(Model(), name_map=lambda name, shape: {name: (0,)}).tensors()
+    with pytest.raises(ConfigError, match="one name"):
+        ModuleSource(Model(tied=False), name_map=lambda name, shape: {"same": ()}).tensors()
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_parts_of_shards_make_up_the_parts(shape: list[int], data: st.DataObject) -> None:
+    """Of any box of a tensor, however it is cut among ranks."""
+    whole = torch.arange(prod(shape)).view(shape)
+    index: Index = ()
+    for length in shape:
+        begin = data.draw(st.integers(0, length - 1))
+        end = data.draw(st.integers(begin + 1, length))
+        index += (begin if data.draw(st.booleans()) else slice(begin, end),)
+    spec = ShardSpec.whole(shape).cut(data.draw(st.integers(1, 3)))
+    found = torch.full(whole[index].shape, -1)
+    for box in spec:
+        local = box.narrowed(ShardSpec.whole(shape), whole).clone()
+        for part in NamedTensor(("a",), local, box).parts({"b": index}):
+            assert part.shape == whole[index].shape
+            assert part.shard is not None
+            part.shard.narrowed(
+                ShardSpec.whole(part.shard.shape), found.view(part.shard.shape)
+            ).copy_(part.tensor)
+    assert torch.equal(found, whole[index])
 
 
 def test_source_and_target_of_one_model_agree() -> None:
