@@ -8,13 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
-from deltasync.errors import EngineFailed, SyncAborted, TransportTimeout
+from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.connection import Connection, WithoutRoutes
+from deltasync.sync.crew import Crew
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
+from deltasync.transports.address import Address
 from deltasync.transports.base import SendTransport
 
 # What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
@@ -67,6 +69,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         max_staged_bytes: Memory in each worker for a version that is not written yet.
         options: Of the sender.
         timeout_s: For each wait, here and in the workers.
+        crew: The other ranks of the trainer, if it has several. This is rank 0 then, and the others
+            use a `CrewRank` each, with a transport that workers reach too. What fails here in
+            `send_weights`, the engine's part included, raises SyncAborted there.
     """
 
     def __init__(
@@ -81,13 +86,14 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         max_staged_bytes: int = 1 << 30,
         options: SenderOptions | None = None,
         timeout_s: float = 60.0,
+        crew: Crew | None = None,
     ) -> None:
-        self._source, self._server, self._workers = source, server, workers
-        self._transport, self._paused = transport, paused
+        self._address = _reachable(Address.of(transport), rank=0)
+        self._server, self._workers, self._paused = server, workers, paused
         self._without_routes: WithoutRoutes = without_routes
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
+        self._crew = crew
         self._name = ""  # of the engine, as it was let connect last
-        self._connection()  # which refuses a transport that workers cannot reach
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._pause = ExitStack()
         self._is_paused = False
@@ -95,7 +101,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._sent: Future[SyncStats] = Future()  # what has become of the version
         self._is_behind = True  # workers have to connect
         self.sender = WeightSender(
-            source, transport, options=options, tell=self._follow, admits=self._has_let_connect
+            source,
+            transport,
+            options=options,
+            tell=self._follow,
+            admits=self._has_let_connect,
+            crew=crew,
         )
 
     def __exit__(self, *error: object) -> None:
@@ -105,8 +116,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """Let the engine's workers connect, anew if they were connected.
 
         `send_weights` does so itself when workers are missing, and after an update that failed.
+        The first time the trainer's other ranks have to be in theirs.
 
-        Raises TransportTimeout, or what the engine raises.
+        Raises TransportTimeout, SyncAborted if a rank does not come, or what the engine raises.
         """
         with suppress(EngineFailed):  # said by workers that were asked before
             self.sender.wait_for_receivers(0, timeout_s=0)
@@ -121,8 +133,26 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
         not hold the version.
         """
-        if self._is_behind or not self._are_here():
-            self.connect()
+        with self.sender.one_call(self._timeout_s):
+            if self._is_behind or not self._are_here():
+                self.connect()
+            return self._send_weights()
+
+    def disconnect(self) -> None:
+        """Let the engine's workers end their connection, and leave weights alone.
+
+        Call it before the engine sleeps, releases its memory or reloads weights: nothing tells
+        workers that it does. The next `send_weights` connects anew and brings what is missing.
+        """
+        self._is_behind = True
+        self._server.disconnect()
+
+    def close(self) -> None:
+        """End every connection. The engine keeps its weights."""
+        self.sender.close()
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+    def _send_weights(self) -> SyncStats:
         self._updates.clear()
         self._sent = Future()
         try:
@@ -139,20 +169,6 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         if not self._updates:  # the engine joined with the trainer's weights
             self._server.name(stats.version)
         return stats
-
-    def disconnect(self) -> None:
-        """Let the engine's workers end their connection, and leave weights alone.
-
-        Call it before the engine sleeps, releases its memory or reloads weights: nothing tells
-        workers that it does. The next `send_weights` connects anew and brings what is missing.
-        """
-        self._is_behind = True
-        self._server.disconnect()
-
-    def close(self) -> None:
-        """End every connection. The engine keeps its weights."""
-        self.sender.close()
-        self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _has_let_connect(self, engine: str) -> bool:
         """Not one that an earlier trainer at this address has left behind: none would commit."""
@@ -186,10 +202,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         return problems
 
     def _connection(self) -> Connection:
-        return Connection.to(
-            self._transport,
-            self._source.tensors(),
+        specs = self.sender.declared(timeout_s=self._timeout_s)
+        others = sorted(self._crew.addresses.items()) if self._crew else []
+        return Connection(
+            addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),
             engine=self._name,
+            tensors=tuple((spec.name, spec.dtype.name, spec.shape) for spec in specs),
             without_routes=self._without_routes,
             max_staged_bytes=self._max_staged_bytes,
             timeout_s=self._timeout_s,
@@ -218,3 +236,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             if is_whole:
                 self._is_paused = False
                 self._pause.close()
+
+
+def _reachable(address: Address | None, *, rank: int) -> Address:
+    if address is None:
+        raise ConfigError(
+            f"an engine's workers cannot connect to the transport of rank {rank}: use "
+            "shared_memory, cuda_ipc or collective"
+        )
+    return address

@@ -55,9 +55,11 @@ class Worker:
             world: Workers of the replica.
             replica: Of the engine, which is data parallel.
         """
+        first, *lanes = [address.receiver(device) for address in to.addresses]
         receiver = WeightReceiver(
             target,
-            to.receiver(device),
+            first,
+            lanes=lanes,
             engine=f"{to.engine}-{replica}",
             rank=rank,
             world=world,
@@ -98,7 +100,7 @@ class Worker:
         the trainer may begin to listen only when all workers have been told to connect.
         """
         failed = Failed(version=None, error=type(error).__name__, reason=str(error)[:4096])
-        link = to.receiver(device)
+        link = to.addresses[0].receiver(device)
 
         def tell() -> None:
             with closing(link), suppress(TransportError):  # it hangs up, or is gone

@@ -9,6 +9,7 @@ from typing import TypeVar
 from deltasync.errors import DeltaSyncError, SyncAborted, TransportError, WireError
 from deltasync.sync import orders
 from deltasync.sync.stats import SyncStats
+from deltasync.transports.address import Address
 from deltasync.transports.base import Frame, SendTransport
 
 A = TypeVar("A", orders.Declared, orders.Held, orders.Compared, orders.Sent)
@@ -24,35 +25,50 @@ class Crew:
         world: Ranks of the trainer.
 
     Attributes:
+        timeout_s: For each wait.
         exchanged_bytes: Said among ranks in the last call, both ways.
         captures: By rank, what its snapshot goes back to.
+        addresses: By rank, where it sends from, if that can be told.
+        is_called: Whether a call is under way.
     """
 
     def __init__(self, link: SendTransport, world: int) -> None:
         self.world, self.exchanged_bytes = world, 0
         self._link = link
+        self.timeout_s = 60.0
         self.captures: dict[int, str | None] = {}
+        self.addresses: dict[int, Address | None] = {}
+        self.is_called = False
         self._peers: dict[int, int] = {}  # by rank
         self._epoch: tuple[int, ...] = ()
-        self._call = 0
-        self._timeout_s = 60.0
+        self._call = 1
         self._is_owed = False  # answers that nobody has read
 
     @property
     def call(self) -> int:
-        """Which call of `send_weights` this is."""
+        """Which call of `send_weights` this is, or the next one."""
         return self._call
 
-    def muster(self, timeout_s: float) -> None:
-        """Begin a call: wait until all ranks are here. Raises SyncAborted if they do not come."""
-        self._call, self._timeout_s, self.exchanged_bytes = self._call + 1, timeout_s, 0
-        deadline = time.monotonic() + timeout_s
+    def muster(self) -> None:
+        """Begin a call. Raises as `gather`; that was the call then."""
+        self.exchanged_bytes = 0
+        try:
+            self.gather()
+        except BaseException:
+            self._send_away()
+            self._call += 1
+            raise
+        self.is_called = True
+
+    def gather(self) -> None:
+        """Wait until all ranks are in the next call. Raises SyncAborted if they do not come."""
+        deadline = time.monotonic() + self.timeout_s
         self._listen(0.0)
         while missing := self._missing():
             rest = deadline - time.monotonic()
             if rest <= 0:
-                self._send_away()
-                raise SyncAborted(f"rank {missing[0]} of the trainer did not come in {timeout_s} s")
+                late = f"rank {missing[0]} of the trainer"
+                raise SyncAborted(f"{late} did not come in {self.timeout_s} s")
             self._listen(rest)
         peers = tuple(self._peers[rank] for rank in range(1, self.world))
         if peers != self._epoch:
@@ -66,7 +82,7 @@ class Crew:
         self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:
-            self._link.send(Frame(header), timeout_s=self._timeout_s)
+            self._link.send(Frame(header), timeout_s=self.timeout_s)
         except BaseException as error:
             self._send_away()  # who has got the order would answer
             if isinstance(error, TransportError):
@@ -96,6 +112,8 @@ class Crew:
         except SyncAborted:
             if error is None:
                 raise
+        finally:
+            self._call, self.is_called = self._call + 1, False
 
     def close(self) -> None:
         """End the connections to all ranks."""
@@ -115,6 +133,7 @@ class Crew:
                 here = None
             if isinstance(here, orders.Here) and here.world == self.world > here.rank > 0:
                 self._peers[here.rank], self.captures[here.rank] = peer, here.capture
+                self.addresses[here.rank] = here.address
             else:
                 self._link.drop(peer)
 
@@ -126,7 +145,7 @@ class Crew:
 
     def _open(self, peers: tuple[int, ...]) -> None:
         self._epoch, self._is_owed = (), False
-        if failed := self._link.open_epoch(peers, timeout_s=self._timeout_s):
+        if failed := self._link.open_epoch(peers, timeout_s=self.timeout_s):
             why = "; ".join(map(str, failed.values()))
             self._send_away()
             raise SyncAborted(f"a rank of the trainer is gone: {why}")
@@ -135,7 +154,7 @@ class Crew:
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
         """By rank."""
         try:
-            replies = self._link.collect_replies(timeout_s=self._timeout_s)
+            replies = self._link.collect_replies(timeout_s=self.timeout_s)
         except BaseException:
             self._send_away()
             raise

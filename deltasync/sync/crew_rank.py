@@ -27,10 +27,12 @@ from deltasync.sync.proof import Digests
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.weights import OwnWeights
+from deltasync.transports.address import Address
 from deltasync.transports.base import ReceiveTransport, SendTransport
 from deltasync.wire.messages import digest_text, parameter_specs
 
 _REPLY_TIMEOUT_S = 30.0
+_TURN_S = 0.2
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
@@ -68,6 +70,7 @@ class CrewRank:
         self._source, self._rank, self._world = source, rank, world
         self._weights = OwnWeights(source, self.options)
         self._lanes = LaneSender(transport, self.options.compression)
+        self._address = Address.of(transport)
         self._link = link
         self._is_connected = False
         self._call = self._num_parameters = 0
@@ -94,11 +97,11 @@ class CrewRank:
             while not isinstance(order := self._receive(deadline), orders.Done):
                 error = self._carry_out(order) or error
             self._resolve(order.version)
+        self.version = order.version
         if error is not None:
             raise error
         if order.stats is None:
             raise SyncAborted(f"rank 0: {order.error}")
-        self.version = order.version
         return order.stats
 
     def close(self) -> None:
@@ -121,10 +124,15 @@ class CrewRank:
     def _hear(self, deadline: float) -> orders.Order:
         try:
             if not self._is_connected:
-                here = orders.Here(rank=self._rank, world=self._world, capture=self._captured)
+                here = orders.Here(
+                    rank=self._rank,
+                    world=self._world,
+                    capture=self._captured,
+                    address=self._address,
+                )
                 self._link.connect(orders.encode(here), timeout_s=_rest(deadline))
                 self._is_connected = True
-            order = orders.decode(self._link.receive(timeout_s=_rest(deadline)).header)
+            order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
             raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
         except PeerLost as error:
@@ -133,6 +141,16 @@ class CrewRank:
         if not isinstance(order, orders.Order):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
+
+    def _heard(self, deadline: float) -> bytes:
+        """What rank 0 says next. Receivers bring their lanes meanwhile, and greet it only then."""
+        while True:
+            self._lanes.listen()
+            try:
+                return self._link.receive(timeout_s=min(_TURN_S, _rest(deadline))).header
+            except TransportTimeout:
+                if not _rest(deadline):
+                    raise
 
     def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
         """Obey and answer. Returns what went wrong here; rank 0 has been told."""

@@ -172,13 +172,21 @@ class CrewWeights:
     def snapshot_bytes(self) -> int:
         return max([self._own.snapshot_bytes, *(h.snapshot_bytes for h in self._held.values())])
 
-    def capture(self, held: Sequence[ParameterSpec]) -> None:
-        if not self._declared or self.is_lost:
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        """Of all ranks. They say so once, in a call or, if none is under way, in the next one."""
+        if not self._declared:
+            if not self._crew.is_called:
+                self._crew.gather()
             self._declared = self._declarations()
         known: dict[str, ParameterSpec] = {}
         for declaration in self._declared:
             known = {spec.name: spec for spec in declaration.specs} | known
-        specs = specs_of(list(known.values()), held, self._own.options.wire_dtypes)
+        return tuple(known.values())
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        if self.is_lost:
+            self._declared = []
+        specs = specs_of(self.declared(), held, self._own.options.wire_dtypes)
         boxes = [declaration.boxes for declaration in self._declared]
         shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
         numbers = {spec.name: number for number, spec in enumerate(specs)}

@@ -45,6 +45,14 @@ class LaneSender:
                 raise
             return SentBuckets(lost=gone)
 
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Take in lanes that have come."""
+        for peer, greeting in self._link.greetings(timeout_s=timeout_s):
+            if isinstance(greeting, Lane):
+                self._peers[greeting.connection] = peer
+            else:
+                self._link.drop(peer)
+
     def close(self) -> None:
         """End every connection."""
         self._link.close()
@@ -67,22 +75,15 @@ class LaneSender:
         Waits for those that have not come yet; one that has gone does not come again.
         """
         deadline = time.monotonic() + timeout_s
-        self._listen(0.0)
+        self.listen()
         while not self._peers.keys() >= set(receivers):
             rest = deadline - time.monotonic()
             if rest <= 0 or self._gone() & set(receivers):
                 break
-            self._listen(rest)
+            self.listen(rest)
         for name in self._gone():
             del self._peers[name]
         return {name: "its lane is gone" for name in receivers if name not in self._peers}
-
-    def _listen(self, timeout_s: float) -> None:
-        for peer, greeting in self._link.greetings(timeout_s=timeout_s):
-            if isinstance(greeting, Lane):
-                self._peers[greeting.connection] = peer
-            else:
-                self._link.drop(peer)
 
     def _gone(self) -> set[str]:
         return {name for name, peer in self._peers.items() if not self._link.is_connected(peer)}

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, Valida
 
 from deltasync.errors import MalformedMessage
 from deltasync.sync.stats import SyncStats
+from deltasync.transports.address import Address
 from deltasync.wire import frame
 from deltasync.wire.messages import Connection, Count, Digest, Entry, Seconds, Text, Version
 
@@ -28,12 +29,17 @@ class _Said(BaseModel):
 
 
 class Here(_Said):
-    """A rank has connected. `capture` is that which its snapshot goes back to, if it has one."""
+    """A rank has connected.
+
+    `capture` is that which its snapshot goes back to, if it has one; `address` is where it sends
+    from, if that can be told.
+    """
 
     kind: Literal["here"] = "here"
     rank: Count
     world: Count
     capture: Connection | None
+    address: Address | None
 
 
 class _Order(_Said):

@@ -29,7 +29,7 @@ from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.weights import OwnWeights, Weights
 from deltasync.transports.base import SendTransport
-from deltasync.wire.messages import Upcoming
+from deltasync.wire.messages import ParameterSpec, Upcoming
 
 
 @dataclass(slots=True)
@@ -92,6 +92,7 @@ class WeightSender:
         self._busy = False
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
+        self._done: SyncStats | None = None
 
     @property
     def options(self) -> SenderOptions:
@@ -150,7 +151,7 @@ class WeightSender:
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._exclusive(), self._on_own_stream(), self._with_crew(timeout_s) as tell_crew:
+        with self._exclusive(), self._on_own_stream(), self.one_call(timeout_s):
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._lost = {}
@@ -167,9 +168,37 @@ class WeightSender:
             joined = self._join(engines)
             if not self._session.members:
                 raise self._nobody()
-            stats = self._stats(delta, joined, began)
-            tell_crew(stats)
-            return stats
+            self._done = self._stats(delta, joined, began)
+            return self._done
+
+    @contextmanager
+    def one_call(self, timeout_s: float) -> Iterator[None]:
+        """What is done inside is one call of `send_weights` to the other ranks of the trainer.
+
+        They take part until it ends, and learn how. Raises SyncAborted if one does not come.
+        """
+        crew = self._crew
+        if crew is None or crew.is_called:
+            yield
+            return
+        self._done, crew.timeout_s = None, timeout_s
+        crew.muster()
+        try:
+            yield
+        except BaseException as error:
+            crew.dismiss(self.version, None, error)
+            raise
+        crew.dismiss(self.version, self._done, None)
+
+    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
+        """What all ranks of the trainer hold, in the dtypes of the source.
+
+        Raises SyncAborted if a rank does not come to `send_weights`, which is where it tells.
+        """
+        with self._exclusive():
+            if self._crew is not None and not self._crew.is_called:
+                self._crew.timeout_s = timeout_s
+            return self._weights.declared()
 
     def close(self) -> None:
         """End every connection. Receivers keep serving what they hold."""
@@ -329,21 +358,6 @@ class WeightSender:
             receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
             snapshot_bytes=self._weights.snapshot_bytes,
         )
-
-    @contextmanager
-    def _with_crew(self, timeout_s: float) -> Iterator[Callable[[SyncStats], None]]:
-        """All ranks of the trainer take part in a call. They learn how it ends."""
-        crew, told = self._crew, list[SyncStats]()
-        if crew is None:
-            yield told.append
-            return
-        crew.muster(timeout_s)
-        try:
-            yield told.append
-        except BaseException as error:
-            crew.dismiss(self.version, None, error)
-            raise
-        crew.dismiss(self.version, told[0], None)
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:

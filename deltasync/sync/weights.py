@@ -43,6 +43,10 @@ class Weights(Protocol):
         """The largest copy that a rank keeps."""
         ...
 
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        """What the source holds, in the dtypes that it has. Raises SyncAborted, ConfigError."""
+        ...
+
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         """Start from the source as it is, in the dtypes that a receiver holds.
 
@@ -93,9 +97,11 @@ class OwnWeights:
     def snapshot_bytes(self) -> int:
         return self._held[1].num_bytes
 
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        return source_specs(self.source.tensors())
+
     def capture(self, held: Sequence[ParameterSpec]) -> None:
-        specs = specs_of(source_specs(self.source.tensors()), held, self.options.wire_dtypes)
-        self.capture_as(specs)
+        self.capture_as(specs_of(self.declared(), held, self.options.wire_dtypes))
 
     def capture_as(
         self, specs: Sequence[ParameterSpec], boxes: Mapping[str, ShardSpec] | None = None

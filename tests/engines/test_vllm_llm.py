@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import WeightSource
+from deltasync import Crew, CrewRank, NamedTensor, ShardSpec, WeightSource
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.testing.processes import run_ranks
-from deltasync.transports import shared_memory
+from deltasync.transports import inprocess, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 
@@ -85,6 +87,45 @@ def follow(_: int, folder: Path) -> None:
         assert (stats.kind, stats.receivers) == ("delta", 1)
         assert llm.get_weight_version() == str(stats.version)
         assert tokens(llm) == expected
+        assert same_bits(parameters_of(llm), bits)
+
+
+class Rows(WeightSource):
+    """What one of two ranks holds of a trainer's weights."""
+
+    def __init__(self, weights: Weights, rank: int) -> None:
+        self._held: list[NamedTensor] = []
+        for entry in weights.tensors():
+            box = ShardSpec.placed(entry.shape, (2,), (rank,), [(0, 1)])
+            rows = box.narrowed(ShardSpec.whole(entry.shape), entry.tensor)
+            self._held.append(NamedTensor(entry.names, rows, box))
+
+    def tensors(self) -> list[NamedTensor]:
+        return self._held
+
+
+def follow_ranks(_: int, folder: Path) -> None:
+    """Two ranks of a trainer, in two threads."""
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    bits = parameters_of(started(folder, new))
+    llm = started(folder, old)
+    source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    hub, lane = inprocess.Sender(), shared_memory.Sender(folder / "lane")
+    rank = CrewRank(Rows(source, 1), lane, hub.receiver(), rank=1, world=2)
+    with (
+        synced(Rows(source, 0), llm, folder, crew=Crew(hub, 2)) as sync,
+        closing(rank),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        for weights in (old, new):
+            source.take(weights)
+            other = thread.submit(rank.send_weights)
+            stats = sync.send_weights()
+            assert other.result() == stats
+            assert (stats.full_synced, stats.receivers) == (0, 1)
+            assert llm.get_weight_version() == str(stats.version)
+        assert stats.kind == "delta"
         assert same_bits(parameters_of(llm), bits)
 
 
@@ -234,6 +275,7 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
     ("what", "architecture", "packs"),
     [
         (follow, "LlamaForCausalLM", False),
+        (follow_ranks, "LlamaForCausalLM", False),
         (refuse_experts, "Qwen3MoeForCausalLM", False),
         (heal, "LlamaForCausalLM", False),
         (refuse, "LlamaForCausalLM", True),

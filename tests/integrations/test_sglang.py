@@ -36,7 +36,7 @@ def order(text: str) -> list[tuple[str, Tensor]]:
         order('{"version": "7"}'),
         order('{"version": 7}'),
         order('{"unknown": 7}'),
-        order('{"connection": {"link": "pigeon"}}'),
+        order('{"connection": {"addresses": [{"link": "pigeon"}]}}'),
     ],
 )
 def test_orders_that_make_no_sense_are_refused_quietly(given: Any) -> None:

@@ -13,6 +13,7 @@ from tests.sync.crew import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 
 TRAINERS, VERSIONS = 2, 6
+SECRET = b"of lanes, which greet twice then"
 SHAPES = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 
 pytestmark = pytest.mark.timeout(180)
@@ -37,7 +38,7 @@ def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None
     device = "cpu" if backend == "gloo" else "cuda:0"
     module = random_model(SHAPES, 1)
     source = Sharded(module, rows_of(module, TRAINERS)[rank], device)
-    lane = Sender(port=ports[rank], backend=backend, device=device)
+    lane = Sender(port=ports[rank], backend=backend, device=device, secret=SECRET)
     options = SenderOptions(bucket_bytes=10_000)
     sender: WeightSender | CrewRank
     if rank == 0:
@@ -61,7 +62,8 @@ def follow(number: int, backend: Backend, ports: list[int]) -> None:
     expected, module = random_model(SHAPES, 1), random_model(SHAPES, 2)
     module.to(device)
     first, *lanes = [
-        Receiver("127.0.0.1", port, backend=backend, device=device) for port in ports[:TRAINERS]
+        Receiver("127.0.0.1", port, backend=backend, device=device, secret=SECRET)
+        for port in ports[:TRAINERS]
     ]
     target, engine = ModuleTarget(module), f"engine-{number}"
     receiver = WeightReceiver(target, first, lanes=lanes, engine=engine)
