@@ -127,16 +127,30 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
         self._is_behind = False
 
-    def send_weights(self) -> SyncStats:
+    @property
+    def world(self) -> int:
+        """Ranks of the trainer."""
+        return self.sender.world
+
+    def look(self) -> None:
+        """See `WeightSender.look`."""
+        self.sender.look()
+
+    def send_weights(
+        self, *, timeout_s: float | None = None, released: Callable[[], None] | None = None
+    ) -> SyncStats:
         """`WeightSender.send_weights`, with the engine's update when it is due.
 
         Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
         not hold the version.
         """
-        with self.sender.one_call(self._timeout_s):
+        timeout_s = timeout_s or self._timeout_s
+        with self.sender.one_call(timeout_s):
             if self._is_behind or not self._are_here():
+                if released is not None:
+                    raise SyncAborted("the engine has to connect anew; the next sync lets it")
                 self.connect()
-            return self._send_weights()
+            return self._send_weights(timeout_s, released)
 
     def disconnect(self) -> None:
         """Let the engine's workers end their connection, and leave weights alone.
@@ -152,11 +166,11 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self.sender.close()
         self._calls.shutdown(wait=False, cancel_futures=True)
 
-    def _send_weights(self) -> SyncStats:
+    def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
         self._updates.clear()
         self._sent = Future()
         try:
-            stats = self.sender.send_weights(timeout_s=self._timeout_s)
+            stats = self.sender.send_weights(timeout_s=timeout_s, released=released)
             self._check_complete(stats)
         except BaseException as error:
             self._sent.set_exception(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -52,6 +52,7 @@ class CrewRank:
         options: As of rank 0.
 
     Attributes:
+        world: Ranks of the trainer.
         version: The last version that this rank knows to be decided.
     """
 
@@ -67,7 +68,8 @@ class CrewRank:
     ) -> None:
         self.version = 0
         self.options = options or SenderOptions()
-        self._source, self._rank, self._world = source, rank, world
+        self.world = world
+        self._source, self._rank = source, rank
         self._weights = OwnWeights(source, self.options)
         self._lanes = LaneSender(transport, self.options.compression)
         self._address = Address.of(transport)
@@ -79,18 +81,28 @@ class CrewRank:
         self._captured: str | None = None
         self._base: int | None = None  # what the snapshot holds; None for what was captured last
         self._delta: tuple[int, Delta] | None = None  # not known to be decided
+        self._trains_meanwhile = False
 
-    def send_weights(self, *, timeout_s: float = 60.0) -> SyncStats:
+    def look(self) -> None:
+        """See `WeightSender.look`."""
+        self._weights.look()
+
+    def send_weights(
+        self, *, timeout_s: float = 60.0, released: Callable[[], None] | None = None
+    ) -> SyncStats:
         """Take part in a sync. Returns what rank 0 has counted.
 
         Args:
             timeout_s: As of rank 0.
+            released: See `WeightSender.send_weights`; if one rank is given it, so are all.
 
         Raises:
             SyncAborted: It came to nothing, on any rank; the next one covers it.
             DeltaSyncError: Why this rank could not do its part.
         """
         self._call += 1
+        self._trains_meanwhile = released is not None
+        self._weights.begin(released)
         deadline = time.monotonic() + _PATIENCE * timeout_s
         with self._alone(), self._weights.stream.entered():
             error = None
@@ -126,7 +138,7 @@ class CrewRank:
             if not self._is_connected:
                 here = orders.Here(
                     rank=self._rank,
-                    world=self._world,
+                    world=self.world,
                     capture=self._captured,
                     address=self._address,
                 )
@@ -170,6 +182,8 @@ class CrewRank:
         return problem
 
     def _obey(self, order: orders.Order) -> orders.Answer | None:
+        if not self._may(order):
+            raise SyncAborted("training goes on meanwhile; the next sync covers this one")
         match order:
             case orders.Declare():
                 self._declared = Declaration.of(self._source.tensors())
@@ -186,6 +200,15 @@ class CrewRank:
             case orders.Decide():
                 self._resolve(order.version)
         return None
+
+    def _may(self, order: orders.Order) -> bool:
+        """Whether the source can still be read, or looked up, for what is ordered."""
+        match order:
+            case orders.Declare() | orders.Capture():
+                return not self._trains_meanwhile
+            case orders.Compare():
+                return not self._weights.is_released
+        return True
 
     def _capture(self, order: orders.Capture) -> None:
         assert self._declared is not None
@@ -230,7 +253,7 @@ class CrewRank:
     def _send(self, order: orders.Send) -> orders.Sent:
         plan: Plan
         if order.base_version is None:
-            plan = self._weights.full(ways=self._world)
+            plan = self._weights.full(ways=self.world)
         else:
             assert self._delta is not None
             plan = self._delta[1]
@@ -241,6 +264,7 @@ class CrewRank:
             receivers=order.receivers,
             timeout_s=order.timeout_s,
         )
+        self._weights.release()
         return orders.Sent(
             digests=() if sent.lost else _told(plan.ledger, order.copies),
             num_buckets=sent.num_buckets,

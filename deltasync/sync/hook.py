@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,9 +17,20 @@ _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
 class Sends(Protocol):
-    """A `WeightSender`, or a `CrewRank`."""
+    """A `WeightSender`, a `CrewRank`, or an `EngineSync`.
 
-    def send_weights(self, *, timeout_s: float) -> SyncStats: ...
+    Attributes:
+        world: Ranks of the trainer.
+    """
+
+    @property
+    def world(self) -> int: ...
+
+    def look(self) -> None: ...
+
+    def send_weights(
+        self, *, timeout_s: float, released: Callable[[], None] | None = None
+    ) -> SyncStats: ...
 
 
 class StepHook:
@@ -26,6 +40,7 @@ class StepHook:
         steps: Optimizer steps seen.
         syncs: Syncs done.
         failures: Syncs that failed; what they had to send goes with the next one.
+        skipped: Syncs left out because another one was under way.
         last_stats: What the last sync did, or None.
         last_error: Why the last failed one failed, or None.
     """
@@ -37,6 +52,7 @@ class StepHook:
         *,
         every: int,
         on_error: Literal["continue", "raise"],
+        on_busy: Literal["wait", "skip"] | None,
         callback: Callable[[SyncStats | DeltaSyncError], None] | None,
         timeout_s: float,
     ) -> None:
@@ -44,25 +60,74 @@ class StepHook:
             raise ConfigError(f"every is {every}; it counts steps, from 1")
         if on_error not in ("continue", "raise"):
             raise ConfigError(f"on_error is {on_error!r}, neither 'continue' nor 'raise'")
-        self.steps = self.syncs = self.failures = 0
+        if on_busy not in ("wait", "skip", None):
+            raise ConfigError(f"on_busy is {on_busy!r}, neither 'wait' nor 'skip' nor None")
+        if on_busy == "skip" and sender.world > 1:
+            raise ConfigError("ranks of a trainer cannot skip, each when it is busy: say 'wait'")
+        self.steps = self.syncs = self.failures = self.skipped = 0
         self.last_stats: SyncStats | None = None
         self.last_error: DeltaSyncError | None = None
         self._sender, self._every, self._on_error = sender, every, on_error
-        self._callback, self._timeout_s = callback, timeout_s
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._callback, self._timeout_s, self._on_busy = callback, timeout_s, on_busy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync-sync")
+        self._sync_under_way: Future[None] | None = None
+        self._released = threading.Event()
+        self._is_settled = False  # the last sync was one of all receivers
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def remove(self) -> None:
-        """Stop syncing. Idempotent."""
-        self._handle.remove()
+        """Stop syncing, after the sync under way. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._thread.shutdown()
+
+    def wait(self) -> None:
+        """Return when no sync is under way. Raises StepApplied as a step does."""
+        under_way, self._sync_under_way = self._sync_under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _before_step(self, *_: Any) -> None:
+        """The step changes what a sync reads."""
+        if self._sync_under_way is not None:
+            self._released.wait()
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
-        if self.steps % self._every == 0:
+        if self.steps % self._every:
+            return
+        under_way = self._sync_under_way
+        if self._on_busy == "skip" and under_way is not None and not under_way.done():
+            self.skipped += 1
+            return
+        self.wait()
+        if self._on_busy is None or not self._is_settled:
             self._sync()
-
-    def _sync(self) -> None:
+            return
         try:
-            stats = self._sender.send_weights(timeout_s=self._timeout_s)
+            self._sender.look()
+        except DeltaSyncError as error:
+            self._failed(error)
+            return
+        self._released.clear()
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._sync_under_way = self._thread.submit(self._sync_meanwhile, stream)
+
+    def _sync_meanwhile(self, stream: torch.cuda.Stream | None) -> None:
+        """In a thread of its own, which begins after all that `stream` holds now."""
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self._sync(self._released.set)
+        finally:
+            self._released.set()
+
+    def _sync(self, released: Callable[[], None] | None = None) -> None:
+        self._is_settled = False
+        try:
+            stats = self._sender.send_weights(timeout_s=self._timeout_s, released=released)
         except DeltaSyncError as error:
             self._failed(error)
         except Exception as error:
@@ -70,7 +135,7 @@ class StepHook:
             raise StepApplied(f"{_APPLIED}: {type(error).__name__}: {error}") from error
         else:
             self.syncs += 1
-            self.last_stats = stats
+            self.last_stats, self._is_settled = stats, True
             if self._callback is not None:
                 self._callback(stats)
 
@@ -89,6 +154,7 @@ def sync_after_step(
     *,
     every: int = 1,
     on_error: Literal["continue", "raise"] = "continue",
+    on_busy: Literal["wait", "skip"] | None = None,
     callback: Callable[[SyncStats | DeltaSyncError], None] | None = None,
     timeout_s: float = 60.0,
 ) -> StepHook:
@@ -99,12 +165,19 @@ def sync_after_step(
 
     Args:
         optimizer: Whose steps count.
-        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `CrewRank`.
+        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `CrewRank`, or an
+            `EngineSync`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training (it is counted, and the next
             sync covers both) or "raise" StepApplied: the step itself was applied. What is no
             DeltaSyncError (out of memory, say) is always raised so.
-        callback: Called with the SyncStats, or with the error, after each sync.
+        on_busy: None: the step returns when the sync is done. Otherwise it returns at once: a
+            thread syncs while the next step's forward and backward passes run, and the optimizer
+            waits only until the weights have been read. If receivers still stage or write when
+            the next sync is due, "wait" for them, or "skip" it: the one after covers both. A sync
+            that has to start anew (the first, and after a failure) is done in the step. What such
+            a sync raises, a later step raises, or `wait`.
+        callback: Called with the SyncStats, or with the error, after each sync, by its thread.
         timeout_s: For `WeightSender.send_weights`.
 
     Returns:
@@ -115,6 +188,7 @@ def sync_after_step(
         sender,
         every=every,
         on_error=on_error,
+        on_busy=on_busy,
         callback=callback,
         timeout_s=timeout_s,
     )

@@ -91,6 +91,7 @@ class Round:
 
     Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
     after it leaves alone. In both cases the session then knows why, and they have been dropped.
+    `packed` is called when nothing of the plan is read from the source any more.
     """
 
     def __init__(
@@ -102,10 +103,11 @@ class Round:
         *,
         compression: Compression,
         tell: Callable[[Moment], None] = lambda moment: None,
+        packed: Callable[[], None] = lambda: None,
         others: Others | None = None,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
-        self._tell, self._others = tell, others
+        self._tell, self._packed, self._others = tell, packed, others
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._is_answering = False
@@ -163,6 +165,7 @@ class Round:
         own = SentBuckets()
         try:
             own = self._link.send_buckets(self._plan, self._version, self._compression)
+            self._packed()
         except TransportError as error:
             self._note_lost(error)
         self._result.count(own)

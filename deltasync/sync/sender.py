@@ -95,6 +95,11 @@ class WeightSender:
         self._done: SyncStats | None = None
 
     @property
+    def world(self) -> int:
+        """Ranks of the trainer."""
+        return self._crew.world if self._crew else 1
+
+    @property
     def options(self) -> SenderOptions:
         """May be replaced between two syncs."""
         return self._own.options
@@ -136,7 +141,17 @@ class WeightSender:
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
-    def send_weights(self, *, timeout_s: float = 60.0) -> SyncStats:
+    def look(self) -> None:
+        """Look up where the source's tensors are, which the next `send_weights` then need not do.
+
+        For a call from another thread: see `released`. Raises SourceChanged.
+        """
+        with self._exclusive():
+            self._own.look()
+
+    def send_weights(
+        self, *, timeout_s: float = 60.0, released: Callable[[], None] | None = None
+    ) -> SyncStats:
         """Bring every receiver to the source's weights as they are now: one version.
 
         Members get the delta; if one fails before the decision it is dropped and the
@@ -145,6 +160,11 @@ class WeightSender:
 
         Args:
             timeout_s: For each wait on receivers.
+            released: Called when the source has been read for the last time: from then on it may
+                change, while receivers still stage and write. Training can go on in another thread
+                then, which calls `look` before this one begins, and waits for `released`, or for
+                the call's end, before it changes the source. Such a call sends deltas to members
+                alone; what would read the source a second time raises SyncAborted.
 
         Raises:
             NoReceivers: Nobody is connected.
@@ -155,11 +175,15 @@ class WeightSender:
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._lost = {}
+            self._own.begin(released)
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
             if self._weights.is_lost:
                 self._part_with("a rank of the trainer has lost its snapshot")
             delta = self._sync_members() if self._session.members else None
+            if delta is None and released is not None:
+                reasons = "; ".join(self._lost.values()) or "no receiver is a member"
+                raise SyncAborted(f"{reasons}; the next sync covers this one")
             engines = self._newcomers()
             if not self._session.members:
                 delta = None
@@ -210,7 +234,7 @@ class WeightSender:
         """One more version for all members; None if none of them is left to hold it."""
         self._link.hint(Upcoming(version=self.version + 1), self._session.members)
         done = _Synced(base_version=self.version)
-        while self._session.members and not done.result.decided:
+        while self._session.members and not (done.result.decided or self._own.is_released):
             began = time.perf_counter()
             done.delta = self._weights.delta(self.version)
             done.diff_s += time.perf_counter() - began
@@ -284,6 +308,7 @@ class WeightSender:
             self._captured_layout(),
             compression=self.options.compression,
             tell=self._tell,
+            packed=self._own.release,
             others=self._others,
         )
         try:

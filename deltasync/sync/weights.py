@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -73,6 +73,9 @@ class OwnWeights:
     Args:
         source: The parameters; read, never written.
         options: Sizes, policy, dtypes.
+
+    Attributes:
+        is_released: Whether the source may have changed since the call under way has begun.
     """
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
@@ -80,6 +83,9 @@ class OwnWeights:
         self.source, self.options = source, options
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None
+        self._is_looked_up = False
+        self._released: Callable[[], None] | None = None
+        self.is_released = False
 
     @property
     def layout(self) -> SourceLayout | None:
@@ -107,6 +113,7 @@ class OwnWeights:
         self, specs: Sequence[ParameterSpec], boxes: Mapping[str, ShardSpec] | None = None
     ) -> None:
         """Start from the source as it is. Arguments as of `SourceLayout`."""
+        self._is_looked_up = False
         layout = SourceLayout(self.source, specs, boxes)
         last, self._snapshot, self._layout = self._snapshot, None, None
         if last is not None and last.fits(layout.sent, layout.readers):
@@ -117,9 +124,28 @@ class OwnWeights:
         self._snapshot, self._layout = last, layout
         self.stream.move_to(last.device)
 
+    def begin(self, released: Callable[[], None] | None) -> None:
+        """A call begins. See `WeightSender.send_weights`."""
+        self._released, self.is_released = released, False
+
+    def release(self) -> None:
+        """The source is not read any more; on GPUs what the caller's stream does comes later."""
+        if self._released is not None and not self.is_released:
+            self.is_released = True
+            self.stream.join()
+            self._released()
+
+    def look(self) -> None:
+        """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
+        if self._layout is not None:
+            self._layout.refresh()
+            self._is_looked_up = True
+
     def delta(self, base_version: int) -> Delta:
         layout, snapshot = self._held
-        layout.refresh()
+        if not self._is_looked_up:
+            layout.refresh()
+        self._is_looked_up = False
         inflight = self.options.max_inflight_bytes
         return plan_delta(
             snapshot,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import CheckpointTensor, ModuleSource, ModuleTarget
+from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_step
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
@@ -94,6 +94,20 @@ def test_an_update_is_asked_for_once_a_version_is_decided(tmp_path: Path) -> Non
             assert sync.send_weights().kind == "delta"
             assert (server.calls, server.version) == (UPDATE, version)
             assert bits_equal(source, server.module)
+
+
+def test_an_engine_follows_an_optimizer_that_goes_on(tmp_path: Path) -> None:
+    source, server = model(0).requires_grad_(True), Server(model(1))
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.5)
+    with connected(source, server, tmp_path) as sync:
+        hook = sync_after_step(optimizer, sync, on_busy="wait", on_error="raise")
+        for _ in range(3):
+            for weights in source.parameters():
+                weights.grad = torch.ones_like(weights)
+            optimizer.step()
+        hook.remove()
+        assert (hook.syncs, hook.failures, server.version) == (3, 0, "3")
+        assert bits_equal(source, server.module)
 
 
 def test_a_server_that_holds_the_weights_learns_their_version(tmp_path: Path) -> None:

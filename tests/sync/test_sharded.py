@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, SenderOptions, WeightReceiver
+from deltasync import (
+    CheckpointTensor,
+    ModuleSource,
+    ModuleTarget,
+    SenderOptions,
+    WeightReceiver,
+    WeightSource,
+    sync_after_step,
+)
 from deltasync.delta.policy import Policy
 from deltasync.errors import SyncAborted
 from deltasync.sync.crew import Crew
@@ -57,6 +65,9 @@ def train(rank: int, world: int, port: int, folder: Path) -> None:
         (folder / kind).mkdir(exist_ok=True)
         follow(rank, world, folder / kind, kind)
         dist.barrier()
+    (folder / "meanwhile").mkdir(exist_ok=True)
+    train_meanwhile(rank, world, folder / "meanwhile")
+    dist.barrier()
     os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
 
 
@@ -159,17 +170,7 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
 
     model = sharded(kind, world)
     source = Failing(ModuleSource(model, name_map=by_expert))
-    lane = shared_memory.Sender(folder / f"lane{rank}")
-    dist.barrier()  # all listen
-    sender: WeightSender | CrewRank
-    if rank == 0:
-        crew = Crew(shared_memory.Sender(folder / "crew"), world)
-        sender = WeightSender(source, lane, options=OPTIONS, crew=crew)
-        engines = Engines(folder, world)
-        sender.wait_for_receivers(3)
-    else:
-        link = shared_memory.Receiver(folder / "crew")
-        sender = CrewRank(source, lane, link, rank=rank, world=world, options=OPTIONS)
+    sender, engines = joined(source, rank, world, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     full_syncs = 0
     for number in range(5):
@@ -188,20 +189,68 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
         full_syncs += stats.full_synced
         assert stats.receivers == 3
         assert stats.lost == {}
-        gathered = {name: whole(p).bfloat16() for name, p in model.named_parameters()}
-        experts = gathered.pop("experts")
-        gathered |= {n: experts[i] for n, i in (by_expert("experts", (EXPERTS,)) or {}).items()}
-        if rank == 0:
+        gathered = gather(model)
+        if engines is not None:
             engines.assert_hold(gathered)
-            assert 0 < crew.exchanged_bytes < 64 << 10
+            assert 0 < engines.crew.exchanged_bytes < 64 << 10
         if number:
             assert (stats.kind, stats.base_version) == ("delta", stats.version - 1)
             assert stats.parameters == {"changed": 14, "unchanged": 0, "frozen": 1}
     assert full_syncs == 3
     dist.barrier()
-    if rank == 0:
+    if engines is not None:
         engines.close()
     sender.close()
+
+
+def train_meanwhile(rank: int, world: int, folder: Path) -> None:
+    """FSDP2 gathers, computes and reduces while the weights of the last step are sent."""
+    import torch.distributed as dist
+
+    model = sharded("fsdp", world)
+    sender, engines = joined(ModuleSource(model, name_map=by_expert), rank, world, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    hook = sync_after_step(optimizer, sender, on_busy="wait", on_error="raise", timeout_s=30)
+    for number in range(8):
+        torch.manual_seed(number)
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.wait()
+    assert (hook.syncs, hook.failures) == (8, 0)
+    gathered = gather(model)
+    if engines is not None:
+        engines.assert_hold(gathered)
+    dist.barrier()
+    hook.remove()
+    if engines is not None:
+        engines.close()
+    sender.close()
+
+
+def joined(
+    source: WeightSource, rank: int, world: int, folder: Path
+) -> tuple[WeightSender | CrewRank, Engines | None]:
+    """A rank's sender, and on rank 0 the receivers, which have greeted it."""
+    import torch.distributed as dist
+
+    lane = shared_memory.Sender(folder / f"lane{rank}")
+    dist.barrier()  # all listen
+    if rank:
+        link = shared_memory.Receiver(folder / "crew")
+        return CrewRank(source, lane, link, rank=rank, world=world, options=OPTIONS), None
+    crew = Crew(shared_memory.Sender(folder / "crew"), world)
+    sender = WeightSender(source, lane, options=OPTIONS, crew=crew)
+    engines = Engines(folder, crew)
+    sender.wait_for_receivers(3)
+    return sender, engines
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint, on every rank."""
+    gathered = {name: whole(p).bfloat16() for name, p in model.named_parameters()}
+    experts = gathered.pop("experts")
+    return gathered | {n: experts[i] for n, i in (by_expert("experts", (EXPERTS,)) or {}).items()}
 
 
 def whole(parameter: Any) -> Tensor:
@@ -226,12 +275,13 @@ class Failing:
 class Engines:
     """One that holds the whole model, and one of two ranks, in threads."""
 
-    def __init__(self, folder: Path, world: int) -> None:
+    def __init__(self, folder: Path, crew: Crew) -> None:
+        self.crew = crew
         tensors = {n: torch.zeros(shape, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
         self.plain = Dotted(tensors)
         self.halves = [Half(rank) for rank in range(2)]
         checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
-        self._folder, self._world = folder, world
+        self._folder, self._world = folder, crew.world
         self._serving = [self._start(ModuleTarget(self.plain), "plain", 0, 1)]
         for rank, half in enumerate(self.halves):
             self._serving.append(self._start(RoutedTarget(half, checkpoint), "halves", rank, 2))

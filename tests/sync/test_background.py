@@ -1,0 +1,340 @@
+"""Syncing while training goes on: what is sent is the weights of one step, whatever comes after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender, sync_after_step
+from deltasync.errors import ConfigError, PeerLost, SourceChanged, StepApplied, SyncAborted
+from deltasync.sync.hook import StepHook
+from deltasync.transports import inprocess
+from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.wire import messages
+from tests.sync.harness import (
+    Fleet,
+    Model,
+    Receivers,
+    ThroughReceiver,
+    bits_equal,
+    random_model,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"first": (40, 30), "second": (700,)}
+
+
+class Gate(ThroughReceiver):
+    """A link that holds back messages of one kind while it is closed."""
+
+    def __init__(self, inner: ReceiveTransport, kind: str) -> None:
+        super().__init__(inner)
+        self.kind, self.is_open, self.reached = kind, threading.Event(), threading.Event()
+        self.is_open.set()
+        self.breaks = False
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        frame = super().receive(timeout_s=timeout_s)
+        if messages.decode(frame.header)[0].kind == self.kind:
+            self.reached.set()
+            assert self.is_open.wait(30)
+            if self.breaks:
+                self.breaks = False
+                raise PeerLost("planted")
+        return frame
+
+
+class Training:
+    """A model that learns, a replica behind a gate, and the weights after each step."""
+
+    def __init__(
+        self,
+        on_busy: Literal["wait", "skip"] | None,
+        *,
+        kind: str = "prepare",
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        self.model = random_model(SHAPES, 0).requires_grad_(True).to(device)
+        self.replica = random_model(SHAPES, 1).bfloat16().to(device)
+        link = inprocess.Sender(device=device) if device == "cuda" else inprocess.Sender()
+        self.receivers = Receivers([link])
+        self.sender = self.receivers.sender = WeightSender(
+            ModuleSource(self.model), link, options=SenderOptions(bucket_bytes=1 << 12)
+        )
+        self.gates: list[Gate] = []
+        self.kind = kind
+        self.join(self.replica, "engine")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.hook = sync_after_step(
+            self.optimizer, self.sender, on_busy=on_busy, timeout_s=20, **options
+        )
+        self.after: list[dict[str, Tensor]] = []
+
+    def join(self, replica: Model, engine: str) -> Gate:
+        made: list[Gate] = []
+
+        def wrap(transport: ReceiveTransport) -> Gate:
+            made.append(Gate(transport, self.kind))
+            return made[-1]
+
+        self.receivers.add(replica, engine=engine, wrap=wrap)
+        self.gates += made
+        return made[0]
+
+    def step(self) -> None:
+        torch.manual_seed(len(self.after))
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+        held = {name: p.detach().bfloat16().clone() for name, p in self.model.named_parameters()}
+        self.after.append(held)
+
+    def holds(self, step: int, replica: Model | None = None) -> bool:
+        """Whether the replica has the weights that the model had after a step."""
+        return bits_equal(replica or self.replica, Model(self.after[step]).to("cpu"))
+
+    def close(self) -> None:
+        for gate in self.gates:
+            gate.is_open.set()
+        self.hook.remove()
+        self.receivers.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Training]]:
+    made: list[Training] = []
+    yield made
+    for training in made:
+        training.close()
+
+
+@pytest.mark.parametrize("kind", ["prepare", "commit"])
+def test_steps_go_on_while_receivers_stage_and_skipped_syncs_lose_nothing(
+    opened: list[Training], kind: str
+) -> None:
+    training = Training("skip", kind=kind)
+    opened.append(training)
+    [gate] = training.gates
+    training.step()  # the first sync is done in the step
+    assert training.holds(0)
+    gate.is_open.clear()
+    for _ in range(3):
+        training.step()
+    assert gate.reached.wait(20)
+    assert training.holds(0)
+    gate.is_open.set()
+    training.hook.wait()
+    assert training.holds(1)
+    assert (training.hook.syncs, training.hook.skipped) == (2, 2)
+    training.step()
+    training.hook.wait()
+    assert training.holds(4)
+    assert (training.hook.syncs, training.hook.failures) == (3, 0)
+
+
+def test_a_sync_that_is_due_waits_for_the_one_before(opened: list[Training]) -> None:
+    training = Training("wait")
+    opened.append(training)
+    [gate] = training.gates
+    training.step()
+    gate.is_open.clear()
+    training.step()
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(training.step)  # the third
+        assert gate.reached.wait(20)
+        assert wait([step], 0.2).not_done
+        assert training.holds(0)
+        gate.is_open.set()
+        step.result(20)
+    training.hook.wait()
+    assert training.holds(2)
+    assert (training.hook.syncs, training.hook.skipped) == (3, 0)
+
+
+def test_the_optimizer_waits_until_the_weights_have_been_read(
+    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("skip")
+    opened.append(training)
+    training.step()
+    reading, go_on = threading.Event(), threading.Event()
+    send = inprocess.Sender.send
+
+    def held_back(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
+        if frame.payload is not None:
+            reading.set()
+            assert go_on.wait(20)
+        send(link, frame, timeout_s=timeout_s)
+
+    monkeypatch.setattr(inprocess.Sender, "send", held_back)
+    training.step()
+    assert reading.wait(20)
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(training.step)
+        assert wait([step], 0.2).not_done
+        assert all(
+            torch.equal(p.bfloat16(), training.after[1][name])
+            for name, p in training.model.named_parameters()
+        )
+        go_on.set()
+        step.result(20)
+    training.hook.wait()
+    training.step()
+    training.hook.wait()
+    assert training.holds(3)
+
+
+def test_a_receiver_that_fails_leaves_the_others_at_one_step(opened: list[Training]) -> None:
+    """The weights have moved on: nothing is sent to the others in its place."""
+    training = Training("skip")
+    opened.append(training)
+    other = random_model(SHAPES, 2).bfloat16()
+    failing = training.join(other, "other")
+    training.sender.wait_for_receivers(2, timeout_s=10)
+    training.step()
+    assert training.holds(0)
+    assert training.holds(0, other)
+    failing.breaks = True
+    failing.is_open.clear()
+    training.step()
+    training.step()
+    failing.is_open.set()
+    training.hook.wait()
+    assert isinstance(training.hook.last_error, SyncAborted)
+    assert training.holds(0)
+    training.step()  # in the step again
+    assert training.holds(3)
+    assert (training.hook.failures, training.hook.skipped, training.hook.syncs) == (1, 1, 2)
+
+
+def test_what_a_sync_raised_a_later_step_raises(opened: list[Training]) -> None:
+    training = Training("wait", on_error="raise")
+    opened.append(training)
+    training.step()
+    training.receivers.serving.pop("engine/0").stop()
+    training.step()
+    with pytest.raises(StepApplied, match="disconnected"):
+        training.step()
+    assert training.hook.failures == 1
+
+
+def test_a_model_that_is_another_one_is_seen_before_training_goes_on(
+    opened: list[Training],
+) -> None:
+    training = Training("wait")
+    opened.append(training)
+    training.step()
+    training.model.register_buffer("new", torch.zeros(3))
+    training.step()
+    assert isinstance(training.hook.last_error, SourceChanged)
+    assert training.holds(0)
+
+
+def test_odd_settings_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    made = Fleet(random_model(SHAPES, 0))
+    with pytest.raises(ConfigError, match="on_busy"):
+        sync_after_step(optimizer, made.sender, on_busy="later")  # type: ignore[arg-type]
+    made.close()
+
+
+def test_ranks_of_a_trainer_do_not_skip() -> None:
+    from tests.sync.crew import rows_of, trainer_of
+
+    model = random_model(SHAPES, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        for rank in trainer.ranks:
+            with pytest.raises(ConfigError, match="skip"):
+                sync_after_step(optimizer, rank, on_busy="skip")
+
+
+def test_ranks_of_a_trainer_sync_while_they_train() -> None:
+    from tests.sync.crew import rows_of, trainer_of
+
+    model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        trainer.add(replica)
+        trainer.wait(1)
+        hooks: list[StepHook] = []
+        optimizers: list[torch.optim.Optimizer] = []
+        for rank, source in zip(trainer.ranks, trainer.sources, strict=True):
+            held = [tensor.requires_grad_() for tensor in source.held.values() if tensor.numel()]
+            optimizers.append(torch.optim.AdamW(held, lr=0.01))
+            hooks.append(sync_after_step(optimizers[-1], rank, on_busy="wait", timeout_s=20))
+
+        def train(rank: int) -> None:
+            for number in range(6):
+                torch.manual_seed(number)
+                for group in optimizers[rank].param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.ones_like(parameter) * (number + 1)
+                optimizers[rank].step()
+            hooks[rank].wait()
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(train, range(2)))
+        assert [(hook.syncs, hook.failures) for hook in hooks] == [(6, 0)] * 2
+        assert hooks[0].last_stats == hooks[1].last_stats
+        for name, tensor in replica.named_parameters():
+            parts = [source.held[name].detach() for source in trainer.sources]
+            assert torch.equal(tensor, torch.cat(parts))
+        for hook in hooks:
+            hook.remove()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from(["step", "close", "open", "break"]), max_size=14))
+def test_any_history_leaves_receivers_at_a_step_of_their_trainer(actions: list[str]) -> None:
+    training = Training("skip")
+    [gate] = training.gates
+    try:
+        for action in ["step", *actions]:
+            match action:
+                case "step":
+                    training.step()
+                case "close":
+                    gate.is_open.clear()
+                case "open":
+                    gate.is_open.set()
+                    training.hook.wait()
+                    assert any(training.holds(n) for n in range(len(training.after)))
+                case "break":
+                    gate.breaks = True
+        gate.is_open.set()
+        training.hook.wait()
+        for _ in range(3):
+            training.sender.wait_for_receivers(1, timeout_s=10)
+            training.step()
+            training.hook.wait()
+        assert training.holds(-1)
+    finally:
+        training.close()
+
+
+@pytest.mark.gpu
+def test_on_gpus_a_step_comes_after_what_was_read(opened: list[Training]) -> None:
+    training = Training("skip", device="cuda")
+    opened.append(training)
+    told: list[SyncStats] = []
+    training.hook._callback = told.append  # type: ignore[assignment]
+    for _ in range(30):
+        training.step()
+        if training.hook.skipped % 3:
+            training.hook.wait()
+            assert any(training.holds(n) for n in range(len(training.after)))
+    training.hook.wait()
+    training.step()
+    training.hook.wait()
+    assert training.holds(-1)
+    assert all(one.verified for one in told)
