@@ -13,13 +13,12 @@ from torch import Tensor
 
 from deltasync.delta.bits import integer_dtype
 from deltasync.delta.patch import Run
-from deltasync.delta.shard import Band, Share, share_of
+from deltasync.delta.shard import Share, share_of
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import (
     ALIGNMENT,
-    MAX_SPARSE_SPAN,
     ROW,
     RowKind,
     Rows,
@@ -201,28 +200,13 @@ def _data_bytes(run: Run, share: Share) -> int:
 
 def _split(run: Run, free: int, share: Share) -> tuple[Run | None, Run | None]:
     """The part of `run` that fits into one row of `free` bytes, and the rest."""
-    band, item_size = share.band, share.dtype.item_size
-    is_wide = band.place(run.stop - 1) - band.place(run.start) >= MAX_SPARSE_SPAN
-    if is_wide and index_bytes_of(share, run):
-        return _split_wide(run, band)
+    item_size = share.dtype.item_size
     if _data_bytes(run, share) <= free:
         return run, None
     if not index_bytes_of(share, run):
         return _split_dense(run, max(0, (free - ALIGNMENT) // item_size))
     k = max(0, (free - 2 * ALIGNMENT) // (INDEX_ITEM_BYTES + item_size))
     return _split_dense(run, k) if run.indices is None else _split_sparse(run, run.indices, k)
-
-
-def _split_wide(run: Run, band: Band) -> tuple[Run | None, Run | None]:
-    """As much of `run` as int32 indices tell of, and the rest."""
-    if run.indices is None or run.bits is None:
-        return _split_dense(run, band.reach(run.start, MAX_SPARSE_SPAN) - run.start)
-    first = int(run.indices[0])
-    end = min(band.reach(run.start + first, MAX_SPARSE_SPAN), run.stop) - run.start
-    k = int((run.indices < end).sum())
-    head = Run(run.start + first, end - first, run.indices[:k] - first, run.bits[:k])
-    rest = Run(run.start + end, run.span - end, run.indices[k:] - end, run.bits[k:])
-    return head, rest if rest.count else None
 
 
 def _split_dense(run: Run, k: int) -> tuple[Run | None, Run | None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltasync.delta.bits import Live
 from deltasync.delta.host_rows import HostPieces, HostRows
 from deltasync.delta.kernels import kernels_for
-from deltasync.delta.shard import Share
+from deltasync.delta.shard import share_of
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
@@ -55,8 +55,8 @@ class DigestLedger:
     Attributes:
         sums: uint64[chunks], all parameters' chunks one after another.
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
-        numbers, starts: int64[parameters]: of those that are shares, the number of the layout's
-            parameter and where they begin in it; otherwise their own numbers and 0.
+        numbers, starts, cols, gaps: int64[parameters]: of those that are shares, the number of the
+            layout's parameter, and their bands; of others their own number, and the band of all.
     """
 
     def __init__(
@@ -81,18 +81,14 @@ class DigestLedger:
         ]
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
-        shares = {n: spec.band for n, spec in enumerate(specs) if isinstance(spec, Share)}
+        shares = [share_of(specs, n) for n in range(len(specs))]
         # Positions in a band count from its start.
-        self._keys = [
-            (seed(spec.name) + (shares[n].start * GOLDEN_RATIO if n in shares else 0)) & MASK
-            for n, spec in enumerate(specs)
-        ]
-        numbers = (s.number if isinstance(s, Share) else n for n, s in enumerate(specs))
-        self.numbers = np.fromiter(numbers, np.int64, len(specs))
-        self.starts = np.zeros(len(specs), np.int64)
-        for n, band in shares.items():
-            self.starts[n] = band.start
-        self._gaps = {n: replace(band, start=0) for n, band in shares.items() if band.gap}
+        self._keys = [(seed(s.name) + s.band.start * GOLDEN_RATIO) & MASK for s in shares]
+        columns = [(s.number, s.band.start, s.band.cols, s.band.gap) for s in shares]
+        self.numbers, self.starts, self.cols, self.gaps = (
+            np.array(columns, np.int64).reshape(-1, 4).T
+        )
+        self._gaps = {n: replace(s.band, start=0) for n, s in enumerate(shares) if s.band.gap}
 
     def copy(self) -> Self:
         """A ledger of the same parameters that can be changed apart."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from deltasync.delta.route import merged, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.table import MAX_SPARSE_SPAN
 
 SPLIT_ABOVE = 1 << 20
 """Bytes from which on a box that several ranks hold is sent by all of them, each a part."""
@@ -37,7 +38,8 @@ class Band:
         start: Flat position of the first in the checkpoint tensor.
         numel: Elements.
         cols: Elements in a row.
-        gap: Elements between the end of a row and the beginning of the next; 0 for one run.
+        gap: Elements between the end of a row and the beginning of the next; 0 for one run. Bands
+            with gaps are not spread over more than int32 indices tell of.
     """
 
     start: int
@@ -57,13 +59,6 @@ class Band:
     def is_scattered(self, start: int, stop: int) -> bool:
         """Whether elements [start, stop) are no run in the checkpoint tensor."""
         return self.gap > 0 and start // self.cols < (stop - 1) // self.cols
-
-    def reach(self, start: int, span: int) -> int:
-        """The end of some that begin at `start` and are not spread over more than `span` there."""
-        rows = span // (self.cols + self.gap)
-        if rows > 1:
-            return start + (rows - 1) * self.cols
-        return min(start + span, (start // self.cols + 1) * self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +192,10 @@ class ShardSpec:
         """Flat position of the first of them in the checkpoint tensor."""
         return sum(map(int.__mul__, self.offset, row_major(self.shape)))
 
-    def bands(self) -> Iterator[tuple[tuple[int, ...], Band]]:
+    def bands(self) -> Iterator[tuple[tuple[int | slice, ...], Band]]:
         """(index, band): boxes `local[index]` that make up this one, each of them a band."""
+        if not self.numel:
+            return
         shape, size = row_major(self.shape), row_major(self.size)
         for dim in range(len(self.size) + 1):
             cols, gap = 1, 0
@@ -211,11 +208,18 @@ class ShardSpec:
                     gap = width - cols
                 case _:
                     continue
-            break
+            if not gap or shape[dim] <= MAX_SPARSE_SPAN:
+                break
         for index in product(*map(range, self.size[:dim])):
             start = self.start + sum(map(int.__mul__, index, shape))
-            if numel := prod(self.size[dim:]):
-                yield index, Band(start, numel, cols, gap)
+            if not gap:
+                yield index, Band(start, prod(self.size[dim:]), cols)
+                continue
+            step = MAX_SPARSE_SPAN // shape[dim]
+            for low in range(0, self.size[dim], step):
+                high = min(low + step, self.size[dim])
+                band = Band(start + low * shape[dim], (high - low) * size[dim], cols, gap)
+                yield (*index, slice(low, high)), band
 
     def overlap(self, box: ShardSpec) -> ShardSpec:
         """What lies in both."""

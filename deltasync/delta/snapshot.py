@@ -110,8 +110,6 @@ class Snapshot:
         # Kernels reach pinned host memory, but not the memory of another GPU.
         elsewhere = [flat for flat in self.flats if not flat.line.is_cpu]
         device = device_for_batches([*sources, *elsewhere], kernels)
-        if any(share.band.gap for share in self.shares):
-            device = None  # kernels know runs
         if device is None:
             return None
         from deltasync.delta.batched.differ import BatchedDiffer
@@ -119,7 +117,8 @@ class Snapshot:
         from deltasync.delta.batched.weights import BatchedWeights
 
         formats = frozenset((reader.flat.dtype, reader.dtype) for reader in readers)
-        warm_up(formats, self.ledger.chunk_numel, device)
+        has_gaps = bool(self.ledger.gaps.any())
+        warm_up(formats, self.ledger.chunk_numel, device, has_gaps=has_gaps)
         return BatchedDiffer(BatchedWeights(dict(enumerate(self.flats)), self.ledger, device))
 
 

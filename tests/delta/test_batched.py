@@ -399,11 +399,11 @@ def test_weights_that_changed_after_they_were_checked_cannot_be_put_back(
         staging.undo()
 
 
-@pytest.mark.parametrize("box_dims", [0, 1, 3])
-def test_what_compiles_kernels_runs_through(box_dims: int) -> None:
+@pytest.mark.parametrize(("box_dims", "has_gaps"), [(0, False), (1, False), (3, True)])
+def test_what_compiles_kernels_runs_through(box_dims: int, *, has_gaps: bool) -> None:
     pairs = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
     formats = frozenset((dtypes.BY_NAME[own], dtypes.BY_NAME[wire]) for own, wire in pairs)
-    sync_tiny_models(formats, 1 << 18, DEVICE, box_dims=box_dims)
+    sync_tiny_models(formats, 1 << 18, DEVICE, box_dims=box_dims, has_gaps=has_gaps)
 
 
 def test_batches_that_are_not_possible_are_refused() -> None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
+from math import prod
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync import dtypes
 from deltasync.delta.apply import Staging
 from deltasync.delta.batched import Kernels
 from deltasync.delta.bits import Flat, WireReader
-from deltasync.delta.bucket import BucketReader, buckets
+from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import Band, ShardSpec, Share, share_out
+from deltasync.delta.shard import ShardSpec, Share, share_out
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import Plan, plan_delta, plan_full
+from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
-from deltasync.wire.table import MAX_SPARSE_SPAN
+from deltasync.wire.table import MAX_SPARSE_SPAN, ROW
 from tests.delta.shards import placements
 from tests.delta.test_batched import DEVICE, few
 
@@ -38,46 +40,70 @@ def box_of(tensor: Tensor, box: ShardSpec) -> Tensor:
 
 
 class Rank:
-    """One of a trainer's ranks: its part of a model, its source and its snapshot."""
+    """One of a trainer's ranks: what it holds of a model, and its snapshot."""
 
     def __init__(
         self,
-        model: Model,
+        specs: Sequence[ParameterSpec],
         boxes: dict[str, ShardSpec],
-        layout: own.Layout,
+        held: Model,
         kernels: Kernels = "torch",
+        policy: Policy = POLICY,
     ) -> None:
-        self.model, self.boxes = model, boxes
         device = DEVICE if kernels == "triton" else "cpu"
-        self.held = {
-            name: relaid(box_of(model[name], box), layout).to(device) for name, box in boxes.items()
-        }
+        self.policy, self.held = policy, {name: held[name].to(device) for name in boxes}
         self.shares: list[Share] = []
         self.readers: list[WireReader] = []
-        for number, spec in enumerate(specs_of(model)):
+        for number, spec in enumerate(specs):
             if spec.name not in boxes:
                 continue
             for index, band in boxes[spec.name].bands():
                 self.shares.append(Share.of(number, spec, band))
                 local = self.held[spec.name][index]
                 self.readers.append(WireReader.of(local, spec.dtype, name=spec.name))
-        self.snapshot = Snapshot(self.shares, self.readers, chunk_numel=8, kernels=kernels)
+        chunk_numel = policy.chunk_numel_on("cpu")
+        self.snapshot = Snapshot(
+            self.shares, self.readers, chunk_numel=chunk_numel, kernels=kernels
+        )
 
-    def step(self) -> None:
-        """The optimizer has changed the model."""
-        for name, box in self.boxes.items():
-            new = box_of(self.model[name], box).contiguous()
-            Flat.of(self.held[name]).write(0, Flat.of(new).read(0, new.numel()))
+    def write(self, held: Model) -> None:
+        """The optimizer has changed what this rank holds."""
+        for name, tensor in self.held.items():
+            Flat.of(tensor).write(0, Flat.of(held[name].contiguous()).read(0, tensor.numel()))
 
-    def delta(self, max_held_bytes: int, bucket_bytes: int) -> Plan:
+    def delta(self, max_held_bytes: int, bucket_bytes: int) -> Delta:
         return plan_delta(
             self.snapshot,
             self.readers,
-            policy=POLICY,
+            policy=self.policy,
             bucket_bytes=bucket_bytes,
             max_held_bytes=max_held_bytes,
             base_version=0,
         )
+
+    def measured(self) -> NDArray[np.uint64]:
+        """Digests of what is held, from scratch."""
+        fresh = DigestLedger(self.shares, chunk_numel=self.policy.chunk_numel_on("cpu"))
+        for number, reader in enumerate(self.readers):
+            fresh.measure(number, reader.read)
+        return fresh.sums
+
+    def elements(self) -> dict[tuple[int, int], int]:
+        """Bits by (parameter, position)."""
+        found: dict[tuple[int, int], int] = {}
+        for share, reader in zip(self.shares, self.readers, strict=True):
+            places = share.band.places(torch.arange(share.numel)).tolist()
+            bits = reader.read(0, share.numel).tolist()
+            found |= {(share.number, n): b for n, b in zip(places, bits, strict=True)}
+        return found
+
+
+def parts(model: Model, boxes: dict[str, ShardSpec]) -> Model:
+    return {name: box_of(model[name], box) for name, box in boxes.items()}
+
+
+def copies(model: Model, layout: own.Layout = "contiguous") -> Model:
+    return {name: relaid(tensor, layout) for name, tensor in model.items()}
 
 
 class Receiver:
@@ -132,14 +158,14 @@ def test_what_ranks_send_adds_up_to_the_model(
         split_above=data.draw(st.sampled_from([0, 1 << 20])),
     )
     receiver = Receiver(model)
-    ranks = [Rank(model, boxes, layout) for boxes in shares]
+    ranks = [Rank(specs_of(model), boxes, copies(parts(model, boxes), layout)) for boxes in shares]
     assert sum(rank.snapshot.ledger.total for rank in ranks) & MASK == receiver.ledger.total
     for is_full in (False, True, False):
         for tensor in model.values():
             new = data.draw(own.mutations(tensor))
             Flat.of(tensor).write(0, Flat.of(new).read(0, new.numel()))
-        for rank in ranks:
-            rank.step()
+        for rank, boxes in zip(ranks, shares, strict=True):
+            rank.write(parts(model, boxes))
             if is_full:
                 rank.snapshot.capture(rank.readers)
         plans = [
@@ -155,29 +181,30 @@ def test_what_ranks_send_adds_up_to_the_model(
         for name, tensor in model.items():
             assert same_bits(receiver.live[name], tensor), name
     for rank in ranks:
-        fresh = DigestLedger(rank.shares, chunk_numel=8)
-        for number, reader in enumerate(rank.readers):
-            fresh.measure(number, reader.read)
-        assert (fresh.sums == rank.snapshot.ledger.sums).all()
+        assert np.array_equal(rank.measured(), rank.snapshot.ledger.sums)
 
 
 @few
 @given(
-    seed=st.integers(0, 1 << 20),
+    data=st.data(),
+    seed=own.SEEDS,
     share=st.sampled_from([0.0, 0.1, 0.9]),
     max_held=st.sampled_from([0, 1 << 30]),
     bucket_bytes=st.sampled_from([256, 1 << 20]),
 )
-def test_kernels_compare_runs(seed: int, share: float, max_held: int, bucket_bytes: int) -> None:
+def test_kernels_compare_shards(
+    data: st.DataObject, seed: int, share: float, max_held: int, bucket_bytes: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (7, 5), "b": (40,), "c": (3, 2, 4)}
     model = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
     receiver = Receiver(model)
-    boxes = [
-        {name: ShardSpec.placed(shape, (2,), (rank,), [(0, 1)]) for name, shape in shapes.items()}
-        for rank in range(2)
+    shares = [
+        one for one in share_out(data.draw(placements(shapes)), dict.fromkeys(shapes, 2)) if one
     ]
-    ranks = [Rank(model, one, "contiguous", "triton") for one in boxes]
+    ranks = [
+        Rank(specs_of(model), boxes, copies(parts(model, boxes)), "triton") for boxes in shares
+    ]
     assert all(rank.snapshot.differ is not None for rank in ranks)
     assert sum(rank.snapshot.ledger.total for rank in ranks) & MASK == receiver.ledger.total
     for is_full in (False, True):
@@ -185,8 +212,8 @@ def test_kernels_compare_runs(seed: int, share: float, max_held: int, bucket_byt
             mask = torch.rand(tensor.shape, generator=generator) < share
             tensor[mask] = torch.randn(tensor.shape, generator=generator).bfloat16()[mask]
         plans: list[Plan] = []
-        for rank in ranks:
-            rank.step()
+        for rank, boxes in zip(ranks, shares, strict=True):
+            rank.write(parts(model, boxes))
             if is_full:
                 rank.snapshot.capture(rank.readers)
             full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
@@ -198,20 +225,25 @@ def test_kernels_compare_runs(seed: int, share: float, max_held: int, bucket_byt
         assert all(same_bits(receiver.live[name], tensor) for name, tensor in model.items())
 
 
-@given(
-    shape=st.lists(st.integers(0, 5), max_size=5).map(tuple),
-    data=st.data(),
-)
-def test_bands_make_up_a_shard(shape: tuple[int, ...], data: st.DataObject) -> None:
-    offset = [data.draw(st.integers(0, full)) for full in shape]
-    size = [data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)]
-    box = ShardSpec(shape, tuple(offset), tuple(size))
+@st.composite
+def far_boxes(draw: st.DrawFn, least: int = 1) -> ShardSpec:
+    """Few elements of a tensor that may be larger than any memory."""
+    rests = st.sampled_from([0, 1, 2, 1 << 20, 1 << 30, 1 << 31])
+    dim = st.tuples(st.integers(0, 3), st.integers(least, 5), rests)
+    dims = draw(st.lists(dim, max_size=4).filter(lambda dims: prod(map(sum, dims)) <= 1 << 62))
+    offset, size = (tuple(one[n] for one in dims) for n in (0, 1))
+    return ShardSpec(tuple(map(sum, dims)), offset, size)
+
+
+@given(box=far_boxes(least=0))
+def test_bands_make_up_a_shard(box: ShardSpec) -> None:
     local = box.positions(torch.arange(box.numel)).view(box.size)
     found = []
     for index, band in box.bands():
         here = torch.arange(band.numel)
         assert torch.equal(band.places(here), local[index].reshape(-1))
         assert [band.place(n) for n in range(band.numel)] == band.places(here).tolist()
+        assert not band.gap or band.place(band.numel - 1) - band.start < MAX_SPARSE_SPAN
         found.append(band.places(here))
         for start, stop in ((0, band.numel), (band.numel // 2, band.numel)):
             is_run = band.place(stop - 1) - band.place(start) == stop - 1 - start
@@ -219,32 +251,91 @@ def test_bands_make_up_a_shard(shape: tuple[int, ...], data: st.DataObject) -> N
     assert list(chain.from_iterable(f.tolist() for f in found)) == local.reshape(-1).tolist()
 
 
+def opened(
+    plan: Plan, specs: Sequence[ParameterSpec], bucket_bytes: int
+) -> dict[tuple[int, int], int]:
+    """What is sent: bits by (parameter, position)."""
+    found: dict[tuple[int, int], int] = {}
+    reader, sent = BucketReader(tuple(specs)), 0
+    for bucket in plan.buckets():
+        assert bucket.num_bytes <= bucket_bytes
+        payload = torch.full((bucket.num_bytes,), 0xEE, dtype=torch.uint8)
+        bucket.write(payload)
+        read = reader.open(payload, bucket.num_rows)
+        blocks = [
+            *zip(read.index_at.tolist(), read.rows["index_bytes"].tolist(), strict=True),
+            *zip(read.value_at.tolist(), read.rows["value_bytes"].tolist(), strict=True),
+        ]
+        sent += sum(length for _, length in blocks)
+        for number, run in read.runs():
+            at = list(range(run.count)) if run.indices is None else run.indices.tolist()
+            assert at == sorted(set(at))
+            assert 0 <= at[0] <= at[-1] < run.span
+            assert run.bits is not None
+            bits = run.bits.tolist()
+            found |= {(number, run.start + n): b for n, b in zip(at, bits, strict=True)}
+        for begin, length in blocks:
+            payload[begin : begin + length] = 0
+        assert not payload[bucket.num_rows * ROW.itemsize :].any()  # padding
+    assert sent <= plan.sparse_bytes + plan.dense_bytes
+    return found
+
+
+@few
 @given(
-    cols=st.integers(1, 3),
-    gap=st.sampled_from([1, 1 << 29, 1 << 30, 1 << 31, 1 << 40]),
-    picked=st.sets(st.integers(0, 11), min_size=1),
-    is_dense=st.booleans(),
+    boxes=st.just([ShardSpec((20, 8), (0, 2), (20, 4))])
+    | st.lists(far_boxes().filter(lambda box: box.numel <= 100), min_size=1, max_size=3),
+    data=st.data(),
+    layout=own.LAYOUTS,
+    chunk_numel=st.sampled_from([4, 80]),
+    decide=st.lists(st.booleans(), max_size=2),
+    max_held=st.sampled_from([0, 100, 1 << 30]),
+    bucket_bytes=st.sampled_from([512, 1 << 20]),
 )
-def test_indices_of_far_rows_fit_int32(
-    cols: int, gap: int, picked: set[int], is_dense: bool
+def test_kernels_send_what_torch_sends(
+    boxes: list[ShardSpec],
+    data: st.DataObject,
+    layout: own.Layout,
+    chunk_numel: int,
+    decide: list[bool],
+    max_held: int,
+    bucket_bytes: int,
 ) -> None:
-    band = Band(start=7, numel=12, cols=cols, gap=gap)
-    spec = ParameterSpec(("w",), (band.place(12) + gap,), dtypes.BY_NAME["int16"])
-    share = Share.of(0, spec, band)
-    bits = torch.arange(12, dtype=torch.int16)
-    here = torch.tensor(sorted(picked), dtype=torch.int32)
-    run = Run(0, 12, None, bits) if is_dense else Run(0, 12, here, bits[here])
-    expected = dict(zip(band.places(here.long()).tolist(), here.tolist(), strict=True))
-    if is_dense:
-        expected = {band.place(n): n for n in range(12)}
-    found: dict[int, int] = {}
-    reader = BucketReader((spec,))
-    for bucket in buckets([(0, run)], [share], bucket_bytes=1 << 20):
-        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        list(bucket.write(payload, lambda _, start, stop: bits[start:stop]))
-        for _, row in reader.read(payload, len(bucket.rows)):
-            assert row.span <= MAX_SPARSE_SPAN
-            assert row.bits is not None
-            at = range(row.count) if row.indices is None else row.indices.tolist()
-            found |= dict(zip((row.start + n for n in at), row.bits.tolist(), strict=True))
-    assert found == expected
+    """The same elements with indices and without; rows may begin and end elsewhere."""
+    drawn = [data.draw(own.tensors(shapes=st.just(box.size))) for box in boxes]
+    model = {f"{number}": tensor for number, tensor in enumerate(drawn)}
+    specs = [
+        ParameterSpec(spec.names, box.shape, spec.dtype)
+        for spec, box in zip(specs_of(model), boxes, strict=True)
+    ]
+    held = dict(zip(model, boxes, strict=True))
+    policy = Policy(chunk_numel=chunk_numel, dense_above=0.4)
+    both: list[Kernels] = ["torch", "triton"]
+    ranks = [Rank(specs, held, copies(model, layout), kernels, policy) for kernels in both]
+    assert [rank.snapshot.differ is None for rank in ranks] == [True, False]
+    replicas = [rank.elements() for rank in ranks]
+    is_ahead = False
+    for is_decided in [*decide, True]:
+        model = {name: data.draw(own.mutations(tensor)) for name, tensor in model.items()}
+        for rank in ranks:
+            rank.write(model)
+        plain, batched = plans = [rank.delta(max_held, bucket_bytes) for rank in ranks]
+        sent = [opened(plan, specs, bucket_bytes) for plan in plans]
+        for plan in plans:
+            assert isinstance(plan.ledger, DigestLedger)
+            assert np.array_equal(plan.ledger.sums, ranks[0].measured())
+        if not is_ahead:
+            assert sent[0] == sent[1]
+            assert (plain.sparse_bytes, plain.dense_bytes, plain.nnz, plain.changed) == (
+                *(batched.sparse_bytes, batched.dense_bytes, batched.nnz, batched.changed),
+            )
+        is_ahead = not is_decided
+        for rank, plan, replica, found in zip(ranks, plans, replicas, sent, strict=True):
+            assert found.items() <= rank.elements().items()
+            if is_decided:
+                plan.decided()
+                replica |= found
+    for rank, replica in zip(ranks, replicas, strict=True):
+        assert replica == rank.elements()
+        full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
+        assert opened(full, specs, bucket_bytes) == replica

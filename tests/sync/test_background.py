@@ -101,7 +101,7 @@ class Training:
 
     def holds(self, step: int, replica: Model | None = None) -> bool:
         """Whether the replica has the weights that the model had after a step."""
-        return bits_equal(replica or self.replica, Model(self.after[step]).to("cpu"))
+        return bits_equal(replica or self.replica, Model(self.after[step]))
 
     def close(self) -> None:
         for gate in self.gates:

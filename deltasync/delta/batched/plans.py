@@ -47,7 +47,7 @@ class BatchedDelta:
     those chunks are *ahead*.
 
     Attributes:
-        sparse_bytes, dense_bytes: Bytes of all indices and values, of sparse and dense chunks.
+        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without.
         held_bytes: Memory kept until the decision, beside the masks.
         base_version: The snapshot's version.
     """
@@ -89,12 +89,12 @@ class BatchedDelta:
         self.base_version: int | None = base_version
         counts, item_sizes = masks.counts, snapshot.item_sizes
         sparse = counts * (INDEX_ITEM_BYTES + item_sizes)
-        self.sparse_bytes = int(sparse[self._is_sparse].sum())
-        self.dense_bytes = int((snapshot.table.numel * item_sizes)[self._is_dense].sum())
-        hold = self.sparse_bytes <= max_held_bytes
-        masks.choose(source, snapshot, self._is_sparse, hold=hold)
-        self.held_bytes = self.sparse_bytes if masks.is_held else 0
-        if self.sparse_bytes and not masks.is_held:
+        changes = int(sparse[self._is_sparse].sum())
+        listed, self.dense_bytes = _bytes_of(snapshot, self._is_dense)
+        self.sparse_bytes = changes + listed
+        masks.choose(source, snapshot, self._is_sparse, hold=changes <= max_held_bytes)
+        self.held_bytes = changes if masks.is_held else 0
+        if changes and not masks.is_held:
             self._bucket_bytes = sparse_bucket_bytes
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
@@ -116,8 +116,7 @@ class BatchedDelta:
         """The payloads, in order; each has to be written before the next is asked for."""
         snapshot = self._snapshot
         planned = plan_buckets(
-            snapshot.table,
-            snapshot.item_sizes,
+            snapshot.ledger,
             snapshot.origins,
             self._kinds,
             self._masks.counts,
@@ -176,15 +175,16 @@ class BatchedDelta:
         for item_size in np.flatnonzero(np.bincount(item_sizes)[1:]) + 1:
             here = np.flatnonzero(item_sizes == item_size)
             count = bucket.rows["count"][here].astype(np.int64)
-            origin = snapshot.origins[bucket.first_chunk[here]]
             rows = (
                 begins[here],
                 bucket.index_at[here] // INDEX_ITEM_BYTES,
                 bucket.value_at[here] // item_size,
                 count,
-                origin - bucket.rows["start"][here].astype(np.int64),
-                origin,
+                bucket.rows["start"][here].astype(np.int64),
+                snapshot.origins[bucket.first_chunk[here]],
                 snapshot.pointers[parameters[here]],
+                snapshot.ledger.cols[parameters[here]],
+                snapshot.ledger.gaps[parameters[here]],
             )
             row, begin = cut(count, SEGMENT)
             found.append(_Rows(int(item_size), (np.array(rows), row, begin)))
@@ -203,6 +203,7 @@ class BatchedDelta:
                 len(payload),
                 columns[0].shape[1],
                 TYPE=TYPES[part.item_size],
+                GAPS=self._snapshot.has_gaps,
                 STRIDE=masks.value_bytes // part.item_size,
                 SEGMENT=SEGMENT,
                 num_warps=4,
@@ -216,16 +217,16 @@ class BatchedFull:
 
     Attributes:
         ledger: Its digests.
-        sparse_bytes, dense_bytes: Bytes of all values.
+        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without.
     """
 
     base_version: int | None = None
-    sparse_bytes = 0
 
     def __init__(self, snapshot: BatchedWeights, ledger: DigestLedger, bucket_bytes: int) -> None:
         self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
         self.ledger = ledger
-        self.dense_bytes = int((snapshot.table.numel * snapshot.item_sizes).sum())
+        is_sent = np.ones(len(snapshot.table), np.bool_)
+        self.sparse_bytes, self.dense_bytes = _bytes_of(snapshot, is_sent)
 
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order."""
@@ -234,12 +235,7 @@ class BatchedFull:
         source = BatchedSource(snapshot, snapshot.pointers, is_narrow)
         kinds = np.full(len(snapshot.table), int(RowKind.DENSE))
         planned = plan_buckets(
-            snapshot.table,
-            snapshot.item_sizes,
-            snapshot.origins,
-            kinds,
-            kinds,
-            bucket_bytes=self._bucket_bytes,
+            snapshot.ledger, snapshot.origins, kinds, kinds, bucket_bytes=self._bucket_bytes
         )
         return (BatchedBucket(bucket, snapshot, source) for bucket in planned)
 
@@ -311,7 +307,7 @@ class BatchedBucket:
         digests = None if self._delta is None else self._delta.digests
         num_pieces = pieces.shape[1]
         places = (planned[1] | planned[3]) * lane.item_size | planned[2]
-        places |= payload.data_ptr()
+        places |= planned[4] * INDEX_ITEM_BYTES | payload.data_ptr()
         is_aligned = lane.is_aligned and not (places % ALIGNMENT).any()
         blocks_each = blocks_in(planned[2])
         kernels.pack_dense[(num_pieces * blocks_each,)](
@@ -319,6 +315,8 @@ class BatchedBucket:
             snapshot.addresses_there,
             snapshot.starts,
             snapshot.keys,
+            snapshot.cols,
+            snapshot.gaps,
             pieces,
             payload,
             payload if digests is None else digests,
@@ -327,7 +325,16 @@ class BatchedBucket:
             TYPE=TYPES[lane.item_size],
             NARROW=lane.narrow,
             AHEAD=digests is not None,
+            GAPS=snapshot.has_gaps,
             ALIGNED=is_aligned,
             BLOCK=SPAN,
             num_warps=4,
         )
+
+
+def _bytes_of(snapshot: BatchedWeights, is_sent: NDArray[np.bool_]) -> tuple[int, int]:
+    """(sparse, dense): bytes of chunks that are sent whole, with indices and without."""
+    is_scattered = snapshot.is_scattered
+    sizes = snapshot.table.numel * (snapshot.item_sizes + INDEX_ITEM_BYTES * is_scattered)
+    sparse = int(sizes[is_sent & is_scattered].sum())
+    return sparse, int(sizes[is_sent].sum()) - sparse

@@ -14,10 +14,11 @@ from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import Band, Share
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 
-_NUMEL = 64
+_NUMEL, _COLS = 64, 16
 _BUCKET_BYTES = 1 << 16
 
 
@@ -28,6 +29,7 @@ def warm_up(
     device: torch.device,
     *,
     box_dims: int = 0,
+    has_gaps: bool = False,
 ) -> None:
     """`sync_tiny_models`, once in a process and where there is something to compile.
 
@@ -35,7 +37,7 @@ def warm_up(
     """
     if device.type == "cuda":
         for dims in {0, box_dims}:
-            sync_tiny_models(formats, chunk_numel, device, box_dims=dims)
+            sync_tiny_models(formats, chunk_numel, device, box_dims=dims, has_gaps=has_gaps)
 
 
 def sync_tiny_models(
@@ -44,6 +46,7 @@ def sync_tiny_models(
     device: torch.device,
     *,
     box_dims: int = 0,
+    has_gaps: bool = False,
 ) -> None:
     """Sync in every way there is, which launches every kernel that a sync may need.
 
@@ -52,26 +55,30 @@ def sync_tiny_models(
         chunk_numel: Elements of a chunk.
         device: Where kernels run.
         box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
+        has_gaps: Whether what is compared are shares with gaps.
     """
     with device_of(device):
         pairs = sorted(formats, key=lambda pair: (pair[0].name, pair[1].name))
         specs = tuple(
-            ParameterSpec((f"{number}",), (_NUMEL,), wire) for number, (_, wire) in enumerate(pairs)
+            ParameterSpec((f"{number}",), (2 * _NUMEL,), wire)
+            for number, (_, wire) in enumerate(pairs)
         )
+        band = Band(0, _NUMEL, _COLS, _COLS if has_gaps else 0)
+        shares = [Share.of(number, spec, band) for number, spec in enumerate(specs)]
         readers = [WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs]
         for dense_above in (1.0, 0.0):
             for max_held_bytes in (_BUCKET_BYTES, 0):
                 policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
-                _sync(specs, readers, policy, chunk_numel, device, max_held_bytes, box_dims)
+                _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims)
 
 
-def _live(dtype: Dtype, device: torch.device, dims: int) -> Flat:
+def _live(spec: ParameterSpec, device: torch.device, dims: int) -> Flat:
     """Weights in one run, or in a box of so many dimensions, the first of them the innermost."""
-    storage = torch.zeros(2 * _NUMEL, dtype=torch_dtype(dtype), device=device)
+    storage = torch.zeros(2 * spec.numel, dtype=torch_dtype(spec.dtype), device=device)
     if not dims:
-        return Flat.of(storage[:_NUMEL])
-    twos = min(dims, _NUMEL.bit_length() - 1) - 1
-    shape = *[2] * twos, _NUMEL >> twos
+        return Flat.of(storage[: spec.numel])
+    twos = min(dims, spec.numel.bit_length() - 1) - 1
+    shape = *[2] * twos, spec.numel >> twos
     return Flat.of(storage.as_strided(shape, [2 << nth for nth in range(len(shape))]))
 
 
@@ -82,26 +89,28 @@ def _filled(dtype: Dtype, device: torch.device) -> Tensor:
 
 def _sync(
     specs: tuple[ParameterSpec, ...],
+    shares: list[Share],
     readers: list[WireReader],
     policy: Policy,
-    chunk_numel: int,
     device: torch.device,
     max_held_bytes: int,
     box_dims: int,
 ) -> None:
-    ledger = DigestLedger(specs, chunk_numel=chunk_numel)
+    sent, ledger = (
+        DigestLedger(own, chunk_numel=policy.chunk_numel_on(device.type)) for own in (shares, specs)
+    )
     snapshot, replica, other = (
         BatchedWeights(
-            {number: _live(spec.dtype, device, dims) for number, spec in enumerate(specs)},
-            ledger,
+            {number: _live(spec, device, dims) for number, spec in enumerate(own.specs)},
+            own,
             device,
         )
-        for dims in (0, box_dims, box_dims)
+        for own, dims in ((sent, 0), (ledger, box_dims), (ledger, box_dims))
     )
-    ledger.sums[:] = replica.digests()
+    sent.sums[:], ledger.sums[:] = snapshot.digests(), replica.digests()
     delta = BatchedDiffer(snapshot).compare(
         readers,
-        ledger,
+        sent,
         policy=policy,
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=max_held_bytes,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.batched.packing import origins_of
+from deltasync.delta.batched.packing import origins_of, scattered
 from deltasync.delta.bits import Box, Live
 from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
@@ -73,8 +73,10 @@ class BatchedWeights:
         boxes: Where the others lie, as far as they are held.
         item_sizes: int64[chunks], bytes of an element.
         origins: int64[chunks], what indices of a chunk are relative to.
+        is_scattered: bool[chunks], which are no run in their parameter.
+        has_gaps: Whether any parameter is a band with gaps.
         addresses: int64[chunks], of each chunk's first element.
-        addresses_there, starts, numels, keys: The columns of the chunks on the device.
+        addresses_there, starts, numels, keys, cols, gaps: The columns of the chunks on the device.
     """
 
     def __init__(
@@ -92,15 +94,17 @@ class BatchedWeights:
         self._flats = flats
         table = self.table = ledger.table
         self.item_sizes = ledger.item_sizes[table.parameter]
-        self.origins = origins_of(table)
+        self.origins, self.is_scattered = origins_of(table), scattered(ledger)
+        self.has_gaps = bool(ledger.gaps.any())
         self.pointers = np.zeros(len(ledger.specs), np.int64)
         for parameter, flat in flats.items():
             if flat.is_contiguous:
                 self.pointers[parameter] = flat.line.data_ptr()
         self.boxes = Boxes(flats, len(ledger.specs), device)
         self.addresses = self.addresses_of(self.pointers, self.item_sizes)
-        self.addresses_there, self.starts, self.keys, self.numels = upload(
-            [self.addresses, table.start, ledger.keys[table.parameter].view(np.int64), table.numel],
+        columns = ledger.keys.view(np.int64), ledger.cols, ledger.gaps
+        self.addresses_there, self.starts, self.numels, self.keys, self.cols, self.gaps = upload(
+            [self.addresses, table.start, table.numel, *(c[table.parameter] for c in columns)],
             device,
         )
 
@@ -142,6 +146,8 @@ class BatchedWeights:
             self.starts,
             self.numels,
             self.keys,
+            self.cols,
+            self.gaps,
             there,
             box_of,
             *self.boxes.table,
@@ -149,6 +155,7 @@ class BatchedWeights:
             each,
             TYPE=TYPES[item_size],
             DIMS=0 if box is None else self.boxes.dims,
+            GAPS=self.has_gaps,
             ALIGNED=box is None and self._is_aligned(chunks),
             BLOCK=SPAN,
             num_warps=4,

@@ -3,8 +3,10 @@
 These compare and pack; those of `triton_live` check and write.
 
 A *chunk* is described by columns that the launcher gets as tensors: the address of its first
-element, its flat position in the parameter, its length, the digest seed of its parameter. Addresses
-are those of device memory, of pinned host memory, or under Triton's interpreter of any host memory.
+element, its flat position in the band that is held of the parameter, its length, the digest seed of
+its parameter, and what a row of the band has and leaves out (`delta.shard.Band`): indices that are
+sent, and digests, count what is left out too. Addresses are those of device memory, of pinned host
+memory, or under Triton's interpreter of any host memory.
 
 The caller makes the device current; work goes to the current stream, nothing waits for it.
 """
@@ -18,6 +20,7 @@ from deltasync.delta.kernels.triton_base import (
     GOLDEN,
     add_up,
     aligned,
+    left_out,
     length_of,
     load,
     mix,
@@ -133,15 +136,16 @@ def locate(
 
 @triton.jit(do_not_specialize=["capacity", "begin_tile", "begin", "end", "out"])
 def collect(
-    new_at, old_at, starts, keys, shifts, tile_chunk, tile_block, ends, indices, values, changes,
-    capacity, begin_tile, begin, end, out,
-    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, STRIDE: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    new_at, old_at, starts, keys, cols, gaps, shifts, tile_chunk, tile_block, ends, indices, values,
+    changes, capacity, begin_tile, begin, end, out,
+    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
+    STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """New values of the elements that `locate` found, and by how much they change the digests.
 
     A program goes over a tile: blocks [tile_block[i], tile_block[i + 1]) of one chunk. Values go
-    where indices are, STRIDE elements apart; with AHEAD to the snapshot too.
+    where indices are, STRIDE elements apart; with AHEAD to the snapshot too. GAPS: Bands may have
+    some.
     """
     tile = begin_tile + tl.program_id(0)
     first, stop = tl.load(tile_block + tile), tl.load(tile_block + tile + 1)
@@ -151,8 +155,8 @@ def collect(
     count = tl.load(ends + stop) - rank
     if (count > 0) & (tl.load(ends + end) - origin <= capacity):
         new_from, old_from = tl.load(new_at + chunk), tl.load(old_at + chunk)
-        shift = tl.load(shifts + chunk)
-        seed = seed_of(tl.load(keys + chunk).to(tl.uint64, bitcast=True), tl.load(starts + chunk))
+        shift, start = tl.load(shifts + chunk), tl.load(starts + chunk)
+        seed = seed_of(tl.load(keys + chunk).to(tl.uint64, bitcast=True), start)
         change = tl.zeros((SEGMENT,), tl.uint64)
         done = 0
         while done < count:
@@ -166,6 +170,8 @@ def collect(
             if AHEAD:
                 tl.store(old_from.to(tl.pointer_type(TYPE)) + where, new, mask=there)
             one = seed_of(seed, where)
+            if GAPS:
+                one = seed_of(one, left_out(start + where, cols + chunk, gaps + chunk))
             change += tl.where(there, mix(one, new) - mix(one, old), 0)
             done += SEGMENT
         add_up(changes, chunk, change)
@@ -174,20 +180,24 @@ def collect(
 @triton.jit(do_not_specialize=["payload_bytes", "num_rows"])
 def pack(
     rows, segment_row, segment_begin, indices, values, payload, payload_bytes, num_rows,
-    TYPE: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
+    TYPE: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Write sparse rows to a payload.
 
-    rows: int64[7, num_rows]: where a row begins in `indices`; where its indices begin in the
-        payload, in int32 units; where its values begin, in elements; their number; what to
-        add to an index; what indices count from; address of the snapshot's parameter.
+    rows: int64[9, num_rows]: where a row begins in `indices`; where its indices begin in the
+        payload, in int32 units; where its values begin, in elements; their number; the position
+        that those in the payload count from; that those in `indices` count from; address of the
+        snapshot's parameter; its cols and gap, looked at with GAPS.
     """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
     lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
     begin, count = tl.load(row), tl.load(row + 3 * num_rows)
     there = lane < count
-    index = tl.load(indices + begin + lane, mask=there, other=0) + tl.load(row + 4 * num_rows)
+    index = tl.load(indices + begin + lane, mask=there, other=0) + tl.load(row + 5 * num_rows)
+    if GAPS:
+        index += left_out(index, row + 7 * num_rows, row + 8 * num_rows)
+    index -= tl.load(row + 4 * num_rows)
     source = values.to(tl.pointer_type(TYPE)) + (begin + lane) * STRIDE
     value = tl.load(source, mask=there, other=0)
     value_at = tl.load(row + 2 * num_rows)
@@ -221,14 +231,15 @@ def advance(
 
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
-    new_at, old_at, starts, keys, pieces, payload, digests, num_pieces, blocks_each,
-    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    new_at, old_at, starts, keys, cols, gaps, pieces, payload, digests, num_pieces, blocks_each,
+    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy pieces of chunks to a payload; with AHEAD to the snapshot, adding up their digests.
 
-    pieces: int64[4, num_pieces]: chunk, first element in it, elements, where the first goes in the
-        payload, in elements.
+    pieces: int64[6, num_pieces]: chunk, first element in it, elements; where the first goes in the
+        payload, in elements; with GAPS where its index does, in int32 units, 0 for no indices, and
+        the position that they count from.
     ALIGNED: Each piece begins at multiples of 16 bytes, and has a multiple of 16 elements.
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
@@ -250,11 +261,21 @@ def pack_dense(
         if ALIGNED:
             values = tl.multiple_of(values, 16)
         tl.store(values + offset, bits, mask=there)
+        start = tl.load(starts + chunk) + first + block * BLOCK
+        key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
+        seed = seed_of(key, start) + lane.to(tl.uint64) * GOLDEN
+        if GAPS:
+            skipped = left_out(start + lane, cols + chunk, gaps + chunk)
+            seed = seed_of(seed, skipped)
+            index_at = tl.load(pieces + 4 * num_pieces + piece)
+            if index_at != 0:
+                indices = payload.to(tl.pointer_type(tl.int32)) + index_at
+                if ALIGNED:
+                    indices = tl.multiple_of(indices, 16)
+                index = start + lane + skipped - tl.load(pieces + 5 * num_pieces + piece)
+                tl.store(indices + offset, index.to(tl.int32), mask=there)
         if AHEAD:
             SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
             old = aligned(tl.load(old_at + chunk) + first * SIZE, TYPE, ALIGNED)
             tl.store(old + offset, bits, mask=there)
-            key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
-            seed = seed_of(key, tl.load(starts + chunk) + first + block * BLOCK)
-            gained = mix(seed + lane.to(tl.uint64) * GOLDEN, bits)
-            add_up(digests, chunk, tl.where(there, gained, 0))
+            add_up(digests, chunk, tl.where(there, mix(seed, bits), 0))

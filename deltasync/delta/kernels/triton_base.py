@@ -30,6 +30,17 @@ def seed_of(key, position):
 
 
 @triton.jit
+def left_out(position, cols, gap):
+    """How many elements a band leaves out before these positions: see `delta.shard.Band`."""
+    gap = tl.load(gap)
+    count = tl.zeros_like(position)
+    if gap != 0:  # less than 2^31 elements
+        row = position.to(tl.uint32) // tl.load(cols).to(tl.uint32)
+        count = row.to(tl.int64) * gap
+    return count
+
+
+@triton.jit
 def mix(seed, bits):
     """SplitMix64's finaliser of seed, position and bits: wire.digest.mix64."""
     x = seed + bits.to(tl.uint64)

@@ -16,6 +16,7 @@ from deltasync.delta.kernels.triton_base import (
     add_by_chunk,
     add_up,
     aligned,
+    left_out,
     length_of,
     load,
     mix,
@@ -63,10 +64,12 @@ def _held(box_at, boxes, num_boxes, position, there, DIMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_boxes", "blocks_each"])
 def digest(
-    addresses, starts, numels, keys, chunks, box_of, boxes, num_boxes, digests, blocks_each,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, starts, numels, keys, cols, gaps, chunks, box_of, boxes, num_boxes, digests,
+    blocks_each,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Digests of chunks, with DIMS of what of each lies in a box. ALIGNED: as in `pack_dense`."""
+    """Digests of chunks, with DIMS of what of each lies in a box. Others are as in `pack_dense`."""
     item, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
     chunk = tl.load(chunks + item)
     numel = length_of(numels + chunk, ALIGNED)
@@ -84,8 +87,10 @@ def digest(
             weights = aligned(tl.load(addresses + chunk), TYPE, ALIGNED) + offset
         bits = tl.load(weights, mask=there, other=0)
         key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
-        seed = seed_of(key, start + block * BLOCK)
-        add_up(digests, item, tl.where(there, mix(seed + lane.to(tl.uint64) * GOLDEN, bits), 0))
+        seed = seed_of(key, start + block * BLOCK) + lane.to(tl.uint64) * GOLDEN
+        if GAPS:
+            seed = seed_of(seed, left_out(start + offset, cols + chunk, gaps + chunk))
+        add_up(digests, item, tl.where(there, mix(seed, bits), 0))
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
