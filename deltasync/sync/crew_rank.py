@@ -216,10 +216,11 @@ class CrewRank:
         specs = parameter_specs(order.parameters)
         self._num_parameters = len(specs)
         boxes = dict(self._declared.boxes)
-        for number, box in order.shares[self._rank]:
-            held = boxes.pop(specs[number].name)
-            if box is not None:
-                boxes[specs[number].name] = ShardSpec(held.shape, *box)
+        for number in np.flatnonzero(orders.copies_of(order.withheld[self._rank])).tolist():
+            del boxes[specs[number].name]
+        for number, offset, size in order.shares[self._rank]:
+            name = specs[number].name
+            boxes[name] = ShardSpec(boxes[name].shape, offset, size)
         self._weights.capture_as(specs, boxes)
         self._captured = order.capture
 

@@ -190,21 +190,21 @@ class CrewWeights:
         boxes = [declaration.boxes for declaration in self._declared]
         shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
         numbers = {spec.name: number for number, spec in enumerate(specs)}
-        others = tuple(
-            tuple(
-                (numbers[name], (share[name].offset, share[name].size) if name in share else None)
-                for name, box in own.items()
-                if share.get(name) != box
-            )
+        parts = tuple(
+            tuple((numbers[n], box.offset, box.size) for n, box in share.items() if box != own[n])
             for own, share in zip(boxes, shares, strict=True)
         )
+        withheld = np.zeros((len(boxes), len(specs)), np.uint64)
+        for rank, (own, share) in enumerate(zip(boxes, shares, strict=True)):
+            withheld[rank, [numbers[name] for name in own.keys() - share.keys()]] = 1
         self._layout, self._capture = None, uuid.uuid4().hex
         self._crew.order(
             orders.Capture(
                 call=self._crew.call,
                 capture=self._capture,
                 parameters=entries(specs),
-                shares=others,
+                shares=parts,
+                withheld=tuple(map(orders.runs_of, withheld)),
             )
         )
         self._own.capture_as(specs, shares[0])

@@ -67,14 +67,15 @@ class Declared(_Said):
 class Capture(_Order):
     """Start from your weights as they are.
 
-    Send what you hold, but of these parameters: (number, offset and size of the box to send, or
-    None for nothing), for each rank.
+    Send what you hold, for each rank: but of `shares` a part, (number, offset and size of the box
+    to send), and nothing of `withheld`, parameters as in `Copies`: so many to send, not to send.
     """
 
     kind: Literal["capture"] = "capture"
     capture: Connection
     parameters: Annotated[tuple[Entry, ...], FailFast()]
-    shares: Annotated[tuple[tuple[tuple[Count, tuple[Dims, Dims] | None], ...], ...], FailFast()]
+    shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
+    withheld: Annotated[tuple[Copies, ...], FailFast()]
 
 
 class Ask(_Order):

@@ -135,8 +135,9 @@ def failure(errors: Mapping[int, TransportError]) -> TransportError:
 
 def check_frame(frame: Frame, capabilities: Capabilities) -> None:
     """Raise ConfigError for a frame that no transport of these capabilities carries."""
-    if not 0 < len(frame.header) <= DEFAULT_MAX_MESSAGE_BYTES // 2:
-        raise ConfigError(f"a frame header of {len(frame.header)} bytes")
+    most = DEFAULT_MAX_MESSAGE_BYTES // 2
+    if not 0 < len(frame.header) <= most:
+        raise ConfigError(f"a frame header of {len(frame.header)} bytes; 1 to {most} are carried")
     payload = frame.payload
     if payload is None:
         return

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import WireReader
+from deltasync.delta.bits import WireReader, integer_dtype
 from deltasync.delta.columns import Ints, cut
 from deltasync.delta.kernels import triton as kernels
 
+_COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
 _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
 
 
@@ -156,7 +157,7 @@ class LiveSource:
                 pointers[number] = reader.flat.line.data_ptr()
             else:
                 narrow[number] = False
-                copy = reader.read(0, reader.flat.numel).to(self._snapshot.device)
+                copy = _copied(reader, self._snapshot.device)
                 self._copies.append(copy)
                 pointers[number] = copy.data_ptr()
         self._readers = readers
@@ -167,3 +168,13 @@ class LiveSource:
         flat = reader.flat
         is_read_as = flat.dtype == reader.dtype or (flat.dtype, reader.dtype) == (_WIDE, _NARROW)
         return is_read_as and flat.is_contiguous and flat.line.device == self._snapshot.device
+
+
+def _copied(reader: WireReader, device: torch.device) -> Tensor:
+    """int[numel]: all that it reads."""
+    numel = reader.flat.numel
+    copy = torch.empty(numel, dtype=integer_dtype(reader.dtype), device=device)
+    for begin in range(0, numel, _COPIED):
+        end = min(begin + _COPIED, numel)
+        copy[begin:end].copy_(reader.read(begin, end))
+    return copy

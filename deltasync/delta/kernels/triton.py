@@ -80,7 +80,7 @@ def compare(
     numel = tl.load(numels + chunk)
     new, old = tl.load(new_at + chunk), tl.load(old_at + chunk)
     if PAIRS:
-        if offset + BLOCK <= numel:
+        if offset <= numel - BLOCK:
             found = _pairs(new, old, offset, numel, True, BLOCK)
         else:
             found = _pairs(new, old, offset, numel, False, BLOCK)

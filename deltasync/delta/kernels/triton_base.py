@@ -76,9 +76,11 @@ def add_by_chunk(digests, position, good, change, CHUNK: tl.constexpr):
     """Add terms up into the places of the chunks that their positions lie in."""
     chunk = (position // CHUNK).to(tl.int32)
     one, last = tl.min(tl.where(good, chunk, 0x7FFFFFFF)), tl.max(tl.where(good, chunk, -1))
-    while one <= last:
-        add_up(digests, one, tl.where(chunk == one, change, 0))
-        one += 1
+    if last >= 0:
+        while one < last:  # few changes of a large parameter lie far apart
+            add_up(digests, one, tl.where(chunk == one, change, 0))
+            one = tl.min(tl.where(good & (chunk > one), chunk, last))
+        add_up(digests, last, tl.where(chunk == last, change, 0))
 
 
 @triton.jit
