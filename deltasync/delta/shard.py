@@ -19,7 +19,10 @@ from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 SPLIT_ABOVE = 1 << 20
-"""Bytes from which on a box that several ranks hold is sent by all of them, each a part."""
+"""Bytes up to which a box that several ranks hold is sent by one of them, whatever the model."""
+
+_SHARE_OF_A_RANK = 64
+"""What is smaller than such a part of all that a rank sends need not be cut to even loads out."""
 
 Split = tuple[int, int]
 """(dimension, split factor) of a shard. The factor says how many shards of that dimension were
@@ -266,7 +269,7 @@ def share_out(
     Args:
         held: What each rank holds, by name.
         item_sizes: Bytes of an element, by name.
-        split_above: Bytes from which on a box is cut.
+        split_above: Bytes up to which no box is cut; nor is what is small beside a rank's load.
 
     Raises:
         ConfigError: Ranks disagree about a shape, or do not hold each element equally often.
@@ -282,6 +285,8 @@ def share_out(
     def size(box: tuple[str, ShardSpec]) -> int:
         return box[1].numel * item_sizes[box[0]]
 
+    total = sum(map(size, holders))
+    split_above = max(split_above, total // (len(held) * _SHARE_OF_A_RANK))
     for name, spec in sorted(holders, key=lambda box: (-size(box), box[0], box[1].offset)):
         ranks = holders[name, spec]
         boxes = spec.cut(len(ranks)) if size((name, spec)) > split_above else [spec]
