@@ -1,0 +1,115 @@
+"""LoRA of Hugging Face PEFT: adapters alone, or merged into the weights of their base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltasync.delta.shard import is_sharded
+from deltasync.errors import ConfigError
+from deltasync.sync.source import ModuleWatch, NamedTensor, named_tensors, tied_tensors
+
+_PREFIX = "base_model.model."
+
+
+def adapter_only(adapter: str = "default") -> Callable[[str], str | None]:
+    """A `rename` for ModuleSource and ModuleTarget: an adapter by the names of its checkpoint.
+
+    Everything else, the frozen base model first, is left out.
+    """
+    place = f".{adapter}"
+
+    def rename(name: str) -> str | None:
+        owner, found, rest = name.rpartition(f"{place}.")
+        if not found and name.endswith(place):  # of embeddings
+            return name.removesuffix(place)
+        is_trained = "lora_" in owner or owner.endswith("modules_to_save")
+        return f"{owner.removesuffix('.modules_to_save')}.{rest}" if is_trained else None
+
+    return rename
+
+
+class MergedSource:
+    """A PEFT model as its base model with the active adapters merged in: a `WeightSource`.
+
+    Names are the base model's. What adapters change is computed into memory of its own at every
+    sync, as PEFT's `merge_and_unload` would; the model itself stays as it is, since merging and
+    unmerging in place would round its weights each time.
+
+    Args:
+        model: The trainer's PeftModel; read at every sync, never written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._watch: ModuleWatch | None = None
+        self._layers: list[tuple[Any, Tensor]] = []
+        self._tensors: list[NamedTensor] = []
+
+    def tensors(self) -> list[NamedTensor]:
+        """The merged weights as they are now; the list of the last call if nothing moved.
+
+        Raises ConfigError, by name, for layers that cannot be merged so.
+        """
+        if self._watch is None or not self._watch.is_unmoved():
+            self._watch = ModuleWatch(self._model)
+            self._layers = [(layer, _room(name, layer)) for name, layer in _layers(self._model)]
+            self._tensors = tied_tensors(_named(self._model, self._layers))
+        for layer, merged in self._layers:
+            _merge(layer, merged)
+        return self._tensors
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora.layer import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _room(name: str, layer: Any) -> Tensor:
+    """Where the merged weight goes. Raises ConfigError."""
+    from peft.tuners.lora import layer as known
+
+    weight: Tensor = layer.get_base_layer().weight
+    why = ""
+    if type(layer) not in (known.Linear, known.Embedding, known.Conv1d, known.Conv2d, known.Conv3d):
+        why = f"{type(layer).__name__} is not a layer whose weight can be merged here"
+    elif layer.lora_variant or any(layer.lora_bias.values()):
+        why = "only plain LoRA is merged here, without variants such as DoRA and without biases"
+    elif layer.merged_adapters:
+        why = "it is merged already: unmerge it"
+    elif is_sharded(weight):
+        why = "it is sharded: each rank would need all of the adapters"
+    if why:
+        raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
+    return torch.empty_like(weight).requires_grad_()
+
+
+@torch.no_grad()
+def _merge(layer: Any, merged: Tensor) -> None:
+    merged.copy_(layer.get_base_layer().weight)
+    for adapter in layer.active_adapters:
+        if adapter in layer.scaling:
+            merged += layer.get_delta_weight(adapter).to(merged.dtype)
+
+
+def _named(model: nn.Module, layers: list[tuple[Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model, tensor) of all but adapters."""
+    merged = {id(layer.get_base_layer().weight): tensor for layer, tensor in layers}
+    active: Any = model.active_adapters
+    for name, tensor in named_tensors(model):
+        if "lora_" in name or ".original_module." in name:
+            continue
+        owner, copied, leaf = name.partition(".modules_to_save.")
+        if copied:  # trained in whole, one for each adapter
+            adapter, _, leaf = leaf.partition(".")
+            if adapter not in active:
+                continue
+            name = f"{owner}.{leaf}"
+        name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        yield name, merged.get(id(tensor), tensor)

@@ -1,0 +1,124 @@
+"""LoRA by PEFT: merged into the base model, or adapters alone, against what PEFT itself makes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from deltasync import ModuleSource, ModuleTarget, sync_after_step
+from deltasync.errors import ConfigError
+from deltasync.integrations.peft import MergedSource, adapter_only
+from tests.sync.harness import bits_equal, fleet
+
+
+class Base(nn.Module):
+    """An embedding, a convolution, two linear layers, and a head that is trained whole."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.conv(self.embed(tokens).mT).mT
+        out: Tensor = self.head(self.down(self.up(hidden).relu()))
+        return out
+
+
+def model_of(dtype: torch.dtype, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {"target_modules": ["embed", "conv", "up"], "modules_to_save": ["head"]} | settings
+    config = LoraConfig(r=4, lora_alpha=9, init_lora_weights=False, **settings)
+    return get_peft_model(Base().to(dtype), config, autocast_adapter_dtype=False)
+
+
+def train(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randint(11, (2, 5))).square().mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"modules_to_save": None}])
+def test_a_merged_source_is_what_peft_merges(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    model = model_of(dtype, **settings)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source, engine = MergedSource(model), Base().to(dtype)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with fleet(source) as here:
+        here.add(engine)
+        here.wait(1)
+        hook = sync_after_step(optimizer, here.sender, on_error="raise")
+        for number in range(4):
+            train(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert bits_equal(engine, deepcopy(model).merge_and_unload())
+        assert hook.last_stats is not None
+        assert hook.last_stats.kind == "delta"
+        trained = 3 if "modules_to_save" in settings else 4
+        assert hook.last_stats.parameters["changed"] == trained
+        assert hook.last_stats.parameters["frozen"] == 8 - trained
+    assert source.tensors() is source.tensors()
+    for name, tensor in model.state_dict().items():
+        assert "lora_" in name or "modules_to_save" in name or torch.equal(before[name], tensor)
+
+
+def test_two_active_adapters_are_both_merged() -> None:
+    model = model_of(torch.float32, modules_to_save=None)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    found = {one.name: one.tensor for one in MergedSource(model).tensors()}
+    merged = deepcopy(model).merge_and_unload(adapter_names=["default", "other"])
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True, "target_modules": ["up"]}, "up: only plain LoRA"),
+        ({"lora_bias": True, "target_modules": ["up"]}, "up: only plain LoRA"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MergedSource(model_of(torch.float32, **settings)).tensors()
+
+
+def test_a_model_that_is_merged_in_place_is_refused() -> None:
+    model = model_of(torch.float32)
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="unmerge"):
+        MergedSource(model).tensors()
+
+
+def test_an_adapter_goes_alone_and_by_the_names_of_its_checkpoint() -> None:
+    trainer, engine = model_of(torch.float32), model_of(torch.float32)
+    for tensor in engine.state_dict().values():
+        tensor.add_(1)
+    base = deepcopy(engine.state_dict())
+    source = ModuleSource(trainer, rename=adapter_only())
+    names = {one.name for one in source.tensors()}
+    assert names == get_peft_model_state_dict(trainer).keys()
+    optimizer = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], lr=0.01)
+    with fleet(source) as here:
+        here.add(ModuleTarget(engine, rename=adapter_only()))
+        here.wait(1)
+        sync_after_step(optimizer, here.sender, on_error="raise")
+        for number in range(3):
+            train(trainer, number)
+            optimizer.step()
+        held, sent = get_peft_model_state_dict(engine), get_peft_model_state_dict(trainer)
+        assert all(torch.equal(held[name], sent[name]) for name in names)
+    for name, tensor in engine.state_dict().items():
+        is_adapter = "lora_" in name or "modules_to_save" in name
+        assert torch.equal(base[name], tensor) != is_adapter, name
