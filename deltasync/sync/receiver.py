@@ -206,6 +206,8 @@ class WeightReceiver:
         with self._lock:
             self._session.invalidate()
             self._stream.synchronize()  # kernels of a bucket may still read
+            if self._weights is not None:
+                self._weights.synchronize()
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""

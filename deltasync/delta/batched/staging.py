@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,8 +75,9 @@ _MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 class BatchedStaging:
     """The buckets of one sync at a receiver, from arrival to written weights.
 
-    `stage_bucket` checks indices on the device and predicts the digests from the live bits; nothing
-    waits for that before `ledger` is asked for. `commit` exchanges new bits with live ones in one
+    `stage_bucket` checks indices on the device and predicts the digests from the live bits, on a
+    stream of its own, so that the table of the next bucket can be read meanwhile; nothing waits for
+    that before `ledger` is asked for. `commit` exchanges new bits with live ones in one
     launch a bucket and item size, so that the staged payload becomes the undo log.
 
     With `in_place` a bucket is written as soon as it is checked, and nothing of it is kept.
@@ -115,6 +118,7 @@ class BatchedStaging:
         # dense rows that make up whole chunks. What others replaced follows from the changes.
         self._sums = torch.zeros((2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device)
         self._staged_sums, self._written_sums = self._sums
+        self._record(self._numbers, self._sums)
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
@@ -124,16 +128,16 @@ class BatchedStaging:
                 raise LimitExceeded("the sync is larger than its begin declared")
         with device_of(self._weights.device):
             payload = bucket.payload.to(self._weights.device, copy=not self.in_place)
-            staged = _Staged(payload, self._parts(bucket, payload.data_ptr()))
-            for part in staged.parts:
-                if isinstance(part, _Sparse) or not self.in_place:
-                    self._check(part, payload)
             if self.in_place:
+                self._write_at_once(bucket, payload)
+                return
+            self._record(payload)
+            with self._aside():
+                staged = _Staged(payload, self._parts(bucket, payload.data_ptr()))
                 for part in staged.parts:
-                    self._write(part, payload, self._written_sums)
-            else:
-                self.staged_bytes += payload.nbytes + sum(part.num_bytes for part in staged.parts)
-                self._staged.append(staged)
+                    self._check(part, payload)
+            self.staged_bytes += payload.nbytes + sum(part.num_bytes for part in staged.parts)
+            self._staged.append(staged)
 
     @cached_property
     def ledger(self) -> DigestLedger:
@@ -142,6 +146,7 @@ class BatchedStaging:
         Waits for the device. Raises InvalidIndices, DigestMismatch.
         """
         with device_of(self._weights.device):
+            self._weights.join_side()
             numbers = Numbers(self._numbers).read()
         bad, change = int(numbers[0]), numbers[1:]
         if bad != kernels.CLEAR:
@@ -180,6 +185,31 @@ class BatchedStaging:
         replaced = _total(staged[0]) - _total(numbers[1:]) + _total(written[1])
         if (_total(restored[0]) - replaced) & MASK:
             raise DigestMismatch("undo failed: the weights are not what they were")
+
+    def _write_at_once(self, bucket: ReadBucket, payload: Tensor) -> None:
+        parts = self._parts(bucket, payload.data_ptr())
+        for part in parts:
+            if isinstance(part, _Sparse):
+                self._check(part, payload)
+        for part in parts:
+            self._write(part, payload, self._written_sums)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Launch on the side stream, after what the current one holds now."""
+        side = self._weights.side
+        if side is None:
+            yield
+            return
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+
+    def _record(self, *tensors: Tensor) -> None:
+        """The side stream may still use them when they are let go of."""
+        for tensor in tensors:
+            if self._weights.side is not None:
+                tensor.record_stream(self._weights.side)
 
     def _all_parts(self) -> list[tuple[_Sparse | _Dense, Tensor]]:
         """(part, payload) of all that is staged."""

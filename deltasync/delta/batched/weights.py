@@ -67,6 +67,7 @@ class BatchedWeights:
 
     Attributes:
         device: Where kernels run.
+        side: A stream for what need not keep the current one; None on the CPU.
         ledger: What says which chunks there are; its sums are not looked at.
         table: The chunks.
         pointers: int64[parameters], addresses of contiguous ones; 0 for others.
@@ -91,6 +92,7 @@ class BatchedWeights:
             device: Where kernels run.
         """
         self.device, self.ledger = device, ledger
+        self.side = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._flats = flats
         table = self.table = ledger.table
         self.item_sizes = ledger.item_sizes[table.parameter]
@@ -107,6 +109,16 @@ class BatchedWeights:
             [self.addresses, table.start, table.numel, *(c[table.parameter] for c in columns)],
             device,
         )
+
+    def join_side(self) -> None:
+        """Let what the current stream is given from now on come after the side stream's work."""
+        if self.side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
+
+    def synchronize(self) -> None:
+        """Wait on the host until the side stream's work is done."""
+        if self.side is not None:
+            self.side.synchronize()
 
     def addresses_of(
         self, pointers: NDArray[np.int64], item_sizes: NDArray[np.int64]

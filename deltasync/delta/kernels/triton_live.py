@@ -37,29 +37,44 @@ _CLEAR = tl.constexpr(CLEAR)
 
 
 @triton.jit
-def _find(box, num_boxes, position, DIMS: tl.constexpr):
-    """(where, inside): elements from a box's first one to flat positions, if they lie in it."""
+def _find(box, num_boxes, position, end, DIMS: tl.constexpr):
+    """(where, inside): elements from a box's first one to flat positions, if they lie in it.
+
+    Positions are less than `end`.
+    """
     rest = position - tl.load(box + num_boxes)
     inside = rest >= 0
     where = tl.zeros_like(rest)
     for dim in tl.static_range(DIMS):
         column = box + (2 + 3 * dim) * num_boxes
-        stride = tl.load(column + num_boxes)
-        index = rest // stride
-        inside &= index < tl.load(column)
+        size, stride = tl.load(column), tl.load(column + num_boxes)
+        index = rest
+        if size == 1:
+            index = (rest >= stride).to(tl.int64)
+        elif stride > 1:
+            if end < 0x80000000:  # of 64 bits a division takes several times as long
+                index = (rest.to(tl.uint32) // stride.to(tl.uint32)).to(tl.int64)
+            else:
+                index = rest // stride
+        inside &= index < size
         rest -= index * stride
         where += index * tl.load(column + 2 * num_boxes)
     return where, inside & (rest == 0)
 
 
 @triton.jit
-def _held(box_at, boxes, num_boxes, position, there, DIMS: tl.constexpr):
-    """(where, there): elements from the address on to flat positions; with DIMS those in a box."""
+def _held(row, boxes, num_boxes, num_rows, position, there, DIMS: tl.constexpr):
+    """(where, there, any): elements from a row's address on to flat positions; with DIMS those in
+    its box.
+    """
     if DIMS:
-        where, inside = _find(boxes + tl.load(box_at), num_boxes, position, DIMS)
-        return where, there & inside
+        end = tl.load(row + 3 * num_rows) + tl.load(row + 4 * num_rows)
+        box = boxes + tl.load(row + 9 * num_rows)
+        where, inside = _find(box, num_boxes, position, end, DIMS)
+        there &= inside
+        return where, there, tl.max(there.to(tl.int32)) > 0
     else:
-        return position, there
+        return position, there, True
 
 
 @triton.jit(do_not_specialize=["num_boxes", "blocks_each"])
@@ -80,7 +95,7 @@ def digest(
         start = tl.load(starts + chunk)
         if DIMS:
             box = boxes + tl.load(box_of + item)
-            where, inside = _find(box, num_boxes, start + offset, DIMS)
+            where, inside = _find(box, num_boxes, start + offset, start + numel, DIMS)
             there &= inside
             weights = tl.load(box).to(tl.pointer_type(TYPE)) + where
         else:
@@ -119,15 +134,16 @@ def check(
     if address != 0:  # held here
         values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows)
         position = tl.load(row + 4 * num_rows) + index
-        where, good = _held(row + 9 * num_rows, boxes, num_boxes, position, good, DIMS)
-        new = tl.load(values + lane, mask=good, other=0)
-        old = load(address, where, good, TYPE, False)
-        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
-        seed = seed_of(key, position)
-        gained = tl.where(good, mix(seed, new), 0)
-        change = gained - tl.where(good, mix(seed, old), 0)
-        add_up(sums, segment % _ACCUMULATORS, gained)
-        add_by_chunk(digests + tl.load(row + 7 * num_rows), position, good, change, CHUNK)
+        where, good, is_any = _held(row, boxes, num_boxes, num_rows, position, good, DIMS)
+        if is_any:
+            new = tl.load(values + lane, mask=good, other=0)
+            old = load(address, where, good, TYPE, False)
+            key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
+            seed = seed_of(key, position)
+            gained = tl.where(good, mix(seed, new), 0)
+            change = gained - tl.where(good, mix(seed, old), 0)
+            add_up(sums, segment % _ACCUMULATORS, gained)
+            add_by_chunk(digests + tl.load(row + 7 * num_rows), position, good, change, CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
@@ -150,17 +166,18 @@ def write(
         there = lane < count
         indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
         position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
-        where, there = _held(row + 9 * num_rows, boxes, num_boxes, position, there, DIMS)
-        target = address.to(tl.pointer_type(TYPE)) + where
-        values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
-        key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
-        seed = seed_of(key, position)
-        new = tl.load(values, mask=there, other=0)
-        if KEEP:
-            tl.store(values, tl.load(target, mask=there, other=0), mask=there)
-        tl.store(target, new, mask=there)
-        read = tl.load(target, mask=there, other=0, volatile=True)
-        add_up(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, mix(seed, read), 0))
+        where, there, is_any = _held(row, boxes, num_boxes, num_rows, position, there, DIMS)
+        if is_any:
+            target = address.to(tl.pointer_type(TYPE)) + where
+            values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
+            key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
+            seed = seed_of(key, position)
+            new = tl.load(values, mask=there, other=0)
+            if KEEP:
+                tl.store(values, tl.load(target, mask=there, other=0), mask=there)
+            tl.store(target, new, mask=there)
+            read = tl.load(target, mask=there, other=0, volatile=True)
+            add_up(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, mix(seed, read), 0))
 
 
 @triton.jit
@@ -178,7 +195,8 @@ def _piece(
     weights = tl.load(column + 3 * num_pieces).to(tl.pointer_type(TYPE))
     if DIMS:
         box = boxes + tl.load(column + 7 * num_pieces)
-        where, inside = _find(box, num_boxes, start + offset, DIMS)
+        end = start + tl.load(column + num_pieces)
+        where, inside = _find(box, num_boxes, start + offset, end, DIMS)
         there &= inside
         weights += where
     else:
