@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deltasync import (
     ModuleSource,
@@ -18,10 +20,12 @@ from deltasync import (
     StagingThread,
     WeightReceiver,
     WeightSender,
+    sync_after_step,
 )
 from deltasync.delta.batched import Kernels
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import host, kernels_for, reference
+from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from tests.sync.harness import Model, Serving, ThroughReceiver, bits_equal, fleet, step
@@ -176,3 +180,42 @@ def test_kernels_agree_with_the_host() -> None:
     theirs = host.digest_chunks(positions, values, 7, 1000)
     assert ours[0] == theirs[0]
     assert (ours[1] == theirs[1]).all()
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_what_fsdp2_shards_or_keeps_on_the_host_arrives(*, is_offloaded: bool) -> None:
+    run_ranks(follow_fsdp2, 1, is_offloaded, free_port(), timeout_s=100)
+
+
+def follow_fsdp2(rank: int, is_offloaded: bool, port: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=1)
+    torch.manual_seed(0)
+    trainer = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)).cuda()
+    fully_shard(trainer, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy())
+    assert all(p.device.type == ("cpu" if is_offloaded else "cuda") for p in trainer.parameters())
+    replica = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)).cuda().bfloat16()
+    link = inprocess.Sender(device="cuda")
+    sender = WeightSender(ModuleSource(trainer), link)
+    serving = Serving(WeightReceiver(ModuleTarget(replica), link.receiver())).start()
+    sender.wait_for_receivers(1)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-4)
+    hook = sync_after_step(optimizer, sender, on_busy="wait", on_error="raise")
+    for number in range(6):
+        torch.manual_seed(number)
+        trainer(torch.randn(4, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.wait()
+    assert hook.last_stats is not None
+    assert hook.last_stats.kind == "delta"
+    for name, tensor in replica.state_dict().items():
+        held: Any = trainer.get_parameter(name)
+        assert torch.equal(tensor, held.to_local().detach().to(tensor)), name
+    hook.remove()
+    serving.stop()
+    sender.close()
+    dist.destroy_process_group()

@@ -230,8 +230,11 @@ class BatchedStaging:
         """How to read a bucket whose payload lies at `address` on the device."""
         rows, boxes = bucket.rows, self._weights.boxes
         item_sizes = self._before.item_sizes[rows["parameter"]]
-        in_boxes = boxes.count[rows["parameter"]] > 0
-        ways = 4 * item_sizes + 2 * in_boxes + (rows["kind"] == RowKind.DENSE)
+        is_dense = rows["kind"] == RowKind.DENSE
+        in_run = self._weights.pointers[rows["parameter"]] != 0
+        # Sparse rows all go by boxes, if any does: that is one launch.
+        in_boxes = (boxes.count[rows["parameter"]] > 0) & ~(is_dense & in_run)
+        ways = 4 * item_sizes + 2 * in_boxes + is_dense
         parts: list[_Sparse | _Dense] = []
         for way in np.flatnonzero(np.bincount(ways)).tolist():
             here, box = np.flatnonzero(ways == way), None

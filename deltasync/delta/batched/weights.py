@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 
 class Boxes:
-    """Where those parameters lie that do not lie in one run: see `delta.bits.Box`.
+    """Where parameters lie, if one of them does not lie in one run: see `delta.bits.Box`.
 
     Attributes:
         count, first: int64[parameters]: how many boxes each has, and which is its first.
@@ -38,8 +38,8 @@ class Boxes:
     ) -> None:
         boxes: list[Box] = []
         self.count = np.zeros(num_parameters, np.int64)
-        for parameter, flat in flats.items():
-            if not flat.is_contiguous:
+        if not all(flat.is_contiguous for flat in flats.values()):
+            for parameter, flat in flats.items():
                 found = flat.boxes()
                 self.count[parameter] = len(found)
                 boxes += found
@@ -71,7 +71,7 @@ class BatchedWeights:
         ledger: What says which chunks there are; its sums are not looked at.
         table: The chunks.
         pointers: int64[parameters], addresses of contiguous ones; 0 for others.
-        boxes: Where the others lie, as far as they are held.
+        boxes: Where all lie, as far as they are held, if there are others.
         item_sizes: int64[chunks], bytes of an element.
         origins: int64[chunks], what indices of a chunk are relative to.
         is_scattered: bool[chunks], which are no run in their parameter.
@@ -135,6 +135,8 @@ class BatchedWeights:
             chunks = np.arange(len(self.addresses))
         parameter = self.table.parameter[chunks]
         in_runs, (which, box) = np.flatnonzero(self.pointers[parameter]), self.boxes.of(parameter)
+        others = self.pointers[parameter[which]] == 0
+        which, box = which[others], box[others]
         found = np.zeros(len(chunks), np.uint64)
         with device_of(self.device):
             for item_size in np.unique(self.item_sizes[chunks]).tolist():
