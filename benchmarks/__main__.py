@@ -32,7 +32,10 @@ from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
 ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
-SHARDED_RECORDS = RESULTS / "sharded-gpu.jsonl"
+SHARDED_RECORDS = {
+    "collective": RESULTS / "sharded-nccl.jsonl",
+    "local": RESULTS / "sharded-ipc.jsonl",
+}
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 _MODEL = "qwen3-1.7b"
@@ -159,7 +162,8 @@ def sharded(
         raise typer.BadParameter(str(error)) from None
     if record and plan.device_type == "cpu":
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
-    results = _kept(run_ranks(plan), SHARDED_RECORDS if record else None, out)
+    kept = SHARDED_RECORDS[plan.link] if record else None
+    results = _kept(run_ranks(plan), kept, out)
     with _told_on_failure():
         _show(results, gpu_report.make_table, as_json=as_json)
 
@@ -228,7 +232,7 @@ def plot(folder: Path = IMAGES) -> None:
     from benchmarks.gpu import plots as gpu_plots
 
     paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
-    for records in filter(Path.exists, GPU_RECORDS.values()):
+    for records in filter(Path.exists, (*GPU_RECORDS.values(), *SHARDED_RECORDS.values())):
         paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
     for path in paths:
         print(path)
@@ -238,7 +242,11 @@ def plot(folder: Path = IMAGES) -> None:
 def report(page: Path = PAGE) -> None:
     """Put all records into docs/performance.md, between its marks."""
     text = page.read_text(encoding="utf-8")
-    for records in (RECORDS, *GPU_RECORDS.values(), SHARDED_RECORDS, *ENGINE_RECORDS.values()):
+    kept = (
+        RECORDS,
+        *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
+    )
+    for records in kept:
         if records.exists():
             drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
             images = [f"images/{path.name}" for path in drawn]

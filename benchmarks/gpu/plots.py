@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from benchmarks.gpu.report import WAYS
 from benchmarks.plots import DENSE, SPARSE, STYLE, density_axis, finish, line, save
 from benchmarks.record import Result
 
@@ -35,16 +36,17 @@ def draw_all(results: list[Result], folder: Path, *, name: str) -> list[Path]:
 
 def _sync(results: list[Result]) -> Figure | None:
     """Left: whole syncs by density, and what else one would do. Right: the phases of ours."""
-    dense, usual = _sweep(results, "sync_over_dense"), _sweep(results, "sync_over_usual")
-    if not dense:
+    cases = {r.case for r in results}
+    ways = next((pair for pair in WAYS if cases & set(pair)), None)
+    if ways is None:
         return None
+    dense, usual = (_sweep(results, case) for case in ways)
+    everything, sparse = WAYS[ways]
     figure = Figure(figsize=(10.5, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set_title("Time of a whole sync (ms)")
-    line(
-        left, usual, [1e3 * r.baseline_seconds for r in usual], "sparse the usual way", _USUAL, "-."
-    )
-    line(left, dense, [1e3 * r.baseline_seconds for r in dense], "everything, packed", DENSE, "--")
+    line(left, usual, [1e3 * r.baseline_seconds for r in usual], sparse, _USUAL, "-.")
+    line(left, dense, [1e3 * r.baseline_seconds for r in dense], everything, DENSE, "--")
     line(left, dense, [1e3 * r.seconds for r in dense], "deltasync", SPARSE, width=2.6)
     finish(left, "{:,.4g}")
     left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

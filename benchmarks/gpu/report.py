@@ -48,8 +48,17 @@ SHARDED_TITLES = {
 }
 TYPICAL_DENSITY = 0.003
 _ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES
-_SWEEPS = ("sync_", "diff", "apply_", "engine_work", "engine_pause")
+_SWEEPS = (
+    "sync_", "diff", "apply_", "engine_work", "engine_pause", "sharded_over", "sharded_pause",
+)  # fmt: skip
 _SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
+WAYS = {  # (everything dense, sparse without deltasync): what to call them
+    ("sync_over_dense", "sync_over_usual"): ("everything, packed", "sparse the usual way"),
+    ("sharded_over_dense", "sharded_over_gathered"): (
+        "everything, gathered first",
+        "sparse, gathered to one rank",
+    ),
+}
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
 
@@ -72,10 +81,9 @@ def make_markdown(results: list[Result]) -> str:
     shown = [r for r in ordered if r.case not in _SWEPT or _is_typical(r, ordered)]
     environments = {describe(result.environment): None for result in ordered}
     links = {result.link: None for result in ordered if result.link}
+    between = "" if "sharded_pause" in {r.case for r in ordered} else "Between two processes over "
     lines = [
-        f"Between two processes over {', '.join(links)}. Bold misses its goal."
-        if links
-        else "Bold misses its goal.",
+        f"{between}{', '.join(links)}. Bold misses its goal." if links else "Bold misses its goal.",
         "",
         row(_COLUMNS[:-1]),
         row("---" for _ in _COLUMNS[:-1]),
@@ -109,10 +117,11 @@ def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
 
 def _by_density(ordered: list[Result]) -> list[str]:
     """Milliseconds of whole syncs: one row a way, one column a density."""
-    dense = {r.density: r for r in ordered if r.case == "sync_over_dense"}
-    usual = {r.density: r for r in ordered if r.case == "sync_over_usual"}
-    if not dense:
+    cases = {r.case for r in ordered}
+    ways = next((pair for pair in WAYS if cases & set(pair)), None)
+    if ways is None:
         return []
+    dense, usual = ({r.density: r for r in ordered if r.case == case} for case in ways)
     parts = {
         "of it comparing": "diff_s",
         "of it packing, sending, staging": "transfer_s",
@@ -125,9 +134,9 @@ def _by_density(ordered: list[Result]) -> list[str]:
             (name, [milliseconds(r.parts[key]) for r in dense.values()])
             for name, key in parts.items()
         ),
-        ("everything, packed", [milliseconds(r.baseline_seconds) for r in dense.values()]),
+        (WAYS[ways][0], [milliseconds(r.baseline_seconds) for r in dense.values()]),
         (
-            "sparse the usual way",
+            WAYS[ways][1],
             [milliseconds(usual[d].baseline_seconds) if d in usual else "" for d in dense],
         ),
         ("bytes that deltasync sends", [megabytes(r.bytes) for r in dense.values()]),

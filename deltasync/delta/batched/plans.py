@@ -20,9 +20,11 @@ from deltasync.delta.batched.weights import (
     Numbers,
     blocks_in,
     device_of,
+    segment_rows,
+    segments_in,
     upload,
 )
-from deltasync.delta.columns import Ints, cut
+from deltasync.delta.columns import Ints
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
@@ -33,10 +35,10 @@ from deltasync.wire.table import RowKind, Rows
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Sparse rows of one item size, as `kernels.pack` takes them: rows and their segments."""
+    """Sparse rows of one item size: columns as `kernels.pack` takes them."""
 
     item_size: int
-    columns: tuple[Ints, ...]
+    columns: Ints
 
 
 class BatchedDelta:
@@ -98,7 +100,7 @@ class BatchedDelta:
             self._bucket_bytes = sparse_bucket_bytes
         # The old bits of those that are ahead are gone: all of them count as changed.
         self._written = np.where(ahead, snapshot.table.numel, counts)
-        self._held: list[tuple[int, list[Tensor]]] = []
+        self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
 
     @property
@@ -146,12 +148,13 @@ class BatchedDelta:
     def decided(self) -> None:
         """The version is final: advance the snapshot."""
         with device_of(self._snapshot.device):
-            for item_size, columns in self._held:
-                kernels.advance[(len(columns[1]),)](
-                    *columns,
+            for item_size, rows, segment_row in self._held:
+                kernels.advance[(len(segment_row),)](
+                    rows,
+                    segment_row,
                     self._masks.indices,
                     self._masks.values,
-                    columns[0].shape[1],
+                    rows.shape[1],
                     TYPE=TYPES[item_size],
                     STRIDE=self._masks.value_bytes // item_size,
                     SEGMENT=SEGMENT,
@@ -185,23 +188,24 @@ class BatchedDelta:
                 snapshot.pointers[parameters[here]],
                 snapshot.ledger.cols[parameters[here]],
                 snapshot.ledger.gaps[parameters[here]],
+                *segments_in(count),
             )
-            row, begin = cut(count, SEGMENT)
-            found.append(_Rows(int(item_size), (np.array(rows), row, begin)))
+            found.append(_Rows(int(item_size), np.array(rows)))
         return found
 
     def pack_sparse(self, parts: list[_Rows], there: list[Tensor], payload: Tensor) -> None:
         """Write indices and values of sparse rows, whose columns are `there` on the device."""
         masks = self._masks
-        for number, part in enumerate(parts):
-            columns = there[3 * number : 3 * number + 3]
-            kernels.pack[(len(columns[1]),)](
-                *columns,
+        for part, rows in zip(parts, there, strict=True):
+            segment_row = segment_rows(part.columns[10], rows[10])
+            kernels.pack[(len(segment_row),)](
+                rows,
+                segment_row,
                 masks.indices,
                 masks.values,
                 payload,
                 len(payload),
-                columns[0].shape[1],
+                rows.shape[1],
                 TYPE=TYPES[part.item_size],
                 GAPS=self._snapshot.has_gaps,
                 STRIDE=masks.value_bytes // part.item_size,
@@ -209,7 +213,7 @@ class BatchedDelta:
                 num_warps=4,
             )
             if masks.is_held:
-                self._held.append((part.item_size, columns))
+                self._held.append((part.item_size, rows, segment_row))
 
 
 class BatchedFull:
@@ -280,7 +284,7 @@ class BatchedBucket:
         sparse = [] if self._delta is None else self._delta.rows_of(planned)
         lane_of = self._source.lane_of[planned.dense[0]]
         dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
-        columns = [column for rows in sparse for column in rows.columns]
+        columns = [rows.columns for rows in sparse]
         table, pads, *there = upload(
             [self._placed(planned.rows).view(np.int64), planned.pads, *columns, *dense],
             payload.device,

@@ -18,6 +18,8 @@ from deltasync.delta.batched.weights import (
     Numbers,
     blocks_in,
     device_of,
+    segment_rows,
+    segments_in,
     upload,
 )
 from deltasync.delta.bucket import ReadBucket
@@ -39,11 +41,10 @@ class _Sparse:
     dims: int
     rows: Tensor
     segment_row: Tensor
-    segment_begin: Tensor
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + self.segment_row.nbytes + self.segment_begin.nbytes
+        return self.rows.nbytes + self.segment_row.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class BatchedStaging:
 
     Attributes:
         in_place: Whether it does so.
-        staged_bytes: Memory held: payloads, and some 70 bytes for each of their rows.
+        staged_bytes: Memory held: payloads, and some 100 bytes for each of their rows.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class BatchedStaging:
         self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int, box: Ints | None
     ) -> _Sparse:
         parameter = rows["parameter"]
-        columns = np.zeros((10, len(rows)), np.int64)
+        columns = np.zeros((12, len(rows)), np.int64)
         columns[0], columns[1], columns[2] = index_at, value_at, rows["count"]
         columns[3], columns[4], columns[8] = rows["span"], rows["start"], parameter
         columns[5] = self._addresses(parameter, box)
@@ -268,9 +269,10 @@ class BatchedStaging:
         columns[7] = self._before.first[parameter]
         dims = 0
         if box is not None:
-            columns[9], dims = box, self._weights.boxes.dims
-        segments = cut(columns[2], SEGMENT)
-        return _Sparse(item_size, dims, *upload([columns, *segments], self._weights.device))
+            columns[11], dims = box, self._weights.boxes.dims
+        columns[9], columns[10] = segments_in(columns[2])
+        (there,) = upload([columns], self._weights.device)
+        return _Sparse(item_size, dims, there, segment_rows(columns[10], there[10]))
 
     def _dense(
         self, rows: Rows, value_at: Ints, item_size: int, box: Ints | None, address: int
@@ -318,7 +320,6 @@ class BatchedStaging:
             kernels.check[(len(part.segment_row),)](
                 part.rows,
                 part.segment_row,
-                part.segment_begin,
                 *self._weights.boxes.table,
                 payload,
                 self._flag,
@@ -353,7 +354,6 @@ class BatchedStaging:
             kernels.write[(len(part.segment_row) * (SEGMENT // kernels.PART),)](
                 part.rows,
                 part.segment_row,
-                part.segment_begin,
                 *self._weights.boxes.table,
                 payload,
                 self._flag,

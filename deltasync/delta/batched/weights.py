@@ -17,7 +17,7 @@ from deltasync.delta.bits import Box, Live
 from deltasync.delta.columns import Ints, cut
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels import triton_live as kernels
-from deltasync.delta.kernels.triton_base import SPAN, TYPES
+from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
@@ -183,6 +183,17 @@ class BatchedWeights:
 def blocks_in(numels: NDArray[np.int64]) -> int:
     """The most programs of a dense kernel that one of these runs of elements takes."""
     return -(-int(numels.max()) // SPAN)
+
+
+def segments_in(counts: Ints) -> tuple[Ints, Ints]:
+    """(first, number): of the segments that rows of so many elements are cut into."""
+    number = -(-counts // SEGMENT)
+    return np.cumsum(number) - number, number
+
+
+def segment_rows(number: Ints, there: Tensor) -> Tensor:
+    """int64[segments] on the device: which row each is of. `there`: their number, on the device."""
+    return torch.repeat_interleave(there, output_size=int(number.sum()))
 
 
 def device_of(device: torch.device) -> AbstractContextManager[object]:

@@ -179,19 +179,20 @@ def collect(
 
 @triton.jit(do_not_specialize=["payload_bytes", "num_rows"])
 def pack(
-    rows, segment_row, segment_begin, indices, values, payload, payload_bytes, num_rows,
+    rows, segment_row, indices, values, payload, payload_bytes, num_rows,
     TYPE: tl.constexpr, GAPS: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Write sparse rows to a payload.
 
-    rows: int64[9, num_rows]: where a row begins in `indices`; where its indices begin in the
+    rows: int64[11, num_rows]: where a row begins in `indices`; where its indices begin in the
         payload, in int32 units; where its values begin, in elements; their number; the position
         that those in the payload count from; that those in `indices` count from; address of the
-        snapshot's parameter; its cols and gap, looked at with GAPS.
+        snapshot's parameter; its cols and gap, looked at with GAPS; its first segment; how many.
+    segment_row: int64[segments]: of a row each, SEGMENT elements or what is left of it.
     """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
-    lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
+    lane = (segment - tl.load(row + 9 * num_rows)) * SEGMENT + tl.arange(0, SEGMENT)
     begin, count = tl.load(row), tl.load(row + 3 * num_rows)
     there = lane < count
     index = tl.load(indices + begin + lane, mask=there, other=0) + tl.load(row + 5 * num_rows)
@@ -214,13 +215,13 @@ def pack(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def advance(
-    rows, segment_row, segment_begin, indices, values, num_rows,
+    rows, segment_row, indices, values, num_rows,
     TYPE: tl.constexpr, STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Write the values of rows, as `pack` takes them, to the snapshot."""
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
-    lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
+    lane = (segment - tl.load(row + 9 * num_rows)) * SEGMENT + tl.arange(0, SEGMENT)
     there = lane < tl.load(row + 3 * num_rows)
     at = tl.load(row) + lane
     position = tl.load(row + 5 * num_rows) + tl.load(indices + at, mask=there, other=0)

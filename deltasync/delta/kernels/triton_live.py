@@ -69,7 +69,7 @@ def _held(row, boxes, num_boxes, num_rows, position, there, DIMS: tl.constexpr):
     """
     if DIMS:
         end = tl.load(row + 3 * num_rows) + tl.load(row + 4 * num_rows)
-        box = boxes + tl.load(row + 9 * num_rows)
+        box = boxes + tl.load(row + 11 * num_rows)
         where, inside = _find(box, num_boxes, position, end, DIMS)
         there &= inside
         return where, there, tl.max(there.to(tl.int32)) > 0
@@ -110,19 +110,20 @@ def digest(
 
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
 def check(
-    rows, segment_row, segment_begin, boxes, num_boxes, payload, flag, digests, sums, num_rows,
+    rows, segment_row, boxes, num_boxes, payload, flag, digests, sums, num_rows,
     TYPE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
 
-    rows: int64[10, num_rows]: where indices begin in the payload, in int32 units; where values
+    rows: int64[12, num_rows]: where indices begin in the payload, in int32 units; where values
         begin, in elements; their number; span; flat position that indices count from; address
-        of the parameter, 0 if it is not held; digest key; its first digest; its number; with DIMS
-        a box of it, in which alone the row is looked for.
+        of the parameter, 0 if it is not held; digest key; its first digest; its number; its first
+        segment; how many; with DIMS a box of it, in which alone the row is looked for.
+    segment_row: int64[segments]: of a row each, SEGMENT elements or what is left of it.
     """
     segment = tl.program_id(0)
     row = rows + tl.load(segment_row + segment)
-    lane = tl.load(segment_begin + segment) + tl.arange(0, SEGMENT)
+    lane = (segment - tl.load(row + 9 * num_rows)) * SEGMENT + tl.arange(0, SEGMENT)
     there = lane < tl.load(row + 2 * num_rows)
     indices = payload.to(tl.pointer_type(tl.int32)) + tl.load(row)
     index = tl.load(indices + lane, mask=there, other=0).to(tl.int64)
@@ -148,7 +149,7 @@ def check(
 
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
 def write(
-    rows, segment_row, segment_begin, boxes, num_boxes, payload, flag, sums, num_rows,
+    rows, segment_row, boxes, num_boxes, payload, flag, sums, num_rows,
     TYPE: tl.constexpr, DIMS: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +159,7 @@ def write(
     """
     segment, nth = tl.program_id(0) // (SEGMENT // PART), tl.program_id(0) % (SEGMENT // PART)
     row = rows + tl.load(segment_row + segment)
-    first = tl.load(segment_begin + segment) + nth * PART
+    first = (segment - tl.load(row + 9 * num_rows)) * SEGMENT + nth * PART
     count = tl.load(row + 2 * num_rows)
     address = tl.load(row + 5 * num_rows)
     if (address != 0) & (first < count) & (tl.load(flag) == _CLEAR):
