@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
@@ -47,7 +47,7 @@ class StepHook:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         sender: Sends,
         *,
         every: int,
@@ -56,6 +56,8 @@ class StepHook:
         callback: Callable[[SyncStats | DeltaSyncError], None] | None,
         timeout_s: float,
     ) -> None:
+        if not optimizers:
+            raise ConfigError("no optimizer was given, whose steps count")
         if every < 1:
             raise ConfigError(f"every is {every}; it counts steps, from 1")
         if on_error not in ("continue", "raise"):
@@ -73,10 +75,8 @@ class StepHook:
         self._sync_under_way: Future[None] | None = None
         self._released = threading.Event()
         self._is_settled = False  # the last sync was one of all receivers
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles = [one.register_step_pre_hook(self._before_step) for one in optimizers]
+        self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
         """Stop syncing, after the sync under way. Idempotent."""
@@ -149,7 +149,7 @@ class StepHook:
 
 
 def sync_after_step(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     sender: Sends,
     *,
     every: int = 1,
@@ -164,7 +164,8 @@ def sync_after_step(
     GradScaler skipped lose nothing: each sync compares with what receivers are known to hold.
 
     Args:
-        optimizer: Whose steps count.
+        optimizer: Whose steps count; or all that train the model, in the order in which they step,
+            of which the last one's count.
         sender: What sends: a `WeightSender`, or on other ranks of a trainer a `CrewRank`, or an
             `EngineSync`.
         every: Steps from one sync to the next.
@@ -184,7 +185,7 @@ def sync_after_step(
         The handle; its `remove` ends the syncing.
     """
     return StepHook(
-        optimizer,
+        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         sender,
         every=every,
         on_error=on_error,

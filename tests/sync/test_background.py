@@ -25,6 +25,7 @@ from tests.sync.harness import (
     Receivers,
     ThroughReceiver,
     bits_equal,
+    fleet,
     random_model,
 )
 
@@ -245,7 +246,49 @@ def test_odd_settings_are_refused() -> None:
     made = Fleet(random_model(SHAPES, 0))
     with pytest.raises(ConfigError, match="on_busy"):
         sync_after_step(optimizer, made.sender, on_busy="later")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no optimizer"):
+        sync_after_step([], made.sender)
     made.close()
+
+
+def test_no_optimizer_of_several_steps_before_the_weights_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, replica = random_model(SHAPES, 0).requires_grad_(True), random_model(SHAPES, 1)
+    first, second = (torch.optim.SGD([weights], lr=0.1) for weights in model.parameters())
+    with fleet(model) as here:
+        here.add(replica)
+        here.wait(1)
+        hook = sync_after_step([first, second], here.sender, on_busy="wait", on_error="raise")
+        reading, go_on = threading.Event(), threading.Event()
+
+        def step() -> None:
+            for optimizer, weights in zip((first, second), model.parameters(), strict=True):
+                weights.grad = torch.ones_like(weights)
+                optimizer.step()
+
+        step()  # in which the first sync is done
+        send = inprocess.Sender.send
+
+        def held_back(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
+            if frame.payload is not None:
+                reading.set()
+                assert go_on.wait(20)
+            send(link, frame, timeout_s=timeout_s)
+
+        monkeypatch.setattr(inprocess.Sender, "send", held_back)
+        step()
+        assert reading.wait(20)
+        held = [weights.detach().clone() for weights in model.parameters()]
+        with ThreadPoolExecutor(1) as thread:
+            under_way = thread.submit(step)
+            assert wait([under_way], 0.2).not_done
+            assert all(map(torch.equal, held, model.parameters()))
+            go_on.set()
+            under_way.result(20)
+        hook.wait()
+        assert hook.syncs == 3
+        assert bits_equal(model, replica)
 
 
 def test_ranks_of_a_trainer_do_not_skip() -> None:
