@@ -144,7 +144,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
         not hold the version.
         """
-        timeout_s = timeout_s or self._timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self.sender.one_call(timeout_s):
             if self._is_behind or not self._are_here():
                 if released is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import (
+    ConfigError,
     DeltaSyncError,
     MalformedMessage,
     PeerLost,
@@ -81,7 +82,7 @@ class CrewRank:
         self._captured: str | None = None
         self._base: int | None = None  # what the snapshot holds; None for what was captured last
         self._delta: tuple[int, Delta] | None = None  # not known to be decided
-        self._trains_meanwhile = False
+        self._trains_meanwhile = self._busy = False
 
     def look(self) -> None:
         """See `WeightSender.look`."""
@@ -100,6 +101,8 @@ class CrewRank:
             SyncAborted: It came to nothing, on any rank; the next one covers it.
             DeltaSyncError: Why this rank could not do its part.
         """
+        if self._busy:
+            raise ConfigError("a sync is under way; a CrewRank is used by one thread")
         self._call += 1
         self._trains_meanwhile = released is not None
         self._weights.begin(released)
@@ -303,6 +306,7 @@ class CrewRank:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """What is not told to rank 0 ends the connection."""
+        self._busy = True
         try:
             yield
         except SyncAborted:
@@ -311,6 +315,7 @@ class CrewRank:
             self._start_over()
             raise
         finally:
+            self._busy = False
             self._weights.stream.join()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
@@ -74,21 +74,31 @@ class StepHook:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync-sync")
         self._sync_under_way: Future[None] | None = None
         self._released = threading.Event()
+        self._syncing: threading.Thread | None = None  # that of syncs in the background
         self._is_settled = False  # the last sync was one of all receivers
         self._handles = [one.register_step_pre_hook(self._before_step) for one in optimizers]
         self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Stop syncing, after the sync under way. Idempotent."""
+        """Stop syncing; wait for the sync under way, but in its own callback. Idempotent.
+
+        What that sync raises, `wait` raises, before or after.
+        """
+        self._thread.shutdown(wait=threading.current_thread() is not self._syncing)
         for handle in self._handles:
             handle.remove()
-        self._thread.shutdown()
 
     def wait(self) -> None:
         """Return when no sync is under way. Raises StepApplied as a step does."""
-        under_way, self._sync_under_way = self._sync_under_way, None
-        if under_way is not None:
-            under_way.result()
+        if (ended := self._ended()) is not None:
+            ended.result()
+
+    def _ended(self) -> Future[None] | None:
+        """The sync that was under way, when it is not any more; if interrupted, it still is."""
+        if self._sync_under_way is not None:
+            wait([self._sync_under_way])
+        ended, self._sync_under_way = self._sync_under_way, None
+        return ended
 
     def _before_step(self, *_: Any) -> None:
         """The step changes what a sync reads."""
@@ -103,14 +113,21 @@ class StepHook:
         if self._on_busy == "skip" and under_way is not None and not under_way.done():
             self.skipped += 1
             return
-        self.wait()
+        ended = self._ended()
+        try:
+            self._begin()
+        finally:  # ranks of a trainer have counted this call, whatever the last one raised
+            if ended is not None:
+                ended.result()
+
+    def _begin(self) -> None:
         if self._on_busy is None or not self._is_settled:
             self._sync()
             return
         try:
             self._sender.look()
-        except DeltaSyncError as error:
-            self._failed(error)
+        except (DeltaSyncError, RuntimeError):  # raised anew, in a call that other ranks hear of
+            self._sync()
             return
         self._released.clear()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
@@ -118,6 +135,7 @@ class StepHook:
 
     def _sync_meanwhile(self, stream: torch.cuda.Stream | None) -> None:
         """In a thread of its own, which begins after all that `stream` holds now."""
+        self._syncing = threading.current_thread()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._sync(self._released.set)
@@ -174,12 +192,14 @@ def sync_after_step(
             DeltaSyncError (out of memory, say) is always raised so.
         on_busy: None: the step returns when the sync is done. Otherwise it returns at once: a
             thread syncs while the next step's forward and backward passes run, and the optimizer
-            waits only until the weights have been read. If receivers still stage or write when
+            waits only until the weights have been read. Nothing else may change them before: no
+            step hooks that were registered earlier, and no forward passes that keep statistics in
+            buffers which are sent. If receivers still stage or write when
             the next sync is due, "wait" for them, or "skip" it: the one after covers both. A sync
             that has to start anew (the first, and after a failure) is done in the step. What such
             a sync raises, a later step raises, or `wait`.
         callback: Called with the SyncStats, or with the error, after each sync, by its thread.
-        timeout_s: For `WeightSender.send_weights`.
+        timeout_s: For `send_weights`: each wait on receivers.
 
     Returns:
         The handle; its `remove` ends the syncing.

@@ -181,7 +181,7 @@ class WeightSender:
             if self._weights.is_lost:
                 self._part_with("a rank of the trainer has lost its snapshot")
             delta = self._sync_members() if self._session.members else None
-            if delta is None and released is not None:
+            if released is not None and (delta is None or not self._session.members):
                 reasons = "; ".join(self._lost.values()) or "no receiver is a member"
                 raise SyncAborted(f"{reasons}; the next sync covers this one")
             engines = self._newcomers()

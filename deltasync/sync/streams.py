@@ -17,6 +17,7 @@ class OwnStream:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._callers: torch.cuda.Stream | None = None  # while this one is entered
 
     def move_to(self, device: torch.device | None) -> None:
         """Be a stream of `device`; none if that is None or no GPU."""
@@ -30,11 +31,13 @@ class OwnStream:
         """Make it the current stream: behind what the caller's holds now."""
         entered = self._stream
         if entered is not None:
-            entered.wait_stream(torch.cuda.current_stream(entered.device))
+            self._callers = torch.cuda.current_stream(entered.device)
+            entered.wait_stream(self._callers)
         with nullcontext() if entered is None else torch.cuda.stream(entered):
             try:
                 yield
             finally:
+                self._callers = None
                 if self._stream is not None and self._stream is not entered:  # it moved meanwhile
                     self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -46,4 +49,5 @@ class OwnStream:
     def join(self) -> None:
         """Let what the caller's stream is given from now on come after this stream's work."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            callers = self._callers or torch.cuda.current_stream(self._stream.device)
+            callers.wait_stream(self._stream)

@@ -127,6 +127,7 @@ class OwnWeights:
     def begin(self, released: Callable[[], None] | None) -> None:
         """A call begins. See `WeightSender.send_weights`."""
         self._released, self.is_released = released, False
+        self._is_looked_up &= released is not None
 
     def release(self) -> None:
         """The source is not read any more; on GPUs what the caller's stream does comes later."""
@@ -145,7 +146,7 @@ class OwnWeights:
         layout, snapshot = self._held
         if not self._is_looked_up:
             layout.refresh()
-        self._is_looked_up = False
+        self._is_looked_up = self._released is not None  # if this is tried again
         inflight = self.options.max_inflight_bytes
         return plan_delta(
             snapshot,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
@@ -13,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender, sync_after_step
+from deltasync import (
+    ModuleSource,
+    NamedTensor,
+    SenderOptions,
+    SyncStats,
+    WeightSender,
+    sync_after_step,
+)
 from deltasync.errors import ConfigError, PeerLost, SourceChanged, StepApplied, SyncAborted
+from deltasync.sync.crew_rank import CrewRank
 from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
@@ -27,6 +38,7 @@ from tests.sync.harness import (
     bits_equal,
     fleet,
     random_model,
+    until,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,6 +123,21 @@ class Training:
         self.receivers.close()
 
 
+def held_back(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """(reached, go on): payloads are not sent before the second is set."""
+    reached, go_on = threading.Event(), threading.Event()
+    send = inprocess.Sender.send
+
+    def later(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
+        if frame.payload is not None:
+            reached.set()
+            assert go_on.wait(20)
+        send(link, frame, timeout_s=timeout_s)
+
+    monkeypatch.setattr(inprocess.Sender, "send", later)
+    return reached, go_on
+
+
 @pytest.fixture
 def opened() -> Iterator[list[Training]]:
     made: list[Training] = []
@@ -168,16 +195,7 @@ def test_the_optimizer_waits_until_the_weights_have_been_read(
     training = Training("skip")
     opened.append(training)
     training.step()
-    reading, go_on = threading.Event(), threading.Event()
-    send = inprocess.Sender.send
-
-    def held_back(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
-        if frame.payload is not None:
-            reading.set()
-            assert go_on.wait(20)
-        send(link, frame, timeout_s=timeout_s)
-
-    monkeypatch.setattr(inprocess.Sender, "send", held_back)
+    reading, go_on = held_back(monkeypatch)
     training.step()
     assert reading.wait(20)
     with ThreadPoolExecutor(1) as thread:
@@ -226,7 +244,147 @@ def test_what_a_sync_raised_a_later_step_raises(opened: list[Training]) -> None:
     training.step()
     with pytest.raises(StepApplied, match="disconnected"):
         training.step()
+    assert training.hook.failures == 2  # this step's own sync was tried all the same
+
+
+def test_what_fails_before_a_sync_has_begun_is_counted(
+    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("wait")
+    opened.append(training)
+    training.step()
+
+    def fails(_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(ModuleSource, "tensors", fails)
+    with pytest.raises(StepApplied, match="planted"):
+        training.step()
     assert training.hook.failures == 1
+
+
+def test_an_interrupted_wait_lets_no_optimizer_step(
+    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("wait")
+    opened.append(training)
+    training.step()
+    reading, go_on = held_back(monkeypatch)
+    training.step()
+    assert reading.wait(20)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        training.hook.wait()
+    threading.Timer(0.3, go_on.set).start()
+    was: list[bool] = []
+    training.optimizer.register_step_pre_hook(lambda *_: was.append(go_on.is_set()))
+    training.step()
+    assert was == [True]
+
+
+def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
+    """The only member fails after the decision, and a newcomer waits."""
+    model, replicas = random_model(SHAPES, 0), [random_model(SHAPES, n) for n in (1, 2)]
+    gates: list[Gate] = []
+
+    def wrap(transport: ReceiveTransport) -> Gate:
+        gates.append(Gate(transport, "commit"))
+        return gates[-1]
+
+    with fleet(model) as here:
+        here.add(replicas[0], engine="first", wrap=wrap)
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        here.add(replicas[1], engine="second")
+        here.wait(2)
+        gates[0].is_open.clear()
+        gates[0].breaks = True
+        for weights in model.parameters():
+            weights.data += 1
+        released = threading.Event()
+        here.sender.look()
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(here.sender.send_weights, timeout_s=5, released=released.set)
+            assert gates[0].reached.wait(10)
+            assert released.wait(10)
+            next(model.parameters()).data += 1  # the optimizer is half way
+            gates[0].is_open.set()
+            assert isinstance(call.exception(10), SyncAborted)
+        here.wait(2)
+        here.sender.send_weights(timeout_s=5)
+        assert all(bits_equal(model, replica) for replica in replicas)
+
+
+def test_a_second_try_looks_nothing_up() -> None:
+    """A receiver fails while buckets are sent; the source's modules may be computing."""
+    model, looked = random_model(SHAPES, 0), list[str]()
+
+    class Source(ModuleSource):
+        def tensors(self) -> list[NamedTensor]:
+            looked.append(threading.current_thread().name)
+            return super().tensors()
+
+    gates: list[Gate] = []
+
+    def wrap(transport: ReceiveTransport) -> Gate:
+        gates.append(Gate(transport, "begin"))
+        return gates[-1]
+
+    replica = random_model(SHAPES, 1)
+    with fleet(Source(model), options=SenderOptions(bucket_bytes=1 << 10)) as here:
+        here.add(replica, engine="stays")
+        here.add(random_model(SHAPES, 2), engine="fails", wrap=wrap)
+        here.wait(2)
+        here.sender.send_weights(timeout_s=5)
+        for weights in model.parameters():
+            weights.data += 1
+        gates[0].breaks = True
+        here.sender.look()
+        looked.clear()
+        stats = here.sender.send_weights(timeout_s=5, released=lambda: None)
+        assert (stats.receivers, looked) == (1, [])
+        assert bits_equal(model, replica)
+
+
+def test_what_was_looked_up_for_a_call_that_came_to_nothing_is_looked_up_again() -> None:
+    from tests.sync.crew import rows_of, trainer_of
+
+    model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        trainer.add(replica)
+        trainer.wait(1)
+        trainer.send()
+        trainer.sender.look()
+        other = trainer.ranks[1]
+        assert isinstance(other, CrewRank)
+        other._link.disconnect()
+        other._lose()
+        with pytest.raises(SyncAborted, match="did not come"):
+            trainer.sender.send_weights(timeout_s=0.2, released=lambda: None)
+        with pytest.raises(SyncAborted):
+            other.send_weights(timeout_s=0.2)
+        for weights in model.parameters():
+            weights.data += 1
+        for source in trainer.sources:  # storage is replaced
+            source.held = {name: tensor.clone() for name, tensor in source.held.items()}
+        trainer.step()
+        trainer.settle(1)
+        assert bits_equal(model, replica)
+
+
+@pytest.mark.parametrize("on_busy", ["wait", None])
+def test_a_hook_can_be_removed_in_its_callback(
+    opened: list[Training], on_busy: Literal["wait"] | None
+) -> None:
+    training = Training(on_busy)
+    opened.append(training)
+    training.step()
+    training.hook._callback = lambda _: training.hook.remove()
+    training.step()
+    training.hook.wait()
+    training.step()
+    assert (training.hook.steps, training.hook.syncs) == (2, 2)
+    assert training.holds(1)
 
 
 def test_a_model_that_is_another_one_is_seen_before_training_goes_on(
@@ -260,7 +418,6 @@ def test_no_optimizer_of_several_steps_before_the_weights_were_read(
         here.add(replica)
         here.wait(1)
         hook = sync_after_step([first, second], here.sender, on_busy="wait", on_error="raise")
-        reading, go_on = threading.Event(), threading.Event()
 
         def step() -> None:
             for optimizer, weights in zip((first, second), model.parameters(), strict=True):
@@ -268,15 +425,7 @@ def test_no_optimizer_of_several_steps_before_the_weights_were_read(
                 optimizer.step()
 
         step()  # in which the first sync is done
-        send = inprocess.Sender.send
-
-        def held_back(link: inprocess.Sender, frame: Frame, *, timeout_s: float) -> None:
-            if frame.payload is not None:
-                reading.set()
-                assert go_on.wait(20)
-            send(link, frame, timeout_s=timeout_s)
-
-        monkeypatch.setattr(inprocess.Sender, "send", held_back)
+        reading, go_on = held_back(monkeypatch)
         step()
         assert reading.wait(20)
         held = [weights.detach().clone() for weights in model.parameters()]
@@ -300,6 +449,72 @@ def test_ranks_of_a_trainer_do_not_skip() -> None:
         for rank in trainer.ranks:
             with pytest.raises(ConfigError, match="skip"):
                 sync_after_step(optimizer, rank, on_busy="skip")
+
+
+def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
+    from tests.sync.crew import rows_of, trainer_of
+
+    model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        trainer.add(replica)
+        trainer.wait(1)
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(trainer.ranks[1].send_weights, timeout_s=20)
+            until(lambda: bool(trainer.ranks[1]._busy))
+            with pytest.raises(ConfigError, match="under way"):
+                trainer.ranks[1].send_weights()
+            assert trainer.sender.send_weights(timeout_s=10) == call.result(10)
+        assert bits_equal(model, replica)
+
+
+@pytest.mark.parametrize("where", ["source", "memory", "callback"])
+def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> None:
+    """A rank that left one out would send the weights of another step than the others."""
+    from tests.sync.crew import rows_of, trainer_of
+
+    model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        trainer.add(replica)
+        trainer.wait(1)
+        hooks: list[StepHook] = []
+        optimizers: list[torch.optim.Optimizer] = []
+        told: list[object] = []
+
+        def callback(stats: object) -> None:
+            told.append(stats)
+            if len(told) == 2:
+                raise ZeroDivisionError
+
+        for number, (rank, source) in enumerate(zip(trainer.ranks, trainer.sources, strict=True)):
+            held = [tensor.requires_grad_() for tensor in source.held.values() if tensor.numel()]
+            optimizers.append(torch.optim.SGD(held, lr=1.0))
+            fails = callback if number and where == "callback" else None
+            hook = sync_after_step(
+                optimizers[-1], rank, on_busy="wait", callback=fails, timeout_s=5
+            )
+            hooks.append(hook)
+
+        def train(rank: int) -> None:
+            for number in range(6):
+                is_now = (rank, number) == (1, 2)
+                planted = SourceChanged("planted") if where == "source" else RuntimeError("planted")
+                trainer.sources[rank].fails = planted if is_now and where != "callback" else None
+                for group in optimizers[rank].param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.full_like(parameter, -1.0)
+                with suppress(StepApplied, ZeroDivisionError):
+                    optimizers[rank].step()
+            with suppress(StepApplied, ZeroDivisionError):
+                hooks[rank].wait()
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(train, range(2)))
+        assert trainer.crew.call == trainer.ranks[1]._call + 1  # type: ignore[union-attr]
+        for name, tensor in replica.named_parameters():
+            parts = [source.held[name].detach() for source in trainer.sources]
+            assert torch.equal(tensor, torch.cat(parts))
+        for hook in hooks:
+            hook.remove()
 
 
 def test_ranks_of_a_trainer_sync_while_they_train() -> None:

@@ -25,6 +25,7 @@ from deltasync import (
 from deltasync.delta.batched import Kernels
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import host, kernels_for, reference
+from deltasync.sync.streams import OwnStream
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -219,3 +220,17 @@ def follow_fsdp2(rank: int, is_offloaded: bool, port: int) -> None:
     serving.stop()
     sender.close()
     dist.destroy_process_group()
+
+
+def test_what_a_caller_launches_after_joining_comes_after_our_work() -> None:
+    """An optimizer's step, after all that is packed."""
+    own = OwnStream()
+    own.move_to(torch.device("cuda", torch.cuda.current_device()))
+    callers = torch.cuda.current_stream()
+    with own.entered():
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        own.join()
+        done = callers.record_event()
+        assert not done.query()
+    torch.cuda.synchronize()
+    assert done.query()
