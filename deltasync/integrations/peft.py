@@ -46,28 +46,33 @@ class MergedSource:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._watch: ModuleWatch | None = None
-        self._layers: list[tuple[Any, Tensor]] = []
+        self._layers: dict[str, tuple[Any, Tensor]] = {}
         self._tensors: list[NamedTensor] = []
+        self._active: list[str] = []
 
     def tensors(self) -> list[NamedTensor]:
         """The merged weights as they are now; the list of the last call if nothing moved.
 
         Raises ConfigError, by name, for layers that cannot be merged so.
         """
-        if self._watch is None or not self._watch.is_unmoved():
-            self._watch = ModuleWatch(self._model)
-            self._layers = [(layer, _room(name, layer)) for name, layer in _layers(self._model)]
+        active: Any = self._model.active_adapters
+        if self._watch is None or self._active != active or not self._watch.is_unmoved():
+            self._watch, watch = None, ModuleWatch(self._model)
+            self._layers = {
+                name: (layer, _room(name, layer)) for name, layer in _layers(self._model)
+            }
             self._tensors = tied_tensors(_named(self._model, self._layers))
-        for layer, merged in self._layers:
-            _merge(layer, merged)
+            self._watch, self._active = watch, list(active)
+        for name, (layer, merged) in self._layers.items():
+            _merge(name, layer, merged)
         return self._tensors
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, BaseTunerLayer):
             yield name, module
 
 
@@ -75,35 +80,39 @@ def _room(name: str, layer: Any) -> Tensor:
     """Where the merged weight goes. Raises ConfigError."""
     from peft.tuners.lora import layer as known
 
-    weight: Tensor = layer.get_base_layer().weight
     why = ""
     if type(layer) not in (known.Linear, known.Embedding, known.Conv1d, known.Conv2d, known.Conv3d):
         why = f"{type(layer).__name__} is not a layer whose weight can be merged here"
     elif layer.lora_variant or any(layer.lora_bias.values()):
         why = "only plain LoRA is merged here, without variants such as DoRA and without biases"
-    elif layer.merged_adapters:
-        why = "it is merged already: unmerge it"
-    elif is_sharded(weight):
+    elif is_sharded(layer.get_base_layer().weight):
         why = "it is sharded: each rank would need all of the adapters"
     if why:
         raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
-    return torch.empty_like(weight).requires_grad_()
+    return torch.empty_like(layer.get_base_layer().weight).requires_grad_()
 
 
 @torch.no_grad()
-def _merge(layer: Any, merged: Tensor) -> None:
+def _merge(name: str, layer: Any, merged: Tensor) -> None:
+    from peft.tuners.lora.layer import Embedding
+
+    if layer.merged_adapters:
+        raise ConfigError(f"{name}: it is merged in place: unmerge it")
     merged.copy_(layer.get_base_layer().weight)
     for adapter in layer.active_adapters:
         if adapter in layer.scaling:
-            merged += layer.get_delta_weight(adapter).to(merged.dtype)
+            delta = layer.get_delta_weight(adapter)  # PEFT rounds it before adding in embeddings
+            merged += delta.to(merged.dtype) if isinstance(layer, Embedding) else delta
 
 
-def _named(model: nn.Module, layers: list[tuple[Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the base model, tensor) of all but adapters."""
-    merged = {id(layer.get_base_layer().weight): tensor for layer, tensor in layers}
+def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model, tensor) of all but adapters. Raises ConfigError."""
+    merged = {id(layer.get_base_layer().weight): tensor for layer, tensor in layers.values()}
+    if len(merged) < len(layers):
+        raise ConfigError("two adapted layers are tied: `adapter_only` sends adapters alone")
     active: Any = model.active_adapters
     for name, tensor in named_tensors(model):
-        if "lora_" in name or ".original_module." in name:
+        if ".original_module." in name or _is_adapter(name, layers):
             continue
         owner, copied, leaf = name.partition(".modules_to_save.")
         if copied:  # trained in whole, one for each adapter
@@ -113,3 +122,10 @@ def _named(model: nn.Module, layers: list[tuple[Any, Tensor]]) -> Iterator[tuple
             name = f"{owner}.{leaf}"
         name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
         yield name, merged.get(id(tensor), tensor)
+
+
+def _is_adapter(name: str, layers: dict[str, tuple[Any, Tensor]]) -> bool:
+    """Whether a tensor belongs to an adapted layer, and not to the layer that it adapts."""
+    parts = name.split(".")
+    owners = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return any(owner in layers and not name.startswith(f"{owner}.base_layer.") for owner in owners)

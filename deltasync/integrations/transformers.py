@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.route import Piece
+from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
 from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.source import ModuleWatch, NamedTensor, tied_tensors
@@ -117,6 +118,12 @@ def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
     dims = sorted(piece.dims, key=lambda dim: -dim[2])  # as the checkpoint has them
     sizes = [size for size, _, _ in dims]
     steps = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    if piece.is_whole(parameter.numel()) and parameter.shape == shape:
+        return parameter.detach()
+    if is_sharded(parameter):
+        raise ConfigError(
+            f"a part of {tuple(shape)} of a sharded parameter: use a ModuleSource with a `name_map`"
+        )
     flat = parameter.detach().view(-1)
     start = int(flat.storage_offset()) + piece.start
     box = flat.as_strided(sizes, [stride for _, stride, _ in dims], start)

@@ -214,7 +214,8 @@ class CrewRank:
         return True
 
     def _capture(self, order: orders.Capture) -> None:
-        assert self._declared is not None
+        if self._declared is None:
+            raise SyncAborted("this rank was started anew, and has not said what it holds")
         self._captured = self._delta = self._base = None
         specs = parameter_specs(order.parameters)
         self._num_parameters = len(specs)

@@ -208,7 +208,11 @@ class CrewWeights:
             )
         )
         self._own.capture_as(specs, shares[0])
-        self._hear([None])
+        try:
+            self._hear([None])
+        except SyncAborted:  # a rank may be another one than that which has declared
+            self._declared = []
+            raise
         self._crew.captures = dict.fromkeys(self._held, self._capture)
         self._layout = SentLayout(specs)
 

@@ -290,6 +290,8 @@ class WeightReceiver:
         chunk_numel = self.options.chunk_numel or chunk_numel_on(*devices)
         self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
         self._lines = Lines(flats, len(specs))
+        if self._weights is not None:
+            self._weights.synchronize()
         self._weights = self._batched(flats, self._ledger)
         self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
         self._readers = [BucketReader(specs) for _ in range(len(self._links))]

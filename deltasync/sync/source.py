@@ -72,6 +72,8 @@ class NamedTensor:
         Those of which nothing is held are left out. Raises ConfigError for an odd index.
         """
         held, local = self.held()
+        if held.shape != self.shape:
+            raise ConfigError(f"{self.name}: has its dimensions split, parts of it are not known")
         for name, index in places.items():
             box, shape = _box_of(name, index, self.shape)
             here = box.overlap(held)
@@ -129,9 +131,10 @@ class ModuleSource:
         if self._watch is None or not self._watch.is_unmoved():
             self._gathering = _fsdp_modules(self._module)
             _reshard(self._gathering)
-            self._watch = ModuleWatch(self._module)
+            self._watch, watch = None, ModuleWatch(self._module)
             tensors = tied_tensors(named_tensors(self._module, self._rename))
             self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
+            self._watch = watch
         return self._tensors
 
 
@@ -236,9 +239,12 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
 
 def _box_of(name: str, index: Index, full: tuple[int, ...]) -> tuple[ShardSpec, tuple[int, ...]]:
     """What `index` takes of a tensor, and in which shape. Raises ConfigError."""
-    slices = [slice(at, at + 1) if isinstance(at, int) else at for at in index]
+    slices = [slice(at, at + 1) if isinstance(at, int) and at >= 0 else at for at in index]
     slices += [slice(None)] * (len(full) - len(index))
-    ranges = [range(length)[at] for length, at in zip(full, slices, strict=False)]
+    ranges = [
+        range(length)[at] if isinstance(at, slice) else range(0)
+        for length, at in zip(full, slices, strict=False)
+    ]
     if len(slices) > len(full) or not all(found and found.step == 1 for found in ranges):
         raise ConfigError(f"{name}: {index} is no part of a tensor of shape {full}")
     size = tuple(map(len, ranges))

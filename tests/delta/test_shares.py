@@ -7,6 +7,7 @@ from itertools import chain
 from math import prod
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -339,3 +340,23 @@ def test_kernels_send_what_torch_sends(
         assert replica == rank.elements()
         full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
         assert opened(full, specs, bucket_bytes) == replica
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("changed", [[0, 2], [0, 1, 3], [1, 3]])
+def test_dense_chunks_of_columns_with_others_between_them(
+    kernels: Kernels, changed: list[int]
+) -> None:
+    model = {"a": torch.randn(16, 6).bfloat16()}
+    boxes = [{"a": ShardSpec((16, 6), (0, begin), (16, 3))} for begin in (0, 3)]
+    receiver = Receiver(model)
+    ranks = [Rank(specs_of(model), box, copies(parts(model, box)), kernels) for box in boxes]
+    held = parts(model, boxes[0])["a"].reshape(-1).clone()
+    for chunk in changed:  # of eight elements
+        held[8 * chunk : 8 * chunk + 8] += 1
+    model["a"][:, :3] = held.view(16, 3)
+    for rank, box in zip(ranks, boxes, strict=True):
+        rank.write(parts(model, box))
+    plans: list[Plan] = [rank.delta(1 << 30, 1 << 20) for rank in ranks]
+    receiver.sync(plans, in_place=False, device=DEVICE)
+    assert same_bits(receiver.live["a"], model["a"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
+from warnings import catch_warnings
 
 import pytest
 import torch
@@ -76,10 +77,84 @@ def test_two_active_adapters_are_both_merged() -> None:
     model = model_of(torch.float32, modules_to_save=None)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
-    found = {one.name: one.tensor for one in MergedSource(model).tensors()}
-    merged = deepcopy(model).merge_and_unload(adapter_names=["default", "other"])
-    for name, tensor in merged.state_dict().items():
+    assert_merged(MergedSource(model), model)
+
+
+def test_adapters_of_more_precision_are_rounded_as_peft_rounds_them() -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["embed", "conv", "up"])
+    model = get_peft_model(Base().bfloat16(), config)  # adapters of float32, as by default
+    assert_merged(MergedSource(model), model)
+
+
+def test_the_adapter_that_is_active_now_is_merged() -> None:
+    model = model_of(torch.float32)
+    settings: dict[str, Any] = {"target_modules": ["up"], "modules_to_save": ["head"]}
+    model.add_adapter("other", LoraConfig(r=2, init_lora_weights=False, **settings))
+    with torch.no_grad():
+        model.base_model.model.head.modules_to_save["other"].weight.add_(1)
+    source = MergedSource(model)
+    assert_merged(source, model)
+    model.set_adapter("other")
+    assert_merged(source, model)
+
+
+@pytest.mark.parametrize("target", ["embed", "head"])
+def test_an_adapted_layer_that_is_tied_goes_under_both_names(target: str) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=[target])
+    with catch_warnings(action="ignore"):
+        model = get_peft_model(Base(tied=True), config)
+        assert_merged(MergedSource(model), model)
+
+
+def test_two_adapted_layers_that_are_tied_are_refused() -> None:
+    config = LoraConfig(r=4, target_modules=["embed", "head"])
+    with catch_warnings(action="ignore"):
+        model = get_peft_model(Base(tied=True), config)
+    with pytest.raises(ConfigError, match="tied"):
+        MergedSource(model).tensors()
+
+
+def test_a_base_model_may_have_modules_of_odd_names() -> None:
+    base = nn.ModuleDict({"up": nn.Linear(8, 8), "lora_router": nn.Linear(8, 8)})
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+    assert_merged(MergedSource(model), model)
+
+
+def assert_merged(source: MergedSource, model: Any) -> None:
+    found = {name: one.tensor for one in source.tensors() for name in one.names}
+    wanted = deepcopy(model).merge_and_unload().state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+class Several(nn.Module):
+    """What PEFT adapts in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.embed = nn.MultiheadAttention(8, 2), nn.Embedding(5, 8)
+        self.experts = nn.ParameterDict({"up": torch.randn(4, 8, 8)})
+        self.up = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_modules": ["attention"]}, "attention: Multihead"),
+        ({"target_modules": ["up"], "target_parameters": ["experts.up"]}, "experts: Param"),
+        ({"target_modules": ["up"], "trainable_token_indices": {"embed": [1]}}, "embed.*Trainable"),
+    ],
+)
+def test_layers_that_are_adapted_otherwise_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    source = MergedSource(get_peft_model(Several(), LoraConfig(r=2, **settings)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            source.tensors()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +171,13 @@ def test_what_cannot_be_merged_is_refused_by_name(settings: dict[str, Any], word
 
 def test_a_model_that_is_merged_in_place_is_refused() -> None:
     model = model_of(torch.float32)
+    source = MergedSource(model)
+    source.tensors()
     model.merge_adapter()
-    with pytest.raises(ConfigError, match="unmerge"):
-        MergedSource(model).tensors()
+    with pytest.raises(ConfigError, match=r"up.*unmerge|conv.*unmerge|embed.*unmerge"):
+        source.tensors()
+    model.unmerge_adapter()
+    source.tensors()
 
 
 def test_an_adapter_goes_alone_and_by_the_names_of_its_checkpoint() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -166,13 +167,22 @@ def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
         ((slice(0, 4, 2),), "no part"),
         ((slice(2, 2),), "no part"),
         ((0, 0), "no part"),
+        ((-2,), "no part"),
+        ((None,), "no part"),
     ],
 )
-def test_odd_parts_are_refused_by_name(index: Index, words: str) -> None:
+def test_odd_parts_are_refused_by_name(index: Any, words: str) -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4))})
     source = ModuleSource(model, name_map=lambda name, shape: {"odd": index})
-    with pytest.raises(ConfigError, match=f"odd: .*{words}"):
-        source.tensors()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"odd: .*{words}"):
+            source.tensors()
+
+
+def test_parts_of_a_tensor_whose_dimensions_are_split_are_refused() -> None:
+    whole = NamedTensor(("a",), torch.zeros(2, 2, 3), ShardSpec.whole((2, 2, 3)), (4, 3))
+    with pytest.raises(ConfigError, match="a: has its dimensions split"):
+        list(whole.parts({"b": (0,)}))
 
 
 def test_parts_of_tied_parameters_and_parts_of_one_name_are_refused() -> None:

@@ -196,7 +196,8 @@ def _planned(pieces: _Pieces, begin: int, end: int) -> PlannedBucket:
 
 def _dense(pieces: _Pieces, which: Ints, first: Ints, index_at: Ints, value_at: Ints) -> Ints:
     row = np.searchsorted(first, which, side="right") - 1
-    before = pieces.start[which] - pieces.start[first][row]
+    ahead = np.cumsum(pieces.count) - pieces.count
+    before = ahead[which] - ahead[first][row]
     index = np.where(pieces.kind[which] == LISTED, index_at[row] // INDEX_ITEM_BYTES + before, 0)
     return np.stack(
         (

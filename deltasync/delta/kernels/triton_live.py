@@ -53,7 +53,8 @@ def _find(box, num_boxes, position, end, DIMS: tl.constexpr):
             index = (rest >= stride).to(tl.int64)
         elif stride > 1:
             if end < 0x80000000:  # of 64 bits a division takes several times as long
-                index = (rest.to(tl.uint32) // stride.to(tl.uint32)).to(tl.int64)
+                few = tl.minimum(stride, 0x7FFFFFFF).to(tl.uint32)  # beyond it: index 0
+                index = (rest.to(tl.uint32) // few).to(tl.int64)
             else:
                 index = rest // stride
         inside &= index < size
