@@ -108,7 +108,8 @@ def _sync(
         for own, dims in ((sent, 0), (ledger, box_dims), (ledger, box_dims))
     )
     sent.sums[:], ledger.sums[:] = snapshot.digests(), replica.digests()
-    delta = BatchedDiffer(snapshot).compare(
+    differ = BatchedDiffer(snapshot)
+    delta = differ.compare(
         readers,
         sent,
         policy=policy,
@@ -127,5 +128,7 @@ def _sync(
         staged.stage_bucket(opened)
         in_place.stage_bucket(opened)
     delta.decided()
+    for full in differ.full(sent, bucket_bytes=_BUCKET_BYTES).buckets():
+        full.write(torch.empty(full.num_bytes, dtype=torch.uint8, device=device))
     staged.commit()
     staged.undo()
