@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import pytest
@@ -138,20 +138,27 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threadi
     return reached, go_on
 
 
+Open = Callable[..., Training]
+
+
 @pytest.fixture
-def opened() -> Iterator[list[Training]]:
-    made: list[Training] = []
-    yield made
-    for training in made:
-        training.close()
+def opened() -> Iterator[Open]:
+    """Makes a Training, which is closed after the test."""
+    with ExitStack() as stack:
+
+        def make(*args: Any, **settings: Any) -> Training:
+            training = Training(*args, **settings)
+            stack.callback(training.close)
+            return training
+
+        yield make
 
 
 @pytest.mark.parametrize("kind", ["prepare", "commit"])
 def test_steps_go_on_while_receivers_stage_and_skipped_syncs_lose_nothing(
-    opened: list[Training], kind: str
+    opened: Open, kind: str
 ) -> None:
-    training = Training("skip", kind=kind)
-    opened.append(training)
+    training = opened("skip", kind=kind)
     [gate] = training.gates
     training.step()  # the first sync is done in the step
     assert training.holds(0)
@@ -170,9 +177,8 @@ def test_steps_go_on_while_receivers_stage_and_skipped_syncs_lose_nothing(
     assert (training.hook.syncs, training.hook.failures) == (3, 0)
 
 
-def test_a_sync_that_is_due_waits_for_the_one_before(opened: list[Training]) -> None:
-    training = Training("wait")
-    opened.append(training)
+def test_a_sync_that_is_due_waits_for_the_one_before(opened: Open) -> None:
+    training = opened("wait")
     [gate] = training.gates
     training.step()
     gate.is_open.clear()
@@ -190,10 +196,9 @@ def test_a_sync_that_is_due_waits_for_the_one_before(opened: list[Training]) -> 
 
 
 def test_the_optimizer_waits_until_the_weights_have_been_read(
-    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training("skip")
-    opened.append(training)
+    training = opened("skip")
     training.step()
     reading, go_on = held_back(monkeypatch)
     training.step()
@@ -213,10 +218,9 @@ def test_the_optimizer_waits_until_the_weights_have_been_read(
     assert training.holds(3)
 
 
-def test_a_receiver_that_fails_leaves_the_others_at_one_step(opened: list[Training]) -> None:
+def test_a_receiver_that_fails_leaves_the_others_at_one_step(opened: Open) -> None:
     """The weights have moved on: nothing is sent to the others in its place."""
-    training = Training("skip")
-    opened.append(training)
+    training = opened("skip")
     other = random_model(SHAPES, 2).bfloat16()
     failing = training.join(other, "other")
     training.sender.wait_for_receivers(2, timeout_s=10)
@@ -236,9 +240,8 @@ def test_a_receiver_that_fails_leaves_the_others_at_one_step(opened: list[Traini
     assert (training.hook.failures, training.hook.skipped, training.hook.syncs) == (1, 1, 2)
 
 
-def test_what_a_sync_raised_a_later_step_raises(opened: list[Training]) -> None:
-    training = Training("wait", on_error="raise")
-    opened.append(training)
+def test_what_a_sync_raised_a_later_step_raises(opened: Open) -> None:
+    training = opened("wait", on_error="raise")
     training.step()
     training.receivers.serving.pop("engine/0").stop()
     training.step()
@@ -248,10 +251,9 @@ def test_what_a_sync_raised_a_later_step_raises(opened: list[Training]) -> None:
 
 
 def test_what_fails_before_a_sync_has_begun_is_counted(
-    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training("wait")
-    opened.append(training)
+    training = opened("wait")
     training.step()
 
     def fails(_: object) -> None:
@@ -264,10 +266,9 @@ def test_what_fails_before_a_sync_has_begun_is_counted(
 
 
 def test_an_interrupted_wait_lets_no_optimizer_step(
-    opened: list[Training], monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training("wait")
-    opened.append(training)
+    training = opened("wait")
     training.step()
     reading, go_on = held_back(monkeypatch)
     training.step()
@@ -374,10 +375,9 @@ def test_what_was_looked_up_for_a_call_that_came_to_nothing_is_looked_up_again()
 
 @pytest.mark.parametrize("on_busy", ["wait", None])
 def test_a_hook_can_be_removed_in_its_callback(
-    opened: list[Training], on_busy: Literal["wait"] | None
+    opened: Open, on_busy: Literal["wait"] | None
 ) -> None:
-    training = Training(on_busy)
-    opened.append(training)
+    training = opened(on_busy)
     training.step()
     training.hook._callback = lambda _: training.hook.remove()
     training.step()
@@ -388,10 +388,9 @@ def test_a_hook_can_be_removed_in_its_callback(
 
 
 def test_a_model_that_is_another_one_is_seen_before_training_goes_on(
-    opened: list[Training],
+    opened: Open,
 ) -> None:
-    training = Training("wait")
-    opened.append(training)
+    training = opened("wait")
     training.step()
     training.model.register_buffer("new", torch.zeros(3))
     training.step()
@@ -581,9 +580,8 @@ def test_any_history_leaves_receivers_at_a_step_of_their_trainer(actions: list[s
 
 
 @pytest.mark.gpu
-def test_on_gpus_a_step_comes_after_what_was_read(opened: list[Training]) -> None:
-    training = Training("skip", device="cuda")
-    opened.append(training)
+def test_on_gpus_a_step_comes_after_what_was_read(opened: Open) -> None:
+    training = opened("skip", device="cuda")
     told: list[SyncStats] = []
     training.hook._callback = told.append  # type: ignore[assignment]
     for _ in range(30):
