@@ -43,6 +43,8 @@ _MODEL = "qwen3-1.7b"
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")]
+Record = Annotated[bool, typer.Option("--record", help="Keep the records in benchmarks/results.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a case, nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Append the records to this file.")]
 Device = Annotated[
@@ -88,9 +90,7 @@ def gpu(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="Keep the records in benchmarks/results.")
-    ] = False,
+    record: Record = False,
     only: Annotated[
         list[str] | None, typer.Option(help=f"Some of: {', '.join(GPU_GROUPS)}. Repeatable.")
     ] = None,
@@ -120,7 +120,7 @@ def engines(
     record: Annotated[
         bool, typer.Option("--record", help="Replace the records in benchmarks/results.")
     ] = False,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")] = False,
+    tiny: Tiny = False,
     device: Device = None,
     patch_file: Annotated[
         Path | None,
@@ -128,8 +128,7 @@ def engines(
     ] = None,
 ) -> None:
     """Measure changes into an engine's model against vLLM's own ways; where vLLM is installed."""
-    scale = "tiny" if tiny else "quick" if quick else "full"
-    plan = EnginesPlan.choose(scale, device, patch_file)
+    plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
     results = run_engines(plan)
     kept = ENGINE_RECORDS[plan.device.type] if record else None
     if kept is not None:
@@ -143,10 +142,8 @@ def sharded(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="Keep the records in benchmarks/results.")
-    ] = False,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")] = False,
+    record: Record = False,
+    tiny: Tiny = False,
     geometry: Annotated[str | None, typer.Option(help="The model that is synced.")] = None,
     device: Device = None,
     link: Annotated[
@@ -155,9 +152,8 @@ def sharded(
     ] = None,
 ) -> None:
     """Measure trainers and engines of several ranks, on two GPUs or more, against gathering."""
-    scale = "tiny" if tiny else "quick" if quick else "full"
     try:
-        plan = ShardedPlan.choose(scale, geometry, device, link)
+        plan = ShardedPlan.choose(_scale(quick=quick, tiny=tiny), geometry, device, link)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if record and plan.device_type == "cpu":
@@ -265,6 +261,10 @@ def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
     if unknown := set(only or ()) - set(known):
         raise typer.BadParameter(f"{sorted(unknown)} are not among {list(known)}")
     return [group for group in known if not only or group in only]
+
+
+def _scale(*, quick: bool, tiny: bool) -> str:
+    return "tiny" if tiny else "quick" if quick else "full"
 
 
 def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> Setup:

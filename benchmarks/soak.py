@@ -31,6 +31,7 @@ from torch import nn
 
 from benchmarks.descriptors import descriptors
 from benchmarks.gpu.engine import FAILURES, begin_engine, synchronize
+from benchmarks.gpu.links import connect, listen
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workload import mutate
 from benchmarks.workload import bits_of
@@ -43,9 +44,6 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
-from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import ReceiveTransport, SendTransport
-from deltasync.transports.process_group import Backend
 
 DEFAULT_GEOMETRY = "commit-1x"
 _WEIGHTS = {0.0: 10, 0.0001: 25, 0.001: 25, 0.003: 20, 0.01: 13, 0.05: 4, 0.2: 2, 1.0: 1}
@@ -198,7 +196,7 @@ class Soak:
         self.delta_ms: dict[float, list[float]] = {density: [] for density in _WEIGHTS}
         self.full_ms: list[float] = []
         self._module = plan.setup.model.build(self._device)
-        transport, self._address = _listen(plan.setup, folder)
+        transport, self._address = listen(plan.setup.link, self._device, folder / "weights.sock")
         num_bytes = sum(p.nbytes for p in self._module.parameters())
         options = SenderOptions(bucket_bytes=num_bytes // _BUCKETS)
         self.sender = WeightSender(ModuleSource(self._module), transport, options=options)
@@ -427,35 +425,6 @@ def grown(
         yield f"the trainer has more descriptors open: {kinds}"
 
 
-def _listen(setup: Setup, folder: Path) -> tuple[SendTransport, list[Any]]:
-    """The sender's transport, and what an engine needs to connect to it."""
-    device = setup.device("trainer")
-    if setup.link == "collective":
-        transport = collective.Sender(backend=_backend(device), device=device)
-        return transport, list(transport.address)
-    path = folder / "weights.sock"
-    if device.type == "cpu":
-        return shared_memory.Sender(path), [str(path)]
-    from deltasync.transports import cuda_ipc
-
-    return cuda_ipc.Sender(path, device=device), [str(path)]
-
-
-def _connect(setup: Setup, address: list[Any]) -> ReceiveTransport:
-    device = setup.device("engine")
-    if setup.link == "collective":
-        return collective.Receiver(*address, backend=_backend(device), device=device)
-    if device.type == "cpu":
-        return shared_memory.Receiver(*address)
-    from deltasync.transports import cuda_ipc
-
-    return cuda_ipc.Receiver(*address, device=device)
-
-
-def _backend(device: torch.device) -> Backend:
-    return "gloo" if device.type == "cpu" else "nccl"
-
-
 def run_engine(setup: Setup) -> None:
     """The engine's process: waits to be told where to connect, then receives until stdin ends."""
     device = setup.device("engine")
@@ -467,7 +436,7 @@ def run_engine(setup: Setup) -> None:
     print(json.dumps("warm"), file=answers, flush=True)
     if not (line := sys.stdin.readline()):
         return
-    receiver = WeightReceiver(ModuleTarget(module), _connect(setup, json.loads(line)))
+    receiver = WeightReceiver(ModuleTarget(module), connect(json.loads(line), device))
     receiver.receive_weights(timeout_s=_TIMEOUT_S)
     while (word := _next_word(receiver)) is not None:
         synchronize(device)

@@ -25,7 +25,7 @@ from benchmarks.gpu.pair import (
 from benchmarks.gpu.setup import SCALES, Scale, Setup
 from benchmarks.gpu.workload import Training, mutate
 from benchmarks.record import GOAL_NUMEL, MEMORY, SLOW_DOWN, SPEED_UP, RatioIs, Result
-from deltasync import SenderOptions
+from deltasync import SenderOptions, SyncStats
 
 GOALS = {  # of models on GPUs: (most density that it counts for, goal)
     "sync_over_dense": (0.003, 2.7),
@@ -180,7 +180,7 @@ def _over_dense(
         ratio_is=SPEED_UP,
         baseline=f"all weights packed, {how}, copied into parameters",
         bound_bytes=pair.weights_bytes,
-        parts=parts_of(ours),
+        parts=parts_of([s.stats for s in ours]),
         **_sizes(pair, ours, density),
     )
 
@@ -235,7 +235,7 @@ def moe(run: Run) -> Iterator[Result]:
         [s.seconds for s in many],
         [s.seconds for s in few],
         baseline=f"{run.scale.moe[0]}, as many bytes in fewer parameters",
-        parts=parts_of(many),
+        parts=parts_of([s.stats for s in many]),
         **sizes,
     )
 
@@ -302,16 +302,16 @@ def large(run: Run) -> Iterator[Result]:
             [d.seconds for d in dense or ()],
             ratio_is=SPEED_UP,
             baseline="all weights packed, broadcast, copied into parameters" if dense else "",
-            parts=parts_of(ours),
+            parts=parts_of([s.stats for s in ours]),
             **_sizes(pair, ours, _TYPICAL_DENSITY),
             model=geometry,
         )
 
 
-def parts_of(syncs: list[Synced]) -> dict[str, float]:
+def parts_of(stats: Sequence[SyncStats]) -> dict[str, float]:
     """Medians of what SyncStats splits a sync into, and of the pause."""
-    parts = {f"{p}_s": median(getattr(s.stats, f"{p}_s") for s in syncs) for p in _PHASES}
-    return parts | {"pause_s": median(pause_s(s.stats) for s in syncs)}
+    parts = {f"{p}_s": median(getattr(s, f"{p}_s") for s in stats) for p in _PHASES}
+    return parts | {"pause_s": median(map(pause_s, stats))}
 
 
 def _sizes(pair: Pair, syncs: list[Synced], density: float) -> dict[str, Any]:

@@ -18,11 +18,9 @@ from benchmarks.cases.memory import Resident
 from benchmarks.gpu import baselines
 from benchmarks.gpu.exchange import ENGINE, Broadcasts, Exchange, SharedBuffer, attach
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.gpu.links import connect
 from benchmarks.gpu.setup import Setup
 from deltasync import DeltaSyncError, ModuleTarget, WeightReceiver
-from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import ReceiveTransport
-from deltasync.transports.process_group import Backend
 
 FAILURES = (DeltaSyncError, RuntimeError, OSError, ValueError, TypeError, LookupError)
 """What a case may fail of without ending the run. Out of memory is a RuntimeError."""
@@ -49,15 +47,15 @@ class Engine:
         synchronize(self._device)
         return answer
 
-    def on_open(self, geometry: str, address: list[Any], buffer: str | None) -> None:
+    def on_open(self, geometry: str, address: dict[str, Any], buffer: str | None) -> None:
         """Build a model and begin to receive from a trainer."""
         self.on_close()
         self._geometry = GEOMETRIES[geometry]
         self._module = self._geometry.build(self._device)
         if buffer is not None:
             self._exchange = SharedBuffer(attach(buffer, self._device))
-        transport = self._transport(address)
-        self._receiver = WeightReceiver(ModuleTarget(self._module), transport)
+        link = connect(address, self._device)
+        self._receiver = WeightReceiver(ModuleTarget(self._module), link)
 
     def on_close(self) -> None:
         if self._receiver is not None:
@@ -112,16 +110,6 @@ class Engine:
     def _link(self) -> Exchange:
         assert self._exchange is not None
         return self._exchange
-
-    def _transport(self, address: list[Any]) -> ReceiveTransport:
-        if self._setup.link == "collective":
-            backend: Backend = "gloo" if self._device.type == "cpu" else "nccl"
-            return collective.Receiver(*address, backend=backend, device=self._device)
-        if self._device.type == "cpu":
-            return shared_memory.Receiver(*address)
-        from deltasync.transports import cuda_ipc
-
-        return cuda_ipc.Receiver(*address, device=self._device)
 
 
 class Watch:

@@ -19,12 +19,10 @@ from benchmarks.gpu import baselines
 from benchmarks.gpu.engine import Watch, free_memory, synchronize
 from benchmarks.gpu.exchange import TRAINER, Broadcasts, Exchange, SharedBuffer, share
 from benchmarks.gpu.geometry import GEOMETRIES
+from benchmarks.gpu.links import listen
 from benchmarks.gpu.setup import Setup
 from benchmarks.workload import bits_of
 from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender
-from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import SendTransport
-from deltasync.transports.process_group import Backend
 
 _EXIT_TIMEOUT_S = 10.0
 _TIMEOUT_S = 120.0
@@ -241,7 +239,7 @@ def open_pair(
         memory, how = share(num_bytes, device, engine.folder)
         exchange = SharedBuffer(memory)
         del memory
-    transport, address = _listen(engine)
+    transport, address = listen(engine.setup.link, device, engine.folder / "weights.sock")
     engine.say("open", geometry=geometry, address=address, buffer=how)
     engine.answer()
     sender = WeightSender(ModuleSource(module), transport, options=options)
@@ -256,21 +254,6 @@ def open_pair(
     engine.say("close")
     engine.answer()
     free_memory(device)
-
-
-def _listen(engine: EngineProcess) -> tuple[SendTransport, list[Any]]:
-    """The sender's transport, and what the engine needs to connect to it."""
-    setup, device = engine.setup, engine.setup.device("trainer")
-    if setup.link == "collective":
-        backend: Backend = "gloo" if device.type == "cpu" else "nccl"
-        transport = collective.Sender(backend=backend, device=device)
-        return transport, list(transport.address)
-    path = engine.folder / "weights.sock"
-    if device.type == "cpu":
-        return shared_memory.Sender(path), [str(path)]
-    from deltasync.transports import cuda_ipc
-
-    return cuda_ipc.Sender(path, device=device), [str(path)]
 
 
 def rounds(

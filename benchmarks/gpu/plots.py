@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from benchmarks.gpu.report import WAYS
+from benchmarks.gpu.report import WAYS, ways_in
 from benchmarks.plots import DENSE, SPARSE, STYLE, density_axis, finish, line, save
 from benchmarks.record import Result
 
@@ -36,9 +36,7 @@ def draw_all(results: list[Result], folder: Path, *, name: str) -> list[Path]:
 
 def _sync(results: list[Result]) -> Figure | None:
     """Left: whole syncs by density, and what else one would do. Right: the phases of ours."""
-    cases = {r.case for r in results}
-    ways = next((pair for pair in WAYS if cases & set(pair)), None)
-    if ways is None:
+    if (ways := ways_in(results)) is None:
         return None
     dense, usual = (_sweep(results, case) for case in ways)
     everything, sparse = WAYS[ways]

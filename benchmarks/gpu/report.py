@@ -115,13 +115,18 @@ def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
     return f"{head}{begin}\n\n{shown}{text}\n\n{end}{tail}"
 
 
+def ways_in(results: list[Result]) -> tuple[str, str] | None:
+    """The cases (against everything dense, against sparse) of whole syncs, if they were run."""
+    cases = {result.case for result in results}
+    return next((ways for ways in WAYS if ways[0] in cases), None)
+
+
 def _by_density(ordered: list[Result]) -> list[str]:
     """Milliseconds of whole syncs: one row a way, one column a density."""
-    cases = {r.case for r in ordered}
-    ways = next((pair for pair in WAYS if cases & set(pair)), None)
-    if ways is None:
+    if (ways := ways_in(ordered)) is None:
         return []
     dense, usual = ({r.density: r for r in ordered if r.case == case} for case in ways)
+    everything, sparse = WAYS[ways]
     parts = {
         "of it comparing": "diff_s",
         "of it packing, sending, staging": "transfer_s",
@@ -134,9 +139,9 @@ def _by_density(ordered: list[Result]) -> list[str]:
             (name, [milliseconds(r.parts[key]) for r in dense.values()])
             for name, key in parts.items()
         ),
-        (WAYS[ways][0], [milliseconds(r.baseline_seconds) for r in dense.values()]),
+        (everything, [milliseconds(r.baseline_seconds) for r in dense.values()]),
         (
-            WAYS[ways][1],
+            sparse,
             [milliseconds(usual[d].baseline_seconds) if d in usual else "" for d in dense],
         ),
         ("bytes that deltasync sends", [megabytes(r.bytes) for r in dense.values()]),

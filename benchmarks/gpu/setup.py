@@ -13,6 +13,14 @@ from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 Link = Literal["local", "collective"]
 """Both ends on one device (CUDA IPC, shared memory), or one each (NCCL, gloo)."""
 
+TRANSPORTS = {
+    ("cuda", "collective"): "NCCL",
+    ("cuda", "local"): "CUDA IPC",
+    ("cpu", "collective"): "gloo",
+    ("cpu", "local"): "shared memory",
+}
+"""By type of device and link, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -54,13 +62,7 @@ class Setup:
     @property
     def transport(self) -> str:
         """In words, for records."""
-        names = {
-            ("cuda", "collective"): "NCCL",
-            ("cuda", "local"): "CUDA IPC",
-            ("cpu", "collective"): "gloo",
-            ("cpu", "local"): "shared memory",
-        }
-        return names[self.device_type, self.link]
+        return TRANSPORTS[self.device_type, self.link]
 
     @property
     def model(self) -> Geometry:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.fused import Fused
 from benchmarks.gpu import baselines
+from benchmarks.gpu.links import connect, listen
 from benchmarks.gpu.workload import Training, mutate
 from benchmarks.sharded.group import Group
 from benchmarks.sharded.ways import GatheringTrainer, ShardedEngine
@@ -26,9 +27,7 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.delta.shard import local_of
-from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import ReceiveTransport, SendTransport
-from deltasync.transports.process_group import Backend
+from deltasync.transports import shared_memory
 
 _TIMEOUT_S = 120.0
 
@@ -74,7 +73,8 @@ class TrainerEnd:
             self._shell.register_parameter(name.replace(".", "_"), local)
         self._ways = GatheringTrainer(bits_of(self._shell), group.trainers)
         self._base = [bits.clone() for bits in self._ways.shards]
-        lane, address = _listen(group)
+        place = group.folder / f"lane{group.rank}"
+        lane, address = listen(group.plan.link, group.device, place)
         group.told(address)
         hub, world = group.folder / "crew", group.plan.trainers
         source = ModuleSource(module)
@@ -131,7 +131,7 @@ class EngineEnd:
         self._model, self._ways = (ShardedEngine(one, shapes, plan.trainers) for one in models)
         checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in shapes.items()]
         addresses = group.told(None)[: plan.trainers]
-        first, *lanes = [_connect(group, address) for address in addresses]
+        first, *lanes = [connect(address, group.device) for address in addresses]
         self._receiver = WeightReceiver(
             RoutedTarget(models[0], checkpoint),
             first,
@@ -169,32 +169,3 @@ class EngineEnd:
 
     def close(self) -> None:
         self._receiver.close()
-
-
-def _listen(group: Group) -> tuple[SendTransport, list[str | int]]:
-    """A trainer rank's lane, and what engine ranks need to connect to it."""
-    device, path = group.device, str(group.folder / f"lane{group.rank}")
-    if group.plan.link == "collective":
-        transport = collective.Sender(backend=_backend(device), device=device)
-        return transport, list(transport.address)
-    if device.type == "cpu":
-        return shared_memory.Sender(path), [path]
-    from deltasync.transports import cuda_ipc
-
-    return cuda_ipc.Sender(path, device=device), [path]
-
-
-def _connect(group: Group, address: list[str | int]) -> ReceiveTransport:
-    device = group.device
-    if group.plan.link == "collective":
-        host, port = address
-        return collective.Receiver(str(host), int(port), backend=_backend(device), device=device)
-    if device.type == "cpu":
-        return shared_memory.Receiver(str(address[0]))
-    from deltasync.transports import cuda_ipc
-
-    return cuda_ipc.Receiver(str(address[0]), device=device)
-
-
-def _backend(device: torch.device) -> Backend:
-    return "gloo" if device.type == "cpu" else "nccl"

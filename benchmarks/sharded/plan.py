@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
-from benchmarks.gpu.setup import Link
+from benchmarks.gpu.setup import TRANSPORTS, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,9 @@ class ShardedPlan:
     def where(self) -> str:
         """In words, for records."""
         sides = f"{self.trainers} trainer ranks, {self.engines} engine ranks"
-        if self.device_type == "cpu":
-            return f"{'shared memory' if self.link == 'local' else 'gloo'}, {sides}"
-        if self.link == "local":
-            return f"CUDA IPC, {sides} on the same GPUs"
-        return f"NCCL, {sides}"
+        shares_gpus = (self.device_type, self.link) == ("cuda", "local")
+        on = " on the same GPUs" if shares_gpus else ""
+        return f"{TRANSPORTS[self.device_type, self.link]}, {sides}{on}"
 
     def device(self, rank: int) -> torch.device:
         """Where a rank keeps its weights."""

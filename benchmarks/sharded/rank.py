@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases.syncs import pause_s
+from benchmarks.gpu.cases import parts_of
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from benchmarks.sharded.ends import End, EngineEnd, TrainerEnd
 from benchmarks.sharded.group import Group
@@ -24,7 +25,6 @@ from deltasync import SyncStats
 _OURS, _DENSE, _GATHERED = "ours", "dense", "gathered"
 _GOALS = {_DENSE: 5.0, _GATHERED: 2.0}
 _GOAL_DENSITY, _PAUSE_S = 0.01, 0.002
-_PHASES = ("diff", "transfer", "commit", "receiver_commit")
 _WAYS = {
     _DENSE: "all-gather, {how}, copied into each engine rank's part",
     _GATHERED: "nonzero a parameter, gathered to rank 0, {how}, NaN-masked load_weights",
@@ -79,14 +79,13 @@ def _records(
     pauses = [pause_s(one) for one in stats]
     found = median(one.density for one in stats)
     is_judged = plan.device_type == "cuda" and (density is None or density == _GOAL_DENSITY)
-    parts = {f"{p}_s": median(getattr(one, f"{p}_s") for one in stats) for p in _PHASES}
     fields = {
         "numel": stats[-1].numel,
         "parameters": len(plan.model.shapes()),
         "density": found if density is None else density,
         "changed": round(median(one.nnz for one in stats)),
         "bytes": round(median(one.payload_bytes for one in stats)),
-        "parts": parts | {"pause_s": median(pauses)},
+        "parts": parts_of(stats),
         "model": plan.geometry,
         "link": plan.where,
     }

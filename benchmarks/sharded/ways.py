@@ -157,16 +157,13 @@ class ShardedEngine:
         step, live = shape[0] // self.world, self.model.read(name)
         dim, start, stop = self.model.cut(name, shape)
         for rank, given in enumerate(by_rank):
-            given = given.view(step, *shape[1:])
+            rows, begin = given.view(step, *shape[1:]), rank * step
             if dim == 1:
-                yield live[rank * step : (rank + 1) * step], given[:, start:stop]
+                yield live[begin : begin + step], rows[:, start:stop]
                 continue
-            low, high = max(start, rank * step), min(stop, (rank + 1) * step)
+            low, high = max(start, begin), min(stop, begin + step)
             if low < high:
-                yield (
-                    live[low - start : high - start],
-                    given[low - rank * step : high - rank * step],
-                )
+                yield live[low - start : high - start], rows[low - begin : high - begin]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
