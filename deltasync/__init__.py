@@ -6,6 +6,7 @@ from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, Sparse
 from deltasync.delta.policy import Costs, Policy
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.delta.shard import ShardSpec
+from deltasync.delta.sparsity import Sparsity, sparsity
 from deltasync.errors import DeltaSyncError
 from deltasync.sync.crew import Crew
 from deltasync.sync.crew_rank import CrewRank
@@ -42,6 +43,7 @@ __all__ = [
     "SenderOptions",
     "ShardSpec",
     "SparsePatch",
+    "Sparsity",
     "StagingThread",
     "StepHook",
     "SyncStats",
@@ -51,5 +53,6 @@ __all__ = [
     "WeightTarget",
     "apply_patch",
     "diff",
+    "sparsity",
     "sync_after_step",
 ]

@@ -1,0 +1,133 @@
+"""What changed between two versions of weights: against plain reckoning, element by element."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync import Sparsity, sparsity
+from deltasync.delta.bits import as_bits, dtype_of
+from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.sparsity import MAX_STEP, _gap_bytes
+from deltasync.errors import LayoutMismatch
+from deltasync.testing import strategies as own
+
+FLOATS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])
+
+
+def between(first: float, second: float, dtype: torch.dtype) -> Sparsity:
+    return sparsity(torch.tensor([first], dtype=dtype), torch.tensor([second], dtype=dtype))
+
+
+@given(pair=own.pairs())
+def test_elements_whose_bits_differ_are_counted(pair: tuple[Tensor, Tensor]) -> None:
+    new, old = pair
+    found = sparsity(old, new)
+    changed = int((as_bits(new) != as_bits(old)).sum())
+    assert (found.numel, found.changed) == (old.numel(), changed)
+    assert found.density == (changed / old.numel() if old.numel() else 0)
+    assert found.steps.sum() == changed
+    assert found.steps[0] == 0
+    if dtype_of(old).is_floating:
+        assert found.exponents.sum(1).tolist() == [old.numel(), changed]
+
+
+@given(dtype=FLOATS, start=st.floats(-1e4, 1e4, width=16), count=st.integers(1, 2 * MAX_STEP))
+def test_a_step_is_the_next_representable_value(
+    dtype: torch.dtype, start: float, count: int
+) -> None:
+    first = torch.tensor([abs(start)], dtype=dtype)  # upwards from here bits count up
+    second = (as_bits(first) + count).view(dtype)
+    for old, new in ((first, second), (second, first), (-first, -second), (-second, -first)):
+        assert sparsity(old, new).steps[min(count, MAX_STEP)] == 1
+
+
+def test_a_sign_costs_the_way_through_zero() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        assert between(0.0, -0.0, dtype).steps[1] == 1
+        tiny = as_bits(torch.zeros(1, dtype=dtype)).add(3).view(dtype)
+        assert sparsity(-tiny, tiny).steps[7] == 1
+        assert between(math.inf, -math.inf, dtype).steps[MAX_STEP] == 1
+
+
+def test_integers_count_as_they_are() -> None:
+    assert between(-3, 4, torch.int8).steps[7] == 1
+    assert between(100, 228, torch.uint8).steps[128] == 1
+    assert between(0, 1, torch.bool).steps[1] == 1
+    whole = torch.tensor([0, 1 << 62], dtype=torch.int64).view(torch.uint64)
+    assert sparsity(whole, whole.view(torch.int64).add(5).view(torch.uint64)).steps[5] == 2
+    ends = torch.tensor([-(1 << 63), (1 << 63) - 1])
+    assert sparsity(ends, ends.flip(0)).steps[MAX_STEP] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_exponents_are_those_of_the_old_values(dtype: torch.dtype) -> None:
+    old = torch.tensor([0.0, -1.0, 1.5, 0.0625, 3.0, torch.inf], dtype=dtype)
+    found = sparsity(old, torch.where(old == 1.5, 2 * old, old))
+    elements, changed = found.exponents
+    assert {int(e): int(elements[e]) for e in np.flatnonzero(elements)} == {
+        0: 1, 123: 1, 127: 2, 128: 1, 255: 1,
+    }  # fmt: skip
+    assert np.flatnonzero(changed).tolist() == [127]
+    assert sparsity(old, old, exponents=False).exponents.sum() == 0
+
+
+def test_pieces_add_up_to_the_whole() -> None:
+    old = torch.randn(3 * CHUNK_NUMEL).bfloat16()
+    new = torch.where(torch.rand(len(old)) < 0.01, old * 1.01, old)
+    pieces = zip(old.chunk(3), new.chunk(3), strict=True)
+    total, whole = sum((sparsity(*p) for p in pieces), Sparsity()), sparsity(old, new)
+    assert (total.numel, total.changed) == (whole.numel, whole.changed)
+    assert np.array_equal(total.steps, whole.steps)
+    assert np.array_equal(total.exponents, whole.exponents)
+    assert total.encodings == whole.encodings
+
+
+def test_bytes_of_encodings() -> None:
+    old = torch.zeros(100_000, dtype=torch.bfloat16)
+    new = old.clone()
+    as_bits(new)[[0, 1, 300, 99_999]] = torch.tensor([1, -1, 126, 500], dtype=torch.int16)
+    found = sparsity(old, new).encodings
+    gaps = (0, 0, 298, 99_698)
+    assert found["dense"] == 200_000
+    assert found["int32 + value"] == 4 * 6
+    assert found["bitmap + value"] == 12_500 + 4 * 2
+    assert found["u16 gap + value"] == sum(2 + 2 * (g // 65_535) for g in gaps) + 4 * 2
+    # -1 as bits is a NaN, far from 0; so is the step of 500.
+    assert found["u8 gap + u8 step"] == sum(1 + g // 255 for g in gaps) + 4 + 2 * 2
+    assert sparsity(old, new, encodings=False).encodings == {}
+
+
+def test_what_did_not_change_takes_no_bytes() -> None:
+    old = torch.randn(1000)
+    found = dict(sparsity(old, old).encodings)
+    assert found.pop("dense") == 4000
+    assert set(found.values()) == {0}
+
+
+@given(gaps=st.lists(st.integers(0, 200_000), max_size=20), width=st.sampled_from([1, 2]))
+def test_gaps_can_be_read_back(gaps: list[int], width: int) -> None:
+    found, sofar, most = [], 0, (1 << 8 * width) - 1
+    for code in np.frombuffer(_gap_bytes(np.array(gaps, np.int64), width), f"<u{width}").tolist():
+        sofar += code
+        if code < most:
+            found.append(sofar)
+            sofar = 0
+    assert found == gaps
+
+
+def test_a_wider_dtype_is_rounded_as_on_the_wire() -> None:
+    old = torch.ones(4, dtype=torch.bfloat16)
+    new = torch.tensor([1.0, 1.001, 1.003, 1.01])  # half a ULP above 1 is 1.0039
+    assert sparsity(old, new).changed == 1
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(LayoutMismatch, match="shape"):
+        sparsity(torch.zeros(2, 3), torch.zeros(3, 2))
