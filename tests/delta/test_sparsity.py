@@ -131,3 +131,14 @@ def test_a_wider_dtype_is_rounded_as_on_the_wire() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(LayoutMismatch, match="shape"):
         sparsity(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+@pytest.mark.gpu
+def test_weights_on_a_gpu_are_measured_as_on_the_host() -> None:
+    old = torch.randn(3, 500_000).bfloat16()
+    new = torch.where(torch.rand(old.shape) < 0.01, old * 1.01, old)
+    here, there = sparsity(old, new), sparsity(old.cuda(), new.cuda())
+    assert (there.numel, there.changed) == (here.numel, here.changed)
+    assert np.array_equal(there.steps, here.steps)
+    assert np.array_equal(there.exponents, here.exponents)
+    assert there.encodings["int32 + value"] == here.encodings["int32 + value"]
