@@ -160,17 +160,20 @@ class BucketReader:
 
     Args:
         specs: The layout.
+
+    Attributes:
+        reached: (parameter, flat position) up to which buckets of this sync have come.
     """
 
     def __init__(self, specs: tuple[ParameterSpec, ...]) -> None:
         self._specs = specs
         self._numels = np.array([spec.numel for spec in specs], np.uint64)
         self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
-        self._after = (0, 0)
+        self.reached = (0, 0)
 
     def begin(self) -> None:
         """A new sync begins."""
-        self._after = (0, 0)
+        self.reached = (0, 0)
 
     def open(self, payload: Tensor, num_rows: int) -> ReadBucket:
         """Check the table of uint8[n] `payload`. Raises WireError."""
@@ -182,10 +185,10 @@ class BucketReader:
             payload_bytes=len(payload),
             numels=self._numels,
             item_sizes=self._item_sizes,
-            after=self._after,
+            after=self.reached,
         )
         last = rows[-1]
-        self._after = int(last["parameter"]), int(last["start"] + last["span"])
+        self.reached = int(last["parameter"]), int(last["start"] + last["span"])
         index_at, value_at, _ = block_offsets(rows)
         return ReadBucket(self._specs, rows, index_at, value_at, payload)
 

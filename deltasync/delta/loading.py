@@ -36,7 +36,7 @@ class Loading:
 
     The engine must be paused. There is no undo: broken off, the model is dirty. Of tensors that
     several buckets bring, those are held that are not complete: one, or with several ranks that
-    send, those of which some have come further than others.
+    send, those of which some have come further than others; see `is_crowded`.
 
     Attributes:
         staged_bytes: The most memory that these took.
@@ -59,9 +59,11 @@ class Loading:
         self._loader, self._flats, self._measure = loader, flats, measure
         self._expected = ledger.copy()
         self._parts: dict[int, _Part] = {}
+        self._payload_bytes = 0
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Load the tensors that it completes. Raises InvalidTable for more than all of one."""
+        self._payload_bytes = max(self._payload_bytes, len(bucket.payload))
         ready: list[tuple[str, Tensor]] = []
         for number, run in bucket.runs():
             if number in self._flats and (bits := self._completed(number, run)) is not None:
@@ -71,6 +73,15 @@ class Loading:
         if ready:
             with torch.no_grad():
                 self._loader.load(ready)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether several tensors wait to be completed, in the memory of more than two payloads."""
+        return len(self._parts) > 1 and self._held_bytes > 2 * self._payload_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(part.bits.nbytes for part in self._parts.values())
 
     def _expect(self, number: int, bits: Tensor) -> None:
         """What is held of int[numel] bits is to be found where it is held."""
@@ -115,8 +126,7 @@ class Loading:
             device, dtype = run.bits.device, integer_dtype(spec.dtype)
             part = _Part(torch.empty(spec.numel, dtype=dtype, device=device), spec.numel)
             self._parts[number] = part
-            held = sum(other.bits.nbytes for other in self._parts.values())
-            self.staged_bytes = max(self.staged_bytes, held)
+            self.staged_bytes = max(self.staged_bytes, self._held_bytes)
         part.fill(run, spec.name)
         if part.missing:
             return None

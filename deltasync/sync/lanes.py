@@ -24,6 +24,8 @@ from deltasync.wire.messages import (
     Prepare,
 )
 
+_CATCH_UP_S = 1.0
+
 
 class Lanes:
     """The link to the rank that speaks for the trainer, and to the others that send payloads.
@@ -43,6 +45,7 @@ class Lanes:
         self._ended = [True] * len(links)
         self._told, self._is_aborted = 0, False
         self._last = 0
+        self._late: set[int] = set()  # waited for in vain, and silent since
 
     def __len__(self) -> int:
         return len(self._links)
@@ -52,6 +55,7 @@ class Lanes:
         deadline = Deadline(timeout_s)
         self._attempts, self._ended = [0] * len(self), [True] * len(self)
         self._told, self._is_aborted = 0, False
+        self._late.clear()
         greeting: Hello | HelloLanes = hello
         if len(self) > 1:
             connection = uuid.uuid4().hex
@@ -62,14 +66,21 @@ class Lanes:
             greeting = HelloLanes(**members, connection=connection, lanes=len(self) - 1)
         self._links[0].connect(messages.encode(greeting), timeout_s=deadline.remaining_s)
 
-    def receive(self, *, timeout_s: float) -> tuple[int, Message, Tensor]:
+    def receive(
+        self, *, timeout_s: float, reached: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, Message, Tensor]:
         """(lane, message, payload): the next one that counts. See `ReceiveTransport.receive`.
+
+        Args:
+            timeout_s: For it to come.
+            reached: How far each lane has come, to hear those first that lag behind the others; not
+                for ever, since payloads of other lanes may be what they are held up by.
 
         Raises WireError, and Refused when the trainer turns this receiver away.
         """
         deadline = Deadline(timeout_s)
         while True:
-            lane, frame = self._next(deadline)
+            lane, frame = self._next(deadline, reached)
             message, payload_bytes = messages.decode(
                 frame.header, max_payload_bytes=self._max_payload_bytes
             )
@@ -130,21 +141,33 @@ class Lanes:
         ]
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
 
-    def _next(self, deadline: Deadline) -> tuple[int, Frame]:
-        """Whatever comes first. Nobody waits for one lane alone: its payload may want other
-        receivers, which wait for another.
+    def _first(self, reached: Sequence[tuple[int, int]]) -> list[int]:
+        """Lanes to be heard first: those that have come least far, and those not waited for."""
+        lanes = self._awaited()
+        least = min((reached[n] for n in lanes if reached and n not in self._late), default=None)
+        if least is None:
+            return lanes
+        return [lane for lane in lanes if lane in self._late or reached[lane] == least]
+
+    def _next(self, deadline: Deadline, reached: Sequence[tuple[int, int]]) -> tuple[int, Frame]:
+        """Whatever comes first. Nobody waits for long for one lane alone: its payload may want
+        other receivers, which wait for another.
         """
         if self._awaited() == [0]:
             return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
-        pace = Pace(BUSY_S[self._links[0].capabilities.devices[0]])
+        pace, patience = Pace(BUSY_S[self._links[0].capabilities.devices[0]]), Deadline(_CATCH_UP_S)
         while True:
-            for lane in self._awaited():
+            first = self._first(reached)
+            for lane in first:
                 try:
                     frame = self._links[lane].receive(timeout_s=0.0)
                 except TransportTimeout:
                     continue
                 self._last = lane
+                self._late.discard(lane)
                 return lane, frame
+            if patience.passed:
+                self._late.update(first)
             if deadline.passed:
                 raise TransportTimeout("nothing came in time")
             time.sleep(pace.pause_s(deadline))

@@ -255,11 +255,17 @@ class WeightReceiver:
         """Receive one message, obey it, and return it."""
         is_patient = self._session.state in _PATIENT
         timeout_s = _rest(deadline) if is_patient else self._patience_s()
-        lane, message, payload = self._links.receive(timeout_s=timeout_s)
+        lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
         with self._lock:
             self._session.on(message, lane=lane)
             self._obey(message, payload, lane)
         return message
+
+    def _reached(self) -> list[tuple[int, int]]:
+        """How far each lane has come, if those that lag behind should be heard first."""
+        if isinstance(self._staging, Loading) and self._staging.is_crowded:
+            return [reader.reached for reader in self._readers]
+        return []
 
     def _patience_s(self) -> float:
         """How long the sender may be silent: it may itself be waiting for others."""

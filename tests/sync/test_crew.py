@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync import SenderOptions
+from deltasync import CheckpointTensor, SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
@@ -239,6 +240,33 @@ def test_replicas_send_once_and_about_as_much() -> None:
         assert total <= sum(sent) < 1.02 * total
         assert max(sent) < 1.2 * min(sent)
         assert bits_equal(source, target)
+
+
+def test_a_rank_that_is_slow_does_not_make_a_loader_hold_what_others_send() -> None:
+    shapes = {f"w{number}": (16, 64) for number in range(64)}
+
+    class Slow(ThroughSender):
+        def send(self, frame: Frame, *, timeout_s: float) -> None:
+            time.sleep(0.005)
+            super().send(frame, timeout_s=timeout_s)
+
+    def wrap(rank: int, link: SendTransport) -> SendTransport:
+        return Slow(link) if rank else link
+
+    source, target = random_model(shapes, 1), random_model(shapes, 2)
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            target.get_parameter(name).data.copy_(tensor)
+
+    checkpoint = [CheckpointTensor(name, shape, torch.float32) for name, shape in shapes.items()]
+    options = SenderOptions(bucket_bytes=8192)
+    with trainer_of(source, rows_of(source, 2), options=options, wrap=wrap) as here:
+        here.add(RoutedTarget(target, checkpoint, load=load))
+        here.wait(1)
+        stats = here.send()
+    assert bits_equal(source, target)
+    assert stats.receiver_bytes <= 4 * 8192 < sum(t.nbytes for t in source.parameters()) / 4
 
 
 def test_ranks_that_hold_nothing_of_a_model_take_part() -> None:
