@@ -74,10 +74,9 @@ class Loading:
             with torch.no_grad():
                 self._loader.load(ready)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether several tensors wait to be completed, in the memory of more than two payloads."""
-        return len(self._parts) > 1 and self._held_bytes > 2 * self._payload_bytes
+    def is_crowded(self, senders: int) -> bool:
+        """Whether more waits to be completed than two payloads of each of so many ranks bring."""
+        return self._held_bytes > 2 * senders * self._payload_bytes and len(self._parts) > 1
 
     @property
     def _held_bytes(self) -> int:

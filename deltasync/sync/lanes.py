@@ -24,7 +24,7 @@ from deltasync.wire.messages import (
     Prepare,
 )
 
-_CATCH_UP_S = 1.0
+_CATCH_UP_S = 10.0  # a rank may have kernels to compile
 
 
 class Lanes:

@@ -263,7 +263,8 @@ class WeightReceiver:
 
     def _reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""
-        if isinstance(self._staging, Loading) and self._staging.is_crowded:
+        staging, lanes = self._staging, len(self._links)
+        if isinstance(staging, Loading) and staging.is_crowded(lanes):
             return [reader.reached for reader in self._readers]
         return []
 

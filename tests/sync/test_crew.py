@@ -266,7 +266,7 @@ def test_a_rank_that_is_slow_does_not_make_a_loader_hold_what_others_send() -> N
         here.wait(1)
         stats = here.send()
     assert bits_equal(source, target)
-    assert stats.receiver_bytes <= 4 * 8192 < sum(t.nbytes for t in source.parameters()) / 4
+    assert stats.receiver_bytes <= 6 * 8192 < sum(t.nbytes for t in source.parameters()) / 4
 
 
 def test_ranks_that_hold_nothing_of_a_model_take_part() -> None:

@@ -122,7 +122,10 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
 
 
-def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever() -> None:
+def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deltasync.sync.lanes._CATCH_UP_S", 0.5)
     with connected(3) as (ranks, lanes):
         for rank in ranks:
             rank.send(Attempt(number=1))
