@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 ENGINES := .venv-engines
+RAY := .venv-ray
 # The last without sessions of updates.
 OLD_SGLANG := 0.5.20
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -11,7 +12,7 @@ CHECKED := deltasync tests docs/examples $(if $(wildcard benchmarks/*.py),benchm
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
 
-.PHONY: demo test test-engines lint types layers docs notebooks bench clean
+.PHONY: demo test test-engines test-ray lint types layers docs notebooks bench clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -55,6 +56,15 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps -e .
 	$(ENGINES)/bin/pip install --disable-pip-version-check --no-deps --upgrade \
 	  --target $(ENGINES)/sglang-$(OLD_SGLANG) sglang==$(OLD_SGLANG)
+	touch $@
+
+test-ray: $(RAY)/.installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	test -x $(RAY)/bin/pip || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --disable-pip-version-check "$(TORCH)"
+	$(RAY)/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[ray,test]'
 	touch $@
 
 clean:
