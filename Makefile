@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ENGINES := .venv-engines
 RAY := .venv-ray
+VERL := .venv-verl
 # The last without sessions of updates.
 OLD_SGLANG := 0.5.20
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -12,7 +13,7 @@ CHECKED := deltasync tests docs/examples $(if $(wildcard benchmarks/*.py),benchm
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
 
-.PHONY: demo test test-engines test-ray lint types layers docs notebooks bench clean
+.PHONY: demo test test-engines test-ray test-verl lint types layers docs notebooks bench clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -65,6 +66,17 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 	test -x $(RAY)/bin/pip || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/pip install --disable-pip-version-check "$(TORCH)"
 	$(RAY)/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[ray,test]'
+	touch $@
+
+# verl wants a transformers of its own; ray asks for 16 CPUs, which need not be there.
+test-verl: $(VERL)/.installed
+	OMP_NUM_THREADS=1 RAY_AUTH_MODE=disabled $(VERL)/bin/python -m pytest -q -W default tests/verl
+
+$(VERL)/.installed: pyproject.toml constraints-verl.txt
+	test -x $(VERL)/bin/pip || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --disable-pip-version-check "$(TORCH)"
+	$(VERL)/bin/pip install --disable-pip-version-check --no-deps -r constraints-verl.txt
+	$(VERL)/bin/pip install --disable-pip-version-check --no-deps -e .
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, soak, calibrate, table ..."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, soak, calibrate ..."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from benchmarks.runner import GroupFailed, run_group
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.runner import run_ranks
 from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
+from benchmarks.verl import VerlPlan
+from benchmarks.verl import run as run_verl
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
@@ -36,6 +38,7 @@ SHARDED_RECORDS = {
     "collective": RESULTS / "sharded-nccl.jsonl",
     "local": RESULTS / "sharded-ipc.jsonl",
 }
+VERL_RECORDS = RESULTS / "verl-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 _MODEL = "qwen3-1.7b"
@@ -162,6 +165,22 @@ def sharded(
     results = _kept(run_ranks(plan), kept, out)
     with _told_on_failure():
         _show(results, gpu_report.make_table, as_json=as_json)
+
+
+@app.command()
+def verl(
+    quick: Quick = False,
+    as_json: Json = False,
+    out: Out = None,
+    record: Record = False,
+    tiny: Tiny = False,
+) -> None:
+    """Measure the checkpoint engine for verl between two processes of this host, over gloo."""
+    results = run_verl(VerlPlan.choose(_scale(quick=quick, tiny=tiny)))
+    if record:
+        VERL_RECORDS.unlink(missing_ok=True)
+    results = _kept(results, VERL_RECORDS if record else None, out)
+    _show(results, gpu_report.make_table, as_json=as_json)
 
 
 @app.command()

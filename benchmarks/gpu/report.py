@@ -46,8 +46,13 @@ SHARDED_TITLES = {
     "sharded_adamw_over_gathered": "the same, against gathering sparse changes",
     "sharded_adamw_pause": "of it what engines pause for",
 }
+VERL_TITLES = {
+    "verl_over_bare": "verl's trainer to rollout, against sending everything and no more",
+    "verl_over_sync": "the same, against a sync of weights that stay where they are",
+    "verl_bytes": "bytes sent, against a tenth of everything",
+}
 TYPICAL_DENSITY = 0.003
-_ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES
+_ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES | VERL_TITLES
 _SWEEPS = (
     "sync_", "diff", "apply_", "engine_work", "engine_pause", "sharded_over", "sharded_pause",
 )  # fmt: skip

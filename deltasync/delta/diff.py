@@ -122,7 +122,7 @@ def diff_model(
     delta = ModelDelta(snapshot.ledger.copy())
     for parameter, reader in enumerate(readers):
         room = max_held_bytes - delta.held_bytes
-        change = _compare(parameter, reader, snapshot, policy, ledger=delta.ledger, room=room)
+        change = compare(parameter, reader, snapshot, policy, ledger=delta.ledger, room=room)
         if change is None:
             continue
         if change.runs is not None:
@@ -131,7 +131,7 @@ def diff_model(
     return delta
 
 
-def _compare(
+def compare(
     parameter: int,
     reader: WireReader,
     snapshot: Snapshot,

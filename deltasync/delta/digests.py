@@ -119,6 +119,12 @@ class DigestLedger:
         """The digest of all parameters together."""
         return int(self.sums.sum()) & MASK
 
+    def by_parameter(self) -> NDArray[np.uint64]:
+        """uint64[parameters]: the digest of each; 0 for what is not held."""
+        found = np.zeros(len(self.specs), np.uint64)
+        np.add.at(found, self.table.parameter, self.sums)
+        return found
+
     def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
         """The digest of so many copies of each parameter; None for one of each.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -58,15 +58,28 @@ class Snapshot:
             device: Where to keep the copy; None for each parameter's own device.
             kernels: What compares.
         """
+        self._own(specs, _empty_like(readers, device), chunk_numel)
+        self._sources = [reader.flat.line.device for reader in readers]
+        self.differ: BatchedDiffer | None = self._differ(readers, kernels)
+        self.capture(readers)
+
+    @classmethod
+    def filled(cls, specs: Sequence[ParameterSpec], flats: list[Flat], *, chunk_numel: int) -> Self:
+        """Take over copies that were made already. They are compared parameter by parameter."""
+        self = cls.__new__(cls)
+        self._own(specs, flats, chunk_numel)
+        self._measure()
+        return self
+
+    def _own(self, specs: Sequence[ParameterSpec], flats: list[Flat], chunk_numel: int) -> None:
         self.specs = tuple(specs)
         self.shares = tuple(share_of(self.specs, number) for number in range(len(self.specs)))
-        self._sources = [reader.flat.line.device for reader in readers]
-        self.flats = _empty_like(readers, device)
+        self.flats = flats
         self.ledger = DigestLedger(self.specs, chunk_numel=chunk_numel)
         self.ahead: set[int] = set()
-        self.num_bytes = sum(flat.line.nbytes for flat in self.flats)
-        self.differ = self._differ(readers, kernels)
-        self.capture(readers)
+        self.num_bytes = sum(flat.line.nbytes for flat in flats)
+        self.differ = None
+        self._sources = []
 
     @property
     def device(self) -> torch.device | None:
@@ -88,8 +101,7 @@ class Snapshot:
             self.differ.ahead[:] = False
             self.ledger.sums[:] = self.differ.digests()
             return
-        for parameter, flat in enumerate(self.flats):
-            self.ledger.measure(parameter, flat.read)
+        self._measure()
 
     def keep(self, ledger: DigestLedger) -> None:
         """A version is decided: what was written belongs to it, and these are its digests."""
@@ -104,6 +116,10 @@ class Snapshot:
         """Overwrite a run before its version is decided."""
         self.ahead.add(parameter)
         self.write(parameter, run, bits)
+
+    def _measure(self) -> None:
+        for parameter, flat in enumerate(self.flats):
+            self.ledger.measure(parameter, flat.read)
 
     def _differ(self, readers: Sequence[WireReader], kernels: Kernels) -> BatchedDiffer | None:
         sources = [reader.flat for reader in readers]

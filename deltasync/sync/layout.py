@@ -36,7 +36,12 @@ class SentLayout:
         self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
 
     def numbers_held(self, hello: Hello | HelloLanes) -> frozenset[int] | None:
-        """Which parameters a receiver holds; None for all. Raises LayoutMismatch."""
+        """Which parameters a receiver holds; None for all. Raises LayoutMismatch.
+
+        An engine of one rank that names none takes all, as they are sent.
+        """
+        if hello.world == 1 and not hello.parameters:
+            return None
         numbers = frozenset(match_parameters(hello.specs(), self.specs))
         if len(numbers) == len(self.specs):
             return None

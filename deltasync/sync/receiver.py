@@ -26,6 +26,7 @@ from deltasync.errors import (
     DigestMismatch,
     DirtyReceiver,
     IllegalMessage,
+    LayoutMismatch,
     LimitExceeded,
     PeerLost,
     SyncAborted,
@@ -196,6 +197,17 @@ class WeightReceiver:
             self._staging, self._scrub_is_due = None, True
             return begun.version
 
+    def digests(self) -> dict[str, int]:
+        """The digests of the parameters held, by each of their names. What changes has another.
+
+        Raises DirtyReceiver.
+        """
+        with self._lock:
+            self.check_serving()
+            specs, found = self._ledger.specs, self._ledger.by_parameter()
+            held = ((specs[number].names, int(found[number])) for number in self._lines.flats)
+            return {name: digest for names, digest in held for name in names}
+
     def invalidate(self) -> None:
         """Say that the weights were released, reloaded or written by somebody else.
 
@@ -293,6 +305,8 @@ class WeightReceiver:
         """Find the weights of the layout and measure them."""
         specs = layout.specs()
         flats = self._target.bind(specs)
+        if specs and not flats and self._world == 1:
+            raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.chunk_numel or chunk_numel_on(*devices)
         self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())

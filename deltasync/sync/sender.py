@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from deltasync.sync.round import Moment, Round, RoundResult
 from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
-from deltasync.sync.weights import OwnWeights, Weights
+from deltasync.sync.weights import LocalWeights, OwnWeights, Weights
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import ParameterSpec, Upcoming
 
@@ -60,7 +60,8 @@ class WeightSender:
     change during `send_weights`.
 
     Args:
-        source: The trainer's parameters; read, never written.
+        source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
+            options of their own.
         transport: The sender's end of a link. Owned from now on: `close` closes it.
         options: Sizes, policy, dtypes.
         tell: Called by the sending thread when a sync begins and when it is decided, for engines
@@ -72,7 +73,7 @@ class WeightSender:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: WeightSource | LocalWeights,
         transport: SendTransport,
         *,
         options: SenderOptions | None = None,
@@ -81,13 +82,13 @@ class WeightSender:
         crew: Crew | None = None,
     ) -> None:
         self._tell = tell
-        own = self._own = OwnWeights(source, options or SenderOptions())
+        own = self._own = _local(source, options)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
         self._lobby = Lobby(self._link, admits, num_lanes=crew.world - 1 if crew else 0)
         self._session = SenderSession()
         self._crew = crew
-        self._others = CrewWeights(own, crew) if crew is not None and crew.world > 1 else None
+        self._others = _with_crew(own, crew) if crew is not None and crew.world > 1 else None
         self._weights: Weights = self._others or own
         self._busy = False
         self._lost: dict[str, str] = {}
@@ -118,6 +119,11 @@ class WeightSender:
         """Receivers that hold `version`."""
         return len(self._session.members)
 
+    @property
+    def engines(self) -> frozenset[str]:
+        """Names of the engines that hold `version`."""
+        return frozenset(member.engine for member in self._session.members.values())
+
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
         """Return when `count` receivers are members or have greeted; they join at the next sync.
 
@@ -140,6 +146,16 @@ class WeightSender:
                     raise TransportTimeout(f"{here} of {count} receivers came in {timeout_s} s")
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
+
+    def retain(self, engines: Collection[str]) -> None:
+        """Go on with these engines alone. Others keep the weights that they have."""
+        with self._exclusive():
+            waiting = [peer for hellos in self._lobby.engines() for peer in hellos.items()]
+            for peer, hello in waiting:
+                if hello.engine not in engines:
+                    self._lobby.forget(peer)
+            members = self._session.members.values()
+            self._part_with("not retained", [m for m in members if m.engine not in engines])
 
     def look(self) -> None:
         """Look up where the source's tensors are, which the next `send_weights` then need not do.
@@ -179,7 +195,8 @@ class WeightSender:
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
             if self._weights.is_lost:
-                self._part_with("a rank of the trainer has lost its snapshot")
+                members = list(self._session.members.values())
+                self._part_with("a rank of the trainer has lost its snapshot", members)
             delta = self._sync_members() if self._session.members else None
             if released is not None and (delta is None or not self._session.members):
                 reasons = "; ".join(self._lost.values()) or "no receiver is a member"
@@ -333,15 +350,12 @@ class WeightSender:
         """An engine of which a rank has gone is no member any more."""
         members = list(self._session.members.values())
         gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
-        for member in members:
-            if member.engine in gone:
-                self._lost[str(member)] = "PeerLost: disconnected between syncs"
-                self._session.members.pop(member.peer)
-                self._link.drop(member.peer)
+        lost = [m for m in members if m.engine in gone]
+        self._part_with("PeerLost: disconnected between syncs", lost)
 
-    def _part_with(self, reason: str) -> None:
-        """Members have to greet again; digests tell what they miss."""
-        for member in list(self._session.members.values()):
+    def _part_with(self, reason: str, members: Iterable[Member]) -> None:
+        """They have to greet again; digests tell what they miss."""
+        for member in members:
             self._lost[str(member)] = reason
             self._session.members.pop(member.peer)
             self._link.drop(member.peer)
@@ -403,3 +417,17 @@ class WeightSender:
             yield
         finally:
             self._busy = False
+
+
+def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
+    if not isinstance(source, LocalWeights):
+        return OwnWeights(source, options or SenderOptions())
+    if options is not None:
+        raise ConfigError("these weights have options of their own")
+    return source
+
+
+def _with_crew(own: LocalWeights, crew: Crew) -> CrewWeights:
+    if not isinstance(own, OwnWeights):
+        raise ConfigError("a rank of a crew needs a source of what it holds")
+    return CrewWeights(own, crew)

@@ -67,33 +67,58 @@ class Weights(Protocol):
         ...
 
 
-class OwnWeights:
+class LocalWeights(Weights):
+    """Those that this process compares and sends.
+
+    Attributes:
+        options: Sizes, policy, dtypes.
+        stream: On GPUs, what compares and packs.
+        is_released: Whether the source may have changed since the call under way has begun.
+    """
+
+    def __init__(self, options: SenderOptions) -> None:
+        self.options = options
+        self.stream = OwnStream()
+        self._released: Callable[[], None] | None = None
+        self.is_released = False
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    def begin(self, released: Callable[[], None] | None) -> None:
+        """A call begins. See `WeightSender.send_weights`."""
+        self._released, self.is_released = released, False
+
+    def release(self) -> None:
+        """The source is not read any more; on GPUs what the caller's stream does comes later."""
+        if self._released is not None and not self.is_released:
+            self.is_released = True
+            self.stream.join()
+            self._released()
+
+    def look(self) -> None:
+        """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
+
+
+class OwnWeights(LocalWeights):
     """The weights of a trainer of one rank; or those that one of several compares and sends.
 
     Args:
         source: The parameters; read, never written.
         options: Sizes, policy, dtypes.
-
-    Attributes:
-        is_released: Whether the source may have changed since the call under way has begun.
     """
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
-        self.stream = OwnStream()
-        self.source, self.options = source, options
+        super().__init__(options)
+        self.source = source
         self._layout: SourceLayout | None = None
         self._snapshot: Snapshot | None = None
         self._is_looked_up = False
-        self._released: Callable[[], None] | None = None
-        self.is_released = False
 
     @property
     def layout(self) -> SourceLayout | None:
         return self._layout
-
-    @property
-    def is_lost(self) -> bool:
-        return False
 
     @property
     def digests(self) -> Digests:
@@ -125,19 +150,10 @@ class OwnWeights:
         self.stream.move_to(last.device)
 
     def begin(self, released: Callable[[], None] | None) -> None:
-        """A call begins. See `WeightSender.send_weights`."""
-        self._released, self.is_released = released, False
+        super().begin(released)
         self._is_looked_up &= released is not None
 
-    def release(self) -> None:
-        """The source is not read any more; on GPUs what the caller's stream does comes later."""
-        if self._released is not None and not self.is_released:
-            self.is_released = True
-            self.stream.join()
-            self._released()
-
     def look(self) -> None:
-        """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
         if self._layout is not None:
             self._layout.refresh()
             self._is_looked_up = True

@@ -1,0 +1,246 @@
+"""Checkpoint engines for verl, whose `custom_backend_module` this is.
+
+Importing this registers two backends. `deltasync` is given all weights by verl, gathered tensor by
+tensor, and rank 0 compares and sends them. `delta_sharded` takes the place of verl's own backend
+of that name, which is the one that verl hands its training engine to: there every rank compares
+and sends what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, ClassVar
+
+import ray
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+from torch import Tensor, nn
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.model import convert_weight_keys
+
+from deltasync.errors import ConfigError
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
+from deltasync.sync.source import Index, ModuleSource
+from deltasync.sync.streamed import NamedWeights
+from deltasync.transports.address import Address
+
+Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]
+
+
+class DeltaSyncEngine(CheckpointEngine):
+    """The changed elements of weights that verl gathers. Rank 0 keeps a copy of them and sends.
+
+    Args:
+        bucket_size: Bytes of a payload at most; 64 MiB if it is more.
+        is_master: On trainers: whether this is rank 0. None on rollouts.
+        engine_kwargs: See `Options`.
+    """
+
+    wire_format = "named_tensors"
+    defaults: ClassVar[Mapping[str, object]] = {"snapshot_device": "cpu"}
+
+    def __init__(
+        self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
+    ) -> None:
+        self._options = _options(engine_kwargs, self.defaults)
+        self._sizes = self._options.sized(bucket_size)
+        self._is_master = is_master
+        self._engines: list[str] = []
+        self._trainer: Trainer | None = None
+        self._rollout = Rollout(self._options) if is_master is None else None
+
+    def prepare(self) -> dict[str, Any]:
+        """Say where this rank sends from, or under which name this worker receives."""
+        if self._rollout is not None:
+            return {"engine": self._rollout.prepare()}
+        if not self._is_master:
+            return {}
+        if self._trainer is None:
+            self._trainer = Trainer(self._options, self._sizes)
+        return {"address": _json(self._trainer.address), "members": sorted(self._trainer.members)}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> Topology:
+        """Tell trainers who receives, and rollouts where from."""
+        trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
+        engines = [rollout["engine"] for rollout in rollouts]
+        addresses = [there["address"] for there in trainers if "address" in there]
+        hub = trainers[0].get("hub")
+        told: dict[str, list[Any]] = {
+            "engines": [engines] * actor_wg_world_size,
+            "hub": [hub] * actor_wg_world_size,
+            "rank": list(range(actor_wg_world_size)),
+            "world": [actor_wg_world_size] * actor_wg_world_size,
+        }
+        members = trainers[0]["members"]
+        return told, {
+            "addresses": [addresses] * rollout_world_size,
+            "members": [members] * rollout_world_size,
+        }
+
+    def init_process_group(self, **told: Any) -> None:
+        """Take what `build_topology` tells."""
+        if self._rollout is not None:
+            addresses = [Address(**address) for address in told["addresses"]]
+            self._rollout.connect(addresses, members=told["members"])
+        else:
+            self._engines = told["engines"]
+
+    async def send_weights(
+        self, weights: NamedWeights, global_steps: int | None = None
+    ) -> Metrics | None:
+        """Bring rollouts to these weights. On ranks but 0: take part in gathering them.
+
+        Raises what `WeightSender.send_weights` raises. The next call covers this one then.
+        """
+        if self._trainer is not None:
+            return self._trainer.send(weights, self._engines)
+        for _ in weights:
+            pass
+        return None
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, Tensor]]:
+        """Receive a sync; yields (name, whole tensor) of what the inference engine does not have.
+
+        Raises what `WeightReceiver.receive_weights` raises, before anything is yielded.
+        """
+        async for named in self._of_rollout().weights():
+            yield named
+
+    def finalize(self) -> None:
+        """All has gone well: rollouts count what was handed over as the engine's."""
+        if self._rollout is not None:
+            self._rollout.confirm()
+
+    def forget(self) -> None:
+        """On rollouts: the inference engine has lost its weights. The next sync gives it all."""
+        self._of_rollout().forget()
+
+    def close(self) -> None:
+        """End every connection. verl never does; processes end them."""
+        for end in (self._trainer, self._rollout):
+            if end is not None:
+                end.close()
+
+    def _of_rollout(self) -> Rollout:
+        if self._rollout is None:
+            raise ConfigError("this is a trainer's checkpoint engine, it receives nothing")
+        return self._rollout
+
+
+class ShardedDeltaSyncEngine(DeltaSyncEngine):
+    """The same of a trainer that FSDP2 shards: every rank compares and sends what it holds."""
+
+    defaults: ClassVar[Mapping[str, object]] = {
+        "snapshot_device": "cpu",
+        "wire_dtypes": {"*": "bfloat16"},  # what verl's own delta_sharded sends
+    }
+
+    def __init__(
+        self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
+    ) -> None:
+        super().__init__(bucket_size, is_master, **engine_kwargs)
+        self._rank: TrainerRank | None = None
+        self._source: ModuleSource | None = None
+        self._told: dict[str, Any] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        """Every rank of the trainer says where it sends from."""
+        if self._rollout is not None:
+            return super().prepare()
+        if self._rank is None:
+            is_master = bool(self._is_master)
+            self._rank = TrainerRank(self._options, self._sizes, is_master=is_master)
+        told: dict[str, Any] = {"address": _json(self._rank.address)}
+        if self._rank.hub is not None:
+            told |= {"hub": _json(self._rank.hub), "members": sorted(self._rank.members)}
+        return told
+
+    def init_process_group(self, **told: Any) -> None:
+        """Take what `build_topology` tells."""
+        self._told = told
+        super().init_process_group(**told)
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Metrics | None:
+        """Bring rollouts to the weights of verl's training engine.
+
+        Raises ConfigError for one of which shards cannot be sent, and what
+        `WeightSender.send_weights` raises.
+        """
+        if self._rank is None:
+            raise ConfigError("call prepare first")
+        if self._source is None:
+            self._source = shards_of(weights)
+        hub, rank, world = Address(**self._told["hub"]), self._told["rank"], self._told["world"]
+        return self._rank.send(self._source, self._engines, hub, rank, world)
+
+    def close(self) -> None:
+        """End every connection."""
+        super().close()
+        if self._rank is not None:
+            self._rank.close()
+
+
+def shards_of(engine: Any) -> ModuleSource:
+    """What this rank holds of a training engine of verl, by the names that verl exports.
+
+    Raises ConfigError unless that is FSDP2, without adapters and quantisation.
+    """
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    module, use = getattr(engine, "module", None), "use the backend `deltasync`"
+    if type(engine).get_per_tensor_param is not FSDPEngine.get_per_tensor_param:
+        raise ConfigError(f"shards of a {type(engine).__name__} cannot be sent: {use}")
+    if not isinstance(module, nn.Module) or fsdp_version(module) != 2:
+        raise ConfigError(f"only FSDP2 (strategy: fsdp2) holds shards of parameters: {use}")
+    if hasattr(module, "peft_config") or engine._qat_enabled:
+        raise ConfigError(f"verl merges adapters, and quantises, while it gathers: {use}")
+
+    def rename(name: str) -> str:
+        return str(next(iter(convert_weight_keys({name: None}, module))))
+
+    is_split = engine.model_config.hf_config.model_type != "gpt_oss"
+    return ModuleSource(module, rename=rename, name_map=by_expert if is_split else None)
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> Mapping[str, Index] | None:
+    """The tensors that verl's export makes of stacked experts."""
+    stem, _, kind = name.rpartition(".")
+    if len(shape) != 3 or not stem.endswith(".mlp.experts"):
+        return None
+    if kind == "down_proj":
+        return {f"{stem}.{expert}.down_proj.weight": (expert,) for expert in range(shape[0])}
+    if kind != "gate_up_proj":
+        return None
+    half = -(-shape[1] // 2)
+    parts = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+    return {
+        f"{stem}.{expert}.{part}.weight": (expert, at)
+        for expert in range(shape[0])
+        for part, at in parts.items()
+    }
+
+
+def _options(engine_kwargs: Mapping[str, Any], defaults: Mapping[str, object]) -> Options:
+    """Raises ConfigError."""
+    given = OmegaConf.to_container(OmegaConf.create(dict(engine_kwargs)), resolve=True)
+    assert isinstance(given, dict)
+    given["sender"] = {**defaults, **given.get("sender", {})}
+    given.setdefault("host", ray.util.get_node_ip_address().strip("[]"))
+    try:
+        return Options(**given)
+    except ValidationError as error:
+        raise ConfigError(f"engine_kwargs: {error}") from error
+
+
+def _json(address: Address) -> dict[str, Any]:
+    return address.model_dump(mode="json")
+
+
+CheckpointEngineRegistry.register("deltasync")(DeltaSyncEngine)
+CheckpointEngineRegistry.register("delta_sharded")(ShardedDeltaSyncEngine)

@@ -1,0 +1,323 @@
+"""What verl's checkpoint engine does at a trainer's rank and at a rollout worker. Needs no verl."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.errors import ConfigError, SyncAborted
+from deltasync.sync.copied import CopiedTarget
+from deltasync.sync.crew import Crew
+from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.options import ReceiverOptions, SenderOptions
+from deltasync.sync.receiver import WeightReceiver
+from deltasync.sync.sender import WeightSender
+from deltasync.sync.source import WeightSource
+from deltasync.sync.stats import SyncStats
+from deltasync.sync.streamed import NamedWeights, StreamedWeights
+from deltasync.transports import collective, cuda_ipc, shared_memory
+from deltasync.transports.address import Address, LinkName
+from deltasync.transports.base import SendTransport
+
+_MAX_BUCKET_BYTES = 64 << 20
+
+Metrics = dict[str, float]
+"""Of one sync, as verl logs them."""
+
+
+class Options(BaseModel):
+    """The `engine_kwargs` of both ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    link: LinkName = Field("gloo", description="what moves weights, from trainers to rollouts")
+    host: str = Field("", description="of this trainer's rank, as rollouts reach it")
+    hand_over: Literal["changed", "all"] = Field(
+        "changed", description="which tensors a rollout is given in a sync"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="for each wait; covers the trainer's export")
+    sender: SenderOptions = SenderOptions()
+
+    def sized(self, bucket_size: int) -> SenderOptions:
+        """The sender's options; payloads keep to verl's bytes of a bucket."""
+        size = self.sender.bucket_bytes or min(
+            max(bucket_size, MIN_BUCKET_BYTES), _MAX_BUCKET_BYTES
+        )
+        return self.sender.model_copy(update={"bucket_bytes": size})
+
+    def listen(self, link: LinkName | None = None) -> SendTransport:
+        """A transport of its own at an address that nobody else has."""
+        link = link or self.link
+        if link in ("gloo", "nccl"):
+            return collective.Sender(self.host or "127.0.0.1", backend=link)
+        path = Path(tempfile.gettempdir()) / f"deltasync-{uuid.uuid4().hex}.sock"
+        return cuda_ipc.Sender(path) if link == "cuda_ipc" else shared_memory.Sender(path)
+
+    @property
+    def device(self) -> torch.device:
+        """Where payloads arrive: in host memory, or on the calling thread's GPU."""
+        if self.link in ("gloo", "shared_memory"):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def hub(self) -> LinkName:
+        """What moves a few bytes among the trainer's ranks."""
+        return "gloo" if self.link in ("gloo", "nccl") else "shared_memory"
+
+
+class Rollout:
+    """A worker that receives, and hands over to its inference engine what that does not have.
+
+    It keeps a copy of all weights. A tensor counts as the engine's when the engine has taken all
+    of a sync without an error; until then, and again after an error, it is handed over.
+
+    Args:
+        options: Of both ends.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._target = CopiedTarget()
+        self._receiver: WeightReceiver | None = None
+        self._addresses: tuple[Address, ...] = ()
+        self._name = _new_name()
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-verl")
+        self._call: Future[dict[str, int]] | None = None
+        self._confirmed: dict[str, int] = {}  # digests of what the engine has
+        self._handed: dict[str, int] = {}  # of what it was given, and may have
+        self._turn = 0
+
+    def prepare(self) -> str:
+        """Begin a sync. Returns the name under which this worker receives."""
+        self._handed = {}
+        self._turn += 1
+        if self._call is not None and not self._call.done():  # of an update that was given up
+            self._leave()
+        return self._name
+
+    def connect(self, addresses: Sequence[Address], *, members: Collection[str]) -> None:
+        """Receive from a trainer's ranks, which listen there, when `weights` is called.
+
+        Anew unless this worker is among the trainer's members.
+        """
+        if self._receiver is not None and (
+            tuple(addresses) != self._addresses or self._name not in members
+        ):
+            self._receiver.close()
+            self._receiver = None
+        self._addresses = tuple(addresses)
+
+    async def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """Receive, then yield each tensor that the engine does not have. They are read only.
+
+        Raises SyncAborted when another sync has begun meanwhile.
+        """
+        turn = self._turn
+        device = self._options.device
+        if self._receiver is None:
+            self._receiver = self._joining(device)
+        self._call = self._calls.submit(_received, self._receiver, device, self._options.timeout_s)
+        due = digests = await asyncio.wrap_future(self._call)
+        self._check(turn)
+        if self._options.hand_over == "changed":
+            due = {n: d for n, d in digests.items() if self._confirmed.get(n) != d}
+        for name in due:
+            self._confirmed.pop(name, None)
+        for name in due:
+            yield name, _placed(self._target.tensors[name])
+            self._check(turn)
+        self._handed = due
+
+    def confirm(self) -> None:
+        """The engine has taken all that it was given."""
+        self._confirmed |= self._handed
+        self._handed = {}
+
+    def forget(self) -> None:
+        """The engine has lost its weights: it is given all of them in the next sync."""
+        self._confirmed.clear()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._leave()
+        self._calls.shutdown()
+
+    def _joining(self, device: torch.device) -> WeightReceiver:
+        if not self._addresses:
+            raise ConfigError("no trainer has told where it sends from: call connect first")
+        first, *lanes = [address.receiver(device) for address in self._addresses]
+        return WeightReceiver(
+            self._target,
+            first,
+            lanes=lanes,
+            engine=self._name,
+            options=ReceiverOptions(stall_timeout_s=self._options.timeout_s),
+        )
+
+    def _check(self, turn: int) -> None:
+        if turn != self._turn:
+            raise SyncAborted("another update has begun, which covers this one")
+
+    def _leave(self) -> None:
+        """End the connection. Whoever comes back has another name, and joins by its digests."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver, self._name = None, _new_name()
+
+
+class Trainer:
+    """A trainer's rank that is given all weights, tensor by tensor."""
+
+    def __init__(self, options: Options, sizes: SenderOptions) -> None:
+        self._timeout_s = options.timeout_s
+        self._weights = StreamedWeights(sizes)
+        transport = options.listen()
+        self.address = _told(transport)
+        self._sender = WeightSender(self._weights, transport)
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Rollouts that hold the last version."""
+        return self._sender.engines
+
+    def send(self, weights: NamedWeights, engines: Collection[str]) -> Metrics:
+        """A sync with these rollouts. Raises SyncAborted if one of them does not have it."""
+        began = time.perf_counter()
+        self._weights.take(weights)
+        took_s = time.perf_counter() - began
+        stats = _sent(self._sender, engines, self._timeout_s)
+        return metrics_of(stats) | {
+            "checkpoint_engine/diff_s": took_s,
+            "checkpoint_engine/total_s": took_s + stats.total_s,
+        }
+
+    def close(self) -> None:
+        """End every connection."""
+        self._sender.close()
+
+
+class TrainerRank:
+    """One of a trainer's ranks, each of which compares and sends what it holds.
+
+    Args:
+        options: Of both ends.
+        sizes: Of the sender.
+        is_master: Whether this is rank 0, which speaks for all.
+    """
+
+    def __init__(self, options: Options, sizes: SenderOptions, *, is_master: bool) -> None:
+        self._timeout_s, self._sizes = options.timeout_s, sizes
+        self._transport = options.listen()
+        self.address = _told(self._transport)
+        self._link = options.listen(options.hub) if is_master else None
+        self.hub = None if self._link is None else _told(self._link)
+        self._sender: WeightSender | CrewRank | None = None
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Rollouts that hold the last version, as rank 0 knows them."""
+        sender = self._sender
+        return sender.engines if isinstance(sender, WeightSender) else frozenset()
+
+    def send(
+        self, source: WeightSource, engines: Collection[str], hub: Address, rank: int, world: int
+    ) -> Metrics | None:
+        """A sync with these rollouts; what rank 0 has counted.
+
+        Args:
+            source: What this rank holds. That of the first call is kept.
+            engines: The rollouts' names.
+            hub: Where rank 0 listens for the others.
+            rank: This one.
+            world: Ranks of the trainer.
+
+        Raises SyncAborted if it failed on any rank, or a rollout does not have it.
+        """
+        if self._sender is None:
+            self._sender = self._begun(source, hub, rank, world)
+        if isinstance(self._sender, CrewRank):
+            self._sender.send_weights(timeout_s=self._timeout_s)
+            return None
+        with self._sender.one_call(self._timeout_s):
+            return metrics_of(_sent(self._sender, engines, self._timeout_s))
+
+    def close(self) -> None:
+        """End every connection."""
+        for end in (self._sender or self._transport, self._link):
+            if end is not None:
+                end.close()
+
+    def _begun(
+        self, source: WeightSource, hub: Address, rank: int, world: int
+    ) -> WeightSender | CrewRank:
+        if self._link is not None:
+            crew = Crew(self._link, world)
+            return WeightSender(source, self._transport, options=self._sizes, crew=crew)
+        link = hub.receiver(torch.device("cpu"))
+        return CrewRank(source, self._transport, link, rank=rank, world=world, options=self._sizes)
+
+
+def metrics_of(stats: SyncStats) -> Metrics:
+    """What verl logs of a sync."""
+    counted: Mapping[str, float] = {
+        "changed_ratio": stats.density,
+        "changed_elems": stats.nnz,
+        "payload_mbytes": (stats.payload_bytes + stats.joined_bytes) / (1 << 20),
+        "dense_mbytes": stats.dense_bytes / (1 << 20),
+        "full_synced": stats.full_synced,
+        "version": stats.version,
+        "diff_s": stats.diff_s,
+        "transfer_s": stats.transfer_s,
+        "commit_s": stats.commit_s,
+        "total_s": stats.total_s,
+    }
+    return {f"checkpoint_engine/{name}": float(value) for name, value in counted.items()}
+
+
+def _sent(sender: WeightSender, engines: Collection[str], timeout_s: float) -> SyncStats:
+    sender.retain(engines)
+    sender.wait_for_receivers(len(engines), timeout_s=timeout_s)
+    stats = sender.send_weights(timeout_s=timeout_s)
+    if stats.receivers < len(engines):
+        why = "; ".join(f"{who}: {what}" for who, what in stats.lost.items()) or "refused"
+        raise SyncAborted(
+            f"{stats.receivers} of {len(engines)} rollout workers hold v{stats.version} ({why}); "
+            "the next sync covers the others"
+        )
+    return stats
+
+
+def _told(transport: SendTransport) -> Address:
+    address = Address.of(transport)
+    assert address is not None
+    return address
+
+
+def _received(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:
+    """A sync. Returns the digest of each tensor."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        receiver.receive_weights(timeout_s=timeout_s)
+    return receiver.digests()
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """On the accelerator of the inference engine, if there is one."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return tensor if here is None else tensor.to(here)
+
+
+def _new_name() -> str:
+    return f"rollout-{uuid.uuid4().hex}"

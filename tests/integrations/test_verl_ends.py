@@ -1,0 +1,134 @@
+"""What verl's checkpoint engine does at both ends, over every link; tests/verl has verl itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import NamedTensor, SenderOptions, ShardSpec
+from deltasync.delta.bits import as_bits
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
+from deltasync.transports.address import LinkName
+
+Weights = dict[str, Tensor]
+LINKS = [
+    "shared_memory",
+    "gloo",
+    pytest.param("cuda_ipc", marks=pytest.mark.gpu),
+    pytest.param("nccl", marks=pytest.mark.multigpu),
+]
+
+
+def options_of(link: LinkName) -> Options:
+    return Options(link=link, host="127.0.0.1", timeout_s=30.0)
+
+
+def weights_on(device: str) -> Weights:
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(300, 70), "b": torch.randn(9).bfloat16(), "c": torch.zeros(0, 2)}
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def exported(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights.items():
+        gathered = tensor.clone()
+        yield name, gathered
+        gathered.fill_(-1)
+
+
+async def taken(rollout: Rollout) -> Weights:
+    found = {name: tensor.clone() async for name, tensor in rollout.weights()}
+    rollout.confirm()
+    return found
+
+
+def assert_same(found: Weights, wanted: Weights) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(as_bits(tensor), as_bits(wanted[name]).to(tensor.device)), name
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_rollout_is_given_what_it_does_not_have(link: LinkName) -> None:
+    on_gpu = link in ("cuda_ipc", "nccl")
+    options = options_of(link)
+    if link == "nccl":
+        torch.cuda.set_device(0)
+    weights = weights_on("cuda:0" if on_gpu else "cpu")
+    trainer = Trainer(options, SenderOptions(snapshot_device="cpu", bucket_bytes=4096))
+    rollout = Rollout(options)
+
+    def receive() -> Weights:
+        if link == "nccl":
+            torch.cuda.set_device(1)
+        rollout.connect([trainer.address], members=trainer.members)
+        return asyncio.run(taken(rollout))
+
+    def update() -> tuple[Metrics, Weights]:
+        name = rollout.prepare()
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(receive)
+            return trainer.send(exported(weights), [name]), receiving.result()
+
+    with closing(trainer), closing(rollout):
+        metrics, found = update()
+        assert_same(found, weights)
+        assert metrics["checkpoint_engine/full_synced"] == 1
+        for step in range(3):
+            weights["a"][step, ::9] += 1
+            metrics, found = update()
+            assert_same(found, {"a": weights["a"]})
+            assert metrics["checkpoint_engine/changed_elems"] == 8
+        assert update()[1] == {}
+
+
+class Half:
+    """The rows that one of two ranks holds."""
+
+    def __init__(self, weights: Weights, rank: int) -> None:
+        whole = weights["a"]
+        rows = len(whole) // 2
+        offset, size = (rank * rows, 0), (rows, whole.shape[1])
+        part = whole[rank * rows : (rank + 1) * rows]
+        self._tensors = [NamedTensor(("a",), part, ShardSpec(tuple(whole.shape), offset, size))]
+
+    def tensors(self) -> list[NamedTensor]:
+        return self._tensors
+
+
+@pytest.mark.parametrize("link", ["shared_memory", "gloo"])
+def test_every_rank_sends_what_it_holds(link: LinkName) -> None:
+    options, sizes = options_of(link), SenderOptions(wire_dtypes={"*": "bfloat16"})
+    weights = {"a": torch.randn(40, 30)}
+    ranks = [TrainerRank(options, sizes, is_master=number == 0) for number in range(2)]
+    rollout, hub = Rollout(options), ranks[0].hub
+    assert hub is not None
+
+    def receive() -> Weights:
+        rollout.connect([rank.address for rank in ranks], members=ranks[0].members)
+        return asyncio.run(taken(rollout))
+
+    with ExitStack() as stack:
+        stack.callback(rollout.close)
+        for rank in ranks:
+            stack.callback(rank.close)
+        for changed in (1200, 30, 30):
+            name = rollout.prepare()
+            with ThreadPoolExecutor(3) as pool:
+                receiving = pool.submit(receive)
+                sends = [
+                    pool.submit(rank.send, Half(weights, number), [name], hub, number, 2)
+                    for number, rank in enumerate(ranks)
+                ]
+                metrics, nothing = [send.result() for send in sends]
+            assert nothing is None
+            assert metrics is not None
+            assert metrics["checkpoint_engine/changed_elems"] == changed
+            assert_same(receiving.result(), {"a": weights["a"].bfloat16()})
+            weights["a"][20] *= -3

@@ -1,0 +1,268 @@
+"""Weights that come one after another, and receivers that take whatever is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync import Crew, ModuleTarget, Policy, SenderOptions, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    NoReceivers,
+    SourceChanged,
+    SyncAborted,
+    TargetMoved,
+)
+from deltasync.sync.copied import CopiedTarget
+from deltasync.sync.streamed import StreamedWeights
+from deltasync.transports import inprocess
+from tests.sync.harness import Serving, until
+
+Weights = dict[str, Tensor]
+SHAPES = {"a": (40, 9), "b": (7,), "none": (0, 3), "scalar": (), "c": (300,)}
+
+
+class Trainer:
+    """Streams its weights through memory that is used again."""
+
+    def __init__(self, options: SenderOptions | None = None, seed: int = 0) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.weights = {n: torch.randn(s, generator=self.random) for n, s in SHAPES.items()}
+        self.link = inprocess.Sender()
+        self.stream = StreamedWeights(options)
+        self.sender = WeightSender(self.stream, self.link)
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights.items():
+            gathered = tensor.clone()
+            yield name, gathered
+            gathered.fill_(-7)
+
+    def step(self, share: float) -> None:
+        for tensor in self.weights.values():
+            mask = torch.rand(tensor.shape, generator=self.random) < share
+            tensor[mask] += 1
+
+    def sync(self) -> None:
+        self.stream.take(self.exported())
+        self.sender.send_weights(timeout_s=10)
+
+
+class Copy(CopiedTarget):
+    """Refuses a version before it is decided, once it is told to."""
+
+    fails = False
+
+    def check_unmoved(self) -> None:
+        if self.fails:
+            self.fails = False
+            raise TargetMoved("planted")
+
+
+class Rollout:
+    def __init__(self, trainer: Trainer, name: str = "engine") -> None:
+        self.target = Copy()
+        self.receiver = WeightReceiver(self.target, trainer.link.receiver(), engine=name)
+        self.serving = Serving(self.receiver).start()
+
+    def holds(self, weights: Weights) -> bool:
+        copy = self.target.tensors
+        return copy.keys() == weights.keys() and all(
+            torch.equal(as_bits(copy[name]), as_bits(tensor)) for name, tensor in weights.items()
+        )
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from([0.0, 0.02, 0.5, 1.0]), st.booleans()), max_size=6),
+    seed=st.integers(0, 1 << 16),
+    chunk_numel=st.sampled_from([16, 64, None]),
+    max_inflight_bytes=st.sampled_from([0, 200, None]),
+)
+def test_every_version_is_exact_whatever_comes_to_nothing(
+    steps: list[tuple[float, bool]],
+    seed: int,
+    chunk_numel: int | None,
+    max_inflight_bytes: int | None,
+) -> None:
+    options = SenderOptions(
+        policy=Policy(chunk_numel=chunk_numel),
+        max_inflight_bytes=max_inflight_bytes,
+        bucket_bytes=512,
+    )
+    trainer = Trainer(options, seed)
+    rollout = Rollout(trainer)
+    try:
+        trainer.sender.wait_for_receivers(1)
+        trainer.sync()
+        for share, is_sent in steps:
+            trainer.step(share)
+            if is_sent:
+                trainer.sync()
+                assert rollout.holds(trainer.weights)
+            else:  # taken, then given up
+                trainer.stream.take(trainer.exported())
+        trainer.sync()
+        assert rollout.holds(trainer.weights)
+    finally:
+        rollout.serving.stop()
+
+
+def test_a_receiver_that_fails_does_not_cost_the_others_the_version() -> None:
+    trainer = Trainer(SenderOptions(policy=Policy(chunk_numel=16, dense_above=0.3)))
+    good, bad = Rollout(trainer, "good"), Rollout(trainer, "bad")
+    trainer.sender.wait_for_receivers(2)
+    trainer.sync()
+    bad.target.fails = True
+    trainer.step(0.4)  # some chunks go dense, and are in the snapshot when that is tried again
+    trainer.sync()
+    assert good.holds(trainer.weights)
+    assert "planted" in str(bad.serving.errors[0])
+    trainer.sender.wait_for_receivers(2)
+    trainer.step(0.4)
+    trainer.sync()
+    assert good.holds(trainer.weights)
+    until(lambda: bad.receiver.version == trainer.sender.version)
+    assert bad.holds(trainer.weights)
+    good.serving.stop()
+    bad.serving.stop()
+
+
+def test_a_version_that_nobody_took_is_covered_by_the_next() -> None:
+    trainer = Trainer(SenderOptions(policy=Policy(chunk_numel=16, dense_above=0.3)))
+    rollout = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    trainer.sync()
+    rollout.target.fails = True
+    trainer.step(0.4)
+    with pytest.raises(SyncAborted, match="planted"):
+        trainer.sync()
+    trainer.sender.wait_for_receivers(1)
+    trainer.step(0.01)
+    trainer.sync()
+    until(lambda: rollout.receiver.version == trainer.sender.version)
+    assert rollout.holds(trainer.weights)
+    rollout.serving.stop()
+
+
+def test_all_receivers_may_be_new() -> None:
+    trainer = Trainer()
+    first = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    trainer.sync()
+    first.serving.stop()
+    trainer.step(0.02)
+    trainer.stream.take(trainer.exported())
+    with pytest.raises((NoReceivers, SyncAborted)):
+        trainer.sender.send_weights(timeout_s=1)
+    second = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    trainer.step(0.02)
+    trainer.sync()
+    until(lambda: second.receiver.version == trainer.sender.version)
+    assert second.holds(trainer.weights)
+    second.serving.stop()
+
+
+def test_engines_that_are_not_retained_keep_their_weights() -> None:
+    trainer = Trainer()
+    kept, other = Rollout(trainer, "kept"), Rollout(trainer, "other")
+    trainer.sender.wait_for_receivers(2)
+    trainer.sync()
+    before = {name: tensor.clone() for name, tensor in other.target.tensors.items()}
+    other.serving.stop()
+    trainer.sender.retain({"kept"})
+    trainer.step(0.1)
+    trainer.sync()
+    assert kept.holds(trainer.weights)
+    assert other.holds(before)
+    assert trainer.sender.engines == {"kept"}
+    kept.serving.stop()
+
+
+def test_digests_tell_which_parameters_changed() -> None:
+    trainer = Trainer()
+    rollout = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    trainer.sync()
+    before = rollout.receiver.digests()
+    trainer.weights["b"][3] += 1
+    trainer.sync()
+    after = rollout.receiver.digests()
+    assert before.keys() == after.keys() == SHAPES.keys()
+    assert {name for name in after if before[name] != after[name]} == {"b"}
+    rollout.serving.stop()
+
+
+def test_only_the_snapshot_is_kept_between_syncs() -> None:
+    trainer = Trainer(SenderOptions(policy=Policy(dense_above=1)))
+    rollout = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    trainer.sync()
+    trainer.step(0.5)
+    trainer.sync()
+    with pytest.raises(ConfigError, match="take them"):
+        trainer.stream.delta(2)
+    with pytest.raises(ConfigError, match="take them"):
+        trainer.sender.send_weights(timeout_s=5)
+    trainer.sync()
+    rollout.serving.stop()
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"a": torch.zeros(9, 40)}, "shape"),
+        ({"new": torch.zeros(3)}, "'new' is new"),
+        ({"a": torch.zeros(40, 9, dtype=torch.int32)}, "cannot be sent"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_gone_through(
+    other: Weights, problem: str
+) -> None:
+    trainer = Trainer()
+    trainer.stream.take(trainer.exported())
+    seen: list[str] = []
+
+    def exported(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.items():
+            seen.append(name)
+            yield name, tensor
+
+    with pytest.raises(DeltaSyncError, match=problem):
+        trainer.stream.take(exported(trainer.weights | other))
+    assert len(seen) == len(trainer.weights | other)
+    with pytest.raises(SourceChanged, match="4 tensors did not come"):
+        trainer.stream.take(exported({"b": trainer.weights["b"]}))
+
+
+def test_what_does_not_fit_a_stream_is_refused() -> None:
+    stream = StreamedWeights()
+    with pytest.raises(ConfigError, match="no weights came"):
+        stream.take(iter(()))
+    with pytest.raises(ConfigError, match="no weights were taken"):
+        stream.full()
+    with pytest.raises(ConfigError, match="twice"):
+        StreamedWeights().take([("a", torch.ones(1)), ("a", torch.ones(1))])
+    with pytest.raises(ConfigError, match="options"):
+        WeightSender(stream, inprocess.Sender(), options=SenderOptions())
+    with pytest.raises(ConfigError, match="crew"):
+        WeightSender(stream, inprocess.Sender(), crew=Crew(inprocess.Sender(), 2))
+
+
+def test_an_engine_that_holds_nothing_and_takes_nothing_is_told_so() -> None:
+    trainer = Trainer()
+    trainer.stream.take(trainer.exported())
+    receiver = WeightReceiver(ModuleTarget(torch.nn.Module()), trainer.link.receiver())
+    serving = Serving(receiver).start()
+    trainer.sender.wait_for_receivers(1)
+    with pytest.raises(SyncAborted):
+        trainer.sender.send_weights(timeout_s=5)
+    serving.stop()
+    assert "none of the parameters" in str(serving.errors[0])
