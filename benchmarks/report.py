@@ -21,6 +21,8 @@ TITLES = {
     "parameter_receiver": "the receiver's CPU time in it",
     "memory_sender": "sender's memory beside weights and snapshot, against its bound",
     "memory_receiver": "receiver's memory beside weights, against its bound",
+    "files": "diff of two checkpoint files, speed-up over numpy reading and comparing them",
+    "memory_files": "the same command's memory, against its bound",
 }
 _BY_DENSITY = ("diff", "diff_with_digests", "apply", "sync_over_diff", "sync_over_dense")
 _COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", "met")

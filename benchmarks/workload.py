@@ -21,6 +21,8 @@ class Scale:
         num_small: Parameters of the model of many small ones.
         memory: Densities at which memory is measured.
         bucket_bytes: Payload size where memory is measured, well below the model's.
+        files: (hidden, layers) of checkpoints; 1 GiB in full.
+        file_densities: What differs between two of them.
     """
 
     hidden: int
@@ -32,6 +34,8 @@ class Scale:
     num_small: int
     memory: tuple[float, ...]
     bucket_bytes: int
+    files: tuple[int, int]
+    file_densities: tuple[float, ...]
 
 
 SCALES = {
@@ -45,6 +49,8 @@ SCALES = {
         num_small=20_000,
         memory=(0.003, 0.01, 0.2, 1.0),
         bucket_bytes=8 << 20,
+        files=(2048, 15),
+        file_densities=(0.001, 0.01),
     ),
     "quick": Scale(
         hidden=512,
@@ -56,6 +62,8 @@ SCALES = {
         num_small=20_000,
         memory=(0.003, 0.01, 0.2, 1.0),
         bucket_bytes=1 << 20,
+        files=(1024, 6),
+        file_densities=(0.001, 0.01),
     ),
     "tiny": Scale(
         hidden=64,
@@ -67,6 +75,8 @@ SCALES = {
         num_small=50,
         memory=(0.01,),
         bucket_bytes=1 << 16,
+        files=(64, 1),
+        file_densities=(0.01,),
     ),
 }
 

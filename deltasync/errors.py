@@ -82,7 +82,15 @@ class LimitExceeded(WireError):
 
 
 class InvalidTable(WireError):
-    """A patch table that breaks a rule of the wire format."""
+    """A patch table that breaks a rule of the wire format.
+
+    Attributes:
+        row: Which row does; None where it is no single one.
+    """
+
+    def __init__(self, message: str, *, row: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class InvalidIndices(WireError):

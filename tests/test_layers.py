@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ["cli", "delta", "demo", "integrations", "sync", "testing", "transports", "wire"]
+PACKAGES = [
+    "cli",
+    "delta",
+    "demo",
+    "files",
+    "integrations",
+    "sync",
+    "testing",
+    "transports",
+    "wire",
+]
 MODULES = ["config", "dtypes", "errors"]
 
 

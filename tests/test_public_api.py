@@ -22,7 +22,7 @@ EXPECTED = {
     "diff",
     "sync_after_step",
 }
-OPTIONAL = ["matplotlib", "pydantic_settings", "rich", "triton", "typer"]
+OPTIONAL = ["matplotlib", "pydantic_settings", "rich", "safetensors", "triton", "typer"]
 
 
 def test_all_is_sorted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from benchmarks.cases.files import files
 from benchmarks.cases.kernels import apply, commit, diff
 from benchmarks.cases.memory import memory
 from benchmarks.cases.syncs import crossover, small, sync
@@ -20,4 +21,5 @@ GROUPS: dict[str, Group] = {
     "crossover": crossover,
     "small": small,
     "memory": memory,
+    "files": files,
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+
+COMMANDS = ("apply", "demo", "diff", "inspect", "verify")
+"""Each a function of this name in a module of this name."""
 
 USAGE_ERROR = 2
 
@@ -20,11 +24,12 @@ def _run() -> int:
         if error.name not in {"rich", "typer"}:
             raise
         return _refuse("the command line needs typer and rich: pip install deltasync[cli]")
-    from deltasync.cli.demo import demo
+    from deltasync.cli.ending import with_exit_codes
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
-    app.command()(demo)
+    for name in COMMANDS:
+        app.command()(with_exit_codes(getattr(import_module(f"deltasync.cli.{name}"), name)))
     try:
         return app(prog_name="deltasync", standalone_mode=False) or 0
     except typer.BadParameter as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from deltasync.cli.ending import FAILED, told
+
 if TYPE_CHECKING:
     from deltasync.demo.trainer import DemoConfig
-
-FAILED, INTERRUPTED = 1, 130
 
 
 def demo(
@@ -48,14 +46,8 @@ def demo(
     config = make_config(steps=steps, seed=seed, learning_rate=lr, transport=transport)
     try:
         bit_identical = _run(config, as_json=as_json, out=out)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # whoever read stdout has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILED) from None
     except (DeltaSyncError, LinkError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED) from None
+        raise told(error, FAILED) from None
     if not bit_identical:
         raise typer.Exit(FAILED)
 

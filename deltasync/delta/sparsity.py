@@ -25,6 +25,7 @@ MAX_STEP = 128
 """Steps of so many ULPs and more are counted together."""
 
 _EXPONENTS = 256  # biased, of a float32
+_CHUNKS = 4  # counted at once: the larger they are, the less their number costs
 _ESCAPE = 255  # of encodings in bytes: what follows says more
 
 
@@ -86,12 +87,16 @@ def sparsity(
     reader, held = WireReader.of(new, dtype_of(old), name="new"), Flat.of(old, name="old")
     changed = kernels_for(held.line.device).changed
     step, total = chunk_numel_on(held.line.device.type), Sparsity()
+    if not encodings:  # which alone depend on where chunks end
+        step *= _CHUNKS
     for start in range(0, held.numel, step):
         stop = min(start + step, held.numel)
         before, after = held.read(start, stop), reader.read(start, stop)
         found = changed(after, before, stop - start)[1]
         assert found is not None  # no more than there are elements
-        chunk = _Chunk(held.dtype, before, found, *(b[found].cpu() for b in (before, after)))
+        chunk = _Chunk(
+            held.dtype, before, found, *(b.index_select(0, found).cpu() for b in (before, after))
+        )
         total += chunk.measured(exponents=exponents, encodings=encodings)
     return total
 

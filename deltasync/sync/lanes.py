@@ -6,10 +6,10 @@ import time
 import uuid
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from deltasync.errors import IllegalMessage, Refused, TransportTimeout, TruncatedFrame
+from deltasync.errors import IllegalMessage, Refused, TransportTimeout
+from deltasync.sync.payloads import opened
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control import BUSY_S, Deadline, Pace
 from deltasync.wire import messages
@@ -81,10 +81,7 @@ class Lanes:
         deadline = Deadline(timeout_s)
         while True:
             lane, frame = self._next(deadline, reached)
-            message, payload_bytes = messages.decode(
-                frame.header, max_payload_bytes=self._max_payload_bytes
-            )
-            payload = _payload(frame, payload_bytes)
+            message, payload = opened(frame, max_payload_bytes=self._max_payload_bytes)
             if isinstance(message, messages.Refused):
                 raise Refused(kind=message.error, message=message.reason)
             if self._counts(lane, message):
@@ -171,10 +168,3 @@ class Lanes:
             if deadline.passed:
                 raise TransportTimeout("nothing came in time")
             time.sleep(pace.pause_s(deadline))
-
-
-def _payload(frame: Frame, payload_bytes: int) -> Tensor:
-    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
-    if len(payload) != payload_bytes:
-        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
-    return payload

@@ -6,15 +6,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.payloads import packed
 from deltasync.sync.plan import Plan
 from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.compression import Compression, compress
-from deltasync.wire.messages import Bucket, Message, decode, encode
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import Message, decode, encode
 
 
 @dataclass(slots=True)
@@ -61,13 +60,6 @@ class SenderLink:
         found = self._transport.poll(timeout_s=timeout_s)
         return [(peer, _decoded(data)) for peer, data in found]
 
-    def _compressed(self, payload: Tensor, compression: Compression) -> Tensor:
-        """uint8[n]: what travels. A compressed payload is host memory of its own."""
-        if compression == "none":
-            return payload
-        data = compress(payload.cpu().numpy().data)
-        return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
@@ -78,13 +70,11 @@ class SenderLink:
         sent = SentBuckets()
         for bucket in plan.buckets():
             payload = self._transport.buffer(bucket.num_bytes, timeout_s=self.timeout_s)
-            bucket.write(payload)
-            raw_bytes, payload = len(payload), self._compressed(payload, compression)
-            message = Bucket(
+            message, payload = packed(
+                bucket,
+                payload,
                 version=version,
                 sequence=sent.num_buckets,
-                num_rows=bucket.num_rows,
-                raw_bytes=raw_bytes,
                 compression=compression,
             )
             self.send(message, payload)

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.payloads import inflated
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.streams import OwnStream
@@ -43,7 +43,6 @@ from deltasync.sync.target import EarlyCheck, WeightTarget
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
-from deltasync.wire.compression import decompress
 from deltasync.wire.frame import FORMAT_VERSION
 
 if TYPE_CHECKING:  # imports Triton, which need not be there
@@ -386,14 +385,7 @@ class WeightReceiver:
 
     def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor, reader: BucketReader) -> None:
         assert self._staging is not None
-        if bucket.compression != "none":
-            data = decompress(
-                payload.cpu().numpy().data,
-                compression=bucket.compression,
-                raw_bytes=bucket.raw_bytes,
-            )
-            payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-        opened = reader.open(payload, bucket.num_rows)
+        opened = reader.open(inflated(bucket, payload), bucket.num_rows)
         self._links.progress()
         if self._is_in_place:
             self._session.writing()

@@ -94,7 +94,7 @@ class ModuleTarget:
         now = places(self._module, self._rename)
         if now != self._places:
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
-            raise TargetMoved(f"storage of {_some(moved)} was replaced; rejoin")
+            raise TargetMoved(f"storage of {some_of(moved)} was replaced; rejoin")
         self._watch = ModuleWatch(self._module)
 
     def loader(self) -> Loader | None:
@@ -122,13 +122,13 @@ def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSp
         if not known:
             raise LayoutMismatch(f"the sender has no parameter {spec.name!r}")
         if len(known) > 1:
-            raise LayoutMismatch(f"{_some(list(spec.names))} are tied here, not at the sender")
+            raise LayoutMismatch(f"{some_of(list(spec.names))} are tied here, not at the sender")
         number = known.pop()
         _check_same(spec, layout[number])
         found.append(number)
     twice = [layout[number].name for number, count in Counter(found).items() if count > 1]
     if twice:
-        raise LayoutMismatch(f"names of {_some(twice)} are tied at the sender, not here")
+        raise LayoutMismatch(f"names of {some_of(twice)} are tied at the sender, not here")
     return found
 
 
@@ -192,9 +192,10 @@ def refuse_overlap(tensors: Sequence[NamedTensor]) -> None:
     )
     for (_, end, left), (begin, _, right) in pairwise(runs):
         if begin < end:
-            raise LayoutMismatch(f"{_some([left, right])} share memory without being tied")
+            raise LayoutMismatch(f"{some_of([left, right])} share memory without being tied")
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first few, for an error."""
     shown = ", ".join(map(repr, names[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -16,8 +16,8 @@ Compression = Literal["none", "zstd"]
 
 
 def compress(data: bytes | memoryview, *, level: int = 1) -> bytes:
-    """`data` as one zstd frame that carries its content size."""
-    return zstandard.ZstdCompressor(level=level).compress(data)
+    """`data` as one zstd frame that carries its content size, and a checksum of the content."""
+    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
 
 
 def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) -> bytes | memoryview:

@@ -44,7 +44,7 @@ def split_header(
             W1 to W5, each checked before anything is allocated.
     """
     view = memoryview(data)
-    message_bytes = _read_prefix(view)
+    message_bytes = message_bytes_of(view)
     checksum, tail = view[_PREFIX.size : _PREFIX.size + 4], view[_PREFIX.size + 4 :]
     if len(view) != HEADER_BYTES + message_bytes:
         raise TruncatedFrame(
@@ -58,7 +58,12 @@ def split_header(
     return bytes(tail[_PAYLOAD.size :]), payload_bytes
 
 
-def _read_prefix(view: memoryview) -> int:
+def message_bytes_of(view: bytes | memoryview) -> int:
+    """How many bytes follow the HEADER_BYTES that a header begins with, rules W1 to W4.
+
+    Raises:
+        TruncatedFrame, BadMagic, UnsupportedVersion, LimitExceeded: One of them is broken.
+    """
     if len(view) < HEADER_BYTES:
         raise TruncatedFrame(f"header of {len(view)} bytes, {HEADER_BYTES} are the least")
     magic, version, flags, message_bytes = _PREFIX.unpack(view[: _PREFIX.size])

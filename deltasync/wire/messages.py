@@ -29,6 +29,7 @@ from deltasync.wire.compression import Compression
 MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
 MAX_WORLD = 1 << 16
+MAX_NAME = 4096
 MAX_FAULTS = 64  # of one message, spelled out
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -40,7 +41,7 @@ StreamId = Annotated[str, Field(min_length=1, max_length=128)]
 Connection = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Engine = Annotated[str, Field(min_length=1, max_length=256)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
-Name = Annotated[str, Field(min_length=1, max_length=4096)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 # Lists stop at their first fault: a report on every element takes far more than the message.
 Engines = Annotated[tuple[Engine, ...], FailFast()]
 Entry = tuple[
@@ -227,6 +228,14 @@ class Prepare(_Message):
     num_buckets: Count
 
 
+class Sealed(_Message):
+    """The same to those who cannot answer: `digest` is what the weights must come to have."""
+
+    kind: Literal["sealed"] = "sealed"
+    version: Version
+    digest: Digest
+
+
 class Prepared(_Message):
     """Everything that can fail is done; `digest` is what the weights would have."""
 
@@ -298,6 +307,7 @@ Message = (
     | Attempt
     | Bucket
     | Prepare
+    | Sealed
     | Prepared
     | Commit
     | Committed

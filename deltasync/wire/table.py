@@ -90,7 +90,8 @@ def read_table(
 
 def _require(good: NDArray[np.bool_], rule: str) -> None:
     if not good.all():
-        raise InvalidTable(f"row {int(np.argmin(good))}: {rule}")
+        row = int(np.argmin(good))
+        raise InvalidTable(f"row {row}: {rule}", row=row)
 
 
 def _check_codes(rows: Rows, num_parameters: int) -> None:

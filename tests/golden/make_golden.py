@@ -101,6 +101,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     },
     "attempt": {"kind": "attempt", "number": 4},
     "prepare": {"kind": "prepare", "version": 1, "num_buckets": 0},
+    "sealed": {"kind": "sealed", "version": 8, "digest": DIGEST},
     "prepared": {"kind": "prepared", "version": 8, "digest": DIGEST, "staged_bytes": 512},
     "commit": {"kind": "commit", "version": 8},
     "committed": {"kind": "committed", "version": 8, "digest": DIGEST, "commit_s": 0.0078125},

@@ -97,6 +97,7 @@ MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
     "attempt": st.builds(m.Attempt, number=counts),
     "bucket": buckets(),
     "prepare": st.builds(m.Prepare, version=versions, num_buckets=counts),
+    "sealed": st.builds(m.Sealed, version=versions, digest=digests),
     "prepared": st.builds(m.Prepared, version=versions, digest=digests, staged_bytes=counts),
     "commit": st.builds(m.Commit, version=versions),
     "committed": st.builds(m.Committed, version=versions, digest=digests, commit_s=seconds),

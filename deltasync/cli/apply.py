@@ -1,0 +1,45 @@
+"""`deltasync apply`: a checkpoint and a patch file make a new checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltasync.cli.terminal import (
+    AsJson,
+    FilePath,
+    count,
+    make_console,
+    phases,
+    print_json,
+    size,
+)
+
+
+def apply(
+    patch: FilePath,
+    checkpoint: FilePath,
+    out: Annotated[Path, typer.Option(help="The new file or folder.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Write a new checkpoint: CHECKPOINT with PATCH applied, bit for bit what it was made from.
+
+    CHECKPOINT is a safetensors file, or a folder of them: then its other files are copied too.
+    Whether it is what the patch fits on is checked first, and what was written at the end.
+    """
+    from deltasync.files.checkpoint import Checkpoint
+    from deltasync.files.frame_file import refuse_existing
+    from deltasync.files.patch_file import PatchFile, apply_patch_file
+    from deltasync.wire.messages import digest_text
+
+    refuse_existing(out)
+    file, base = PatchFile(patch), Checkpoint(checkpoint)
+    with phases(base.num_bytes) as phase:
+        digest = apply_patch_file(file, base, out, phase=phase)
+    if as_json:
+        print_json({"out": str(out), "digest": digest_text(digest), "bytes": base.num_bytes})
+        return
+    made = f"{size(base.num_bytes)} in {count(len(base.specs))} tensors"
+    make_console().print(f"{out}: {made}, state digest {digest_text(digest)}", soft_wrap=True)

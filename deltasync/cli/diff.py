@@ -1,0 +1,186 @@
+"""`deltasync diff`: how two checkpoints differ, and the patch file between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deltasync.cli.terminal import (
+    AsJson,
+    FilePath,
+    bar,
+    count,
+    make_console,
+    make_table,
+    percent,
+    phases,
+    print_json,
+    size,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from deltasync.delta.sparsity import Sparsity
+    from deltasync.files.patch_file import PatchSummary
+
+_SHOWN = 10  # tensors, unless all are asked for
+_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
+
+
+def diff(
+    old: FilePath,
+    new: FilePath,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
+    ] = None,
+    encodings: Annotated[
+        bool, typer.Option("--encodings", help="Bytes of more encodings, zstd among them; slower.")
+    ] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help=f"All tensors, not the {_SHOWN} densest.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how two checkpoints differ: by layer, by tensor, in ULPs and in bytes.
+
+    OLD and NEW are safetensors files, or folders of them.
+    """
+    from deltasync.delta.sparsity import Sparsity
+    from deltasync.files.checkpoint import Checkpoint
+    from deltasync.files.comparing import compare_checkpoints
+    from deltasync.files.frame_file import refuse_existing
+    from deltasync.files.patch_file import write_patch
+
+    if out is not None:
+        refuse_existing(out)
+    before, after = Checkpoint(old), Checkpoint(new)
+    patch = None
+    with phases(before.num_bytes) as phase:
+        found = compare_checkpoints(before, after, encodings=encodings, advance=phase("comparing"))
+        if out is not None:
+            patch = write_patch(before, after, out, phase=phase)
+    total = sum(found.values(), Sparsity())
+    sizes = dict(total.encodings) or _sizes(
+        found, before.num_bytes, {name: spec.dtype.item_size for name, spec in before.specs.items()}
+    )
+    if as_json:
+        print_json(_as_json(found, total, sizes, patch))
+        return
+    console = make_console()
+    changed = f"{count(total.changed)} of {count(total.numel)} elements changed"
+    console.print(f"{changed} ({percent(total.density)}), in {len(found)} tensors")
+    if total.changed:
+        console.print(_by_layer(console, found))
+        console.print(_by_tensor(found, len(found) if tensors else _SHOWN))
+        console.print(_steps(console, total))
+    console.print(_bytes(sizes))
+    if patch is not None:
+        console.print(f"{out}: {size(patch.num_bytes)}, apply it with deltasync apply")
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, or to the last dot."""
+    found = _LAYER.match(name)
+    return found["layer"] if found else name.rpartition(".")[0] or name
+
+
+def _sizes(
+    found: Mapping[str, Sparsity], num_bytes: int, item_sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """What follows from counts alone."""
+    sparse = sum((4 + item_sizes[name]) * one.changed for name, one in found.items())
+    return {"dense": num_bytes, "int32 + value": sparse}
+
+
+def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
+    layers: dict[str, Sparsity] = {}
+    for name, one in found.items():
+        layer = layer_of(name)
+        layers[layer] = layers[layer] + one if layer in layers else one
+    return dict(sorted(layers.items(), key=lambda item: _natural(item[0])))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts 10 behind 9."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _by_layer(console: Console, found: Mapping[str, Sparsity]) -> Table:
+    layers = _layers(found)
+    most = max(one.density for one in layers.values())
+    table = make_table("layer", "elements", "changed", "density", "")
+    for layer, one in layers.items():
+        drawn = bar(console, one.density / most)
+        table.add_row(layer, count(one.numel), count(one.changed), percent(one.density), drawn)
+    return table
+
+
+def _by_tensor(found: Mapping[str, Sparsity], shown: int) -> Table:
+    rest = max(0, len(found) - shown)
+    table = make_table("tensor", "elements", "changed", "density")
+    order = sorted(found.items(), key=lambda item: (-item[1].density, _natural(item[0])))
+    for name, one in order[:shown]:
+        table.add_row(name, count(one.numel), count(one.changed), percent(one.density))
+    if rest:
+        table.caption = f"and {count(rest)} less dense: --tensors shows all"
+        table.caption_justify = "left"
+    return table
+
+
+def _steps(console: Console, total: Sparsity) -> Table:
+    """Steps in ULPs, by powers of two."""
+    table = make_table("step in ULP", "changed", "share", "")
+    for text, number in _step_groups(total).items():
+        share = number / total.changed
+        table.add_row(text, count(number), percent(share), bar(console, share))
+    return table
+
+
+def _step_groups(total: Sparsity) -> dict[str, int]:
+    last = len(total.steps) - 1
+    groups, low = {}, 1
+    while low < last:
+        high = min(2 * low, last)
+        text = str(low) if high == low + 1 else f"{low} to {high - 1}"
+        groups[text] = int(total.steps[low:high].sum())
+        low = high
+    groups[f"{last} and more"] = int(total.steps[last])
+    return groups
+
+
+def _bytes(sizes: Mapping[str, int]) -> Table:
+    table = make_table("encoding", "bytes", "smaller than dense")
+    for name, num_bytes in sizes.items():
+        times = f"{sizes['dense'] / num_bytes:,.1f}x" if num_bytes else ""
+        table.add_row(name, size(num_bytes), "" if name == "dense" else times)
+    return table
+
+
+def _as_json(
+    found: Mapping[str, Sparsity],
+    total: Sparsity,
+    sizes: Mapping[str, int],
+    patch: PatchSummary | None,
+) -> dict[str, Any]:
+    from deltasync.wire.messages import digest_text
+
+    def told(one: Sparsity) -> dict[str, Any]:
+        return {"numel": one.numel, "changed": one.changed, "density": one.density}
+
+    result = told(total) | {
+        "steps": total.steps.tolist(),
+        "encodings": dict(sizes),
+        "layers": {name: told(one) for name, one in _layers(found).items()},
+        "tensors": {name: told(one) for name, one in found.items()},
+    }
+    if patch is not None:
+        digests = {"base": digest_text(patch.base), "digest": digest_text(patch.digest)}
+        result["patch"] = {"bytes": patch.num_bytes, **digests}
+    return result

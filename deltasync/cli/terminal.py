@@ -1,0 +1,102 @@
+"""What commands share of their output: consoles, progress, numbers, bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from deltasync.files.comparing import Advance
+from deltasync.files.patch_file import Phase
+
+_PIPED_WIDTH = 120
+
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, nothing else.")
+]
+FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
+
+
+def make_console() -> Console:
+    """For results: stdout. What is piped is as wide everywhere, and has no colours."""
+    if sys.stdout.isatty():
+        return Console(highlight=False, markup=False)
+    return Console(
+        highlight=False,
+        markup=False,
+        width=_PIPED_WIDTH,
+        color_system=None,
+        force_terminal=False,
+    )
+
+
+def print_json(found: dict[str, Any]) -> None:
+    """One object, on a line."""
+    print(json.dumps(found))
+
+
+def make_table(*columns: str, names: int = 1) -> Table:
+    """A table whose first columns are names, and whose others are numbers; bars have no title."""
+    table = Table(box=SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        is_name = number < names
+        table.add_column(
+            column,
+            justify="left" if is_name or not column else "right",
+            style=None if column else "cyan",
+            overflow="fold" if is_name else "ellipsis",
+            no_wrap=not is_name,
+        )
+    return table
+
+
+@contextmanager
+def phases(num_bytes: int) -> Iterator[Phase]:
+    """Progress of what goes over `num_bytes` in each phase: on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:10}"), BarColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+
+        def phase(description: str) -> Advance:
+            for task in progress.task_ids:
+                progress.remove_task(task)
+            task = progress.add_task(description, total=num_bytes)
+            return lambda done: progress.advance(task, done)
+
+        yield phase
+
+
+def count(number: int) -> str:
+    """Such as "536,870,912"."""
+    return f"{number:,}"
+
+
+def size(num_bytes: int) -> str:
+    """Such as "1.07 GB"."""
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
+
+
+def percent(share: float) -> str:
+    """Such as "0.1 %"."""
+    return f"{100 * share:.3g} %"
+
+
+def bar(console: Console, share: float, width: int = 16) -> str:
+    """A share of 0 to 1 as a bar; what is not 0 is seen."""
+    full = round(share * width) or int(share > 0)
+    return ("#" if console.options.ascii_only else "\u2588") * full

@@ -1,0 +1,97 @@
+"""`deltasync verify`: whether two checkpoints are equal bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltasync.cli.ending import FAILED
+from deltasync.cli.terminal import (
+    AsJson,
+    FilePath,
+    count,
+    make_console,
+    make_table,
+    phases,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from deltasync.files.checkpoint import Checkpoint
+    from deltasync.files.comparing import Equality
+
+
+def verify(
+    first: FilePath,
+    second: FilePath,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Compare the state digests, and print them.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Differing elements to show.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether two checkpoints are equal bit for bit; exit with 1 if they are not.
+
+    FIRST and SECOND are safetensors files, or folders of them.
+    """
+    from deltasync.files.checkpoint import Checkpoint
+
+    checkpoints = Checkpoint(first), Checkpoint(second)
+    compare = _by_digest if digest else _by_bits
+    if not compare(*checkpoints, limit=limit, as_json=as_json):
+        raise typer.Exit(FAILED)
+
+
+def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+    from deltasync.files.comparing import measure_digests
+    from deltasync.wire.messages import digest_text
+
+    with phases(max(first.num_bytes, second.num_bytes)) as phase:
+        digests = [
+            digest_text(measure_digests(one, advance=phase("reading")).total)
+            for one in (first, second)
+        ]
+    equal = digests[0] == digests[1]
+    if as_json:
+        print_json({"equal": equal, "digests": digests})
+        return equal
+    console = make_console()
+    for one, text in zip((first, second), digests, strict=True):
+        console.print(f"{text}  {one.path}", soft_wrap=True)
+    return equal
+
+
+def _by_bits(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+    from deltasync.files.comparing import compare_bits
+
+    with phases(first.num_bytes) as phase:
+        found = compare_bits(first, second, limit=limit, advance=phase("comparing"))
+    equal = not found.different
+    if as_json:
+        print_json({"equal": equal, **asdict(found)})
+    elif equal:
+        made = f"{count(found.numel)} elements in {count(len(first.specs))} tensors"
+        make_console().print(f"equal: {made}, bit for bit")
+    else:
+        _print_difference(found)
+    return equal
+
+
+def _print_difference(found: Equality) -> None:
+    console = make_console()
+    number = sum(found.different.values())
+    console.print(
+        f"different: {count(number)} of {count(found.numel)} elements, "
+        f"in {count(len(found.different))} tensors"
+    )
+    if not found.first:
+        return
+    table = make_table("tensor", "index", "first", "second", names=2)
+    for one in found.first:
+        index = f"[{', '.join(map(str, one.index))}]"
+        table.add_row(one.name, index, *("\n".join(texts) for texts in (one.old, one.new)))
+    console.print(table)
+    if number > len(found.first):
+        console.print(f"and {count(number - len(found.first))} more")

@@ -1,0 +1,231 @@
+"""Checkpoints in safetensors, one file or a folder: tensors by name, read when looked at."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import torch_dtype
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.sync.target import some_of
+from deltasync.wire.messages import MAX_NAME, ParameterSpec
+
+INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8  # of the number that a file begins with: bytes of its header
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies: in which mapping, from which byte on."""
+
+    memory: mmap.mmap
+    offset: int
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name. Files are mapped: nothing is read but what is looked at.
+
+    Args:
+        path: A safetensors file, or a folder: with `model.safetensors.index.json` the files that
+            it names, otherwise every `*.safetensors` in it.
+        writable: Let what is written into tensors be written to the files.
+
+    Attributes:
+        path: As given.
+        files: Those that hold the tensors.
+        specs: Name, shape and dtype of each tensor, by name, in the order of the files.
+
+    Raises:
+        ConfigError: It is no checkpoint, a file is damaged or cannot be read, or safetensors is not
+            installed.
+    """
+
+    def __init__(self, path: str | Path, *, writable: bool = False) -> None:
+        self.path = Path(path)
+        chosen = _chosen(self.path)
+        self.files = tuple(dict.fromkeys(chosen.values())) if chosen else _all_files(self.path)
+        self.specs: dict[str, ParameterSpec] = {}
+        self._places: dict[str, _Place] = {}
+        for file in self.files:
+            memory = _mapped(file, writable=writable)
+            for spec, offset in _tensors(file, memory):
+                if chosen and chosen.get(spec.name) != file:
+                    continue
+                if spec.name in self.specs:
+                    raise ConfigError(f"{self.path}: two files hold {spec.name!r}; add {INDEX}")
+                self.specs[spec.name] = spec
+                self._places[spec.name] = _Place(memory, offset)
+        if missing := [name for name in chosen if name not in self.specs]:
+            raise ConfigError(f"{self.path}: {INDEX} names {some_of(missing)}, no file holds it")
+
+    @property
+    def layout(self) -> tuple[ParameterSpec, ...]:
+        """All specs."""
+        return tuple(self.specs.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.numel * spec.dtype.item_size for spec in self.specs.values())
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them: a view of its file. Writes stay in memory unless it is `writable`.
+
+        Raises KeyError for a name that is not in `specs`.
+        """
+        spec, place = self.specs[name], self._places[name]
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        count = spec.numel * spec.dtype.item_size
+        data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
+        return data.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+    def release(self) -> None:
+        """Let go of the memory that tensors were read into: it is read again when looked at.
+
+        What was written into them is lost, unless it is `writable`.
+        """
+        for memory in {place.memory for place in self._places.values()}:
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    def flush(self) -> None:
+        """Wait until what was written is on disk."""
+        for memory in {place.memory for place in self._places.values()}:
+            memory.flush()
+
+
+def check_same_tensors(
+    old: Mapping[str, ParameterSpec],
+    new: Mapping[str, ParameterSpec],
+    *,
+    called: tuple[str, str] = ("the first", "the second"),
+) -> None:
+    """Raises LayoutMismatch, by the first few names, where names, shapes or dtypes differ."""
+    for one, other, which in ((old, new, called[0]), (new, old, called[1])):
+        if only := [name for name in one if name not in other]:
+            raise LayoutMismatch(f"only {which} has {some_of(only)}")
+    for what, told in (("shape", _shape), ("dtype", _dtype)):
+        if wrong := [name for name in old if told(old[name]) != told(new[name])]:
+            first, second = (told(specs[wrong[0]]) for specs in (old, new))
+            raise LayoutMismatch(
+                f"{what} of {some_of(wrong)} differs: {first} in {called[0]}, {second} in "
+                f"{called[1]}"
+            )
+
+
+def _shape(spec: ParameterSpec) -> str:
+    return str(list(spec.shape))
+
+
+def _dtype(spec: ParameterSpec) -> str:
+    return spec.dtype.name
+
+
+def _chosen(path: Path) -> dict[str, Path]:
+    """The file of each tensor that a folder's index names; empty without one."""
+    index = path / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        chosen = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: not an index of safetensors files") from error
+    if odd := [file for file in chosen.values() if Path(file).name != file]:
+        raise ConfigError(f"{index}: {odd[0]!r} is no file of this folder")
+    return {name: path / file for name, file in chosen.items()}
+
+
+def _all_files(path: Path) -> tuple[Path, ...]:
+    if not path.is_dir():
+        return (path,)
+    if files := tuple(sorted(path.glob("*.safetensors"))):
+        return files
+    raise ConfigError(f"{path}: a folder without safetensors files")
+
+
+def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
+    try:
+        descriptor = os.open(file, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+            return mmap.mmap(descriptor, 0, access=access)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    except ValueError:  # an empty file
+        raise ConfigError(f"{file}: not a safetensors file: it is empty") from None
+
+
+def _tensors(file: Path, memory: mmap.mmap) -> Iterator[tuple[ParameterSpec, int]]:
+    """(spec, offset) of each tensor of a file, as it lies there.
+
+    safetensors refuses a header whose tensors do not lie one right after another, so that where
+    each begins follows from sizes.
+    """
+    # Those without elements are anywhere, and in another order at each look.
+    entries = sorted(_header(file), key=lambda entry: (0 in entry[2], entry[0] * (0 in entry[2])))
+    offset = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    for name, dtype, shape in entries:
+        if not 0 < len(name) <= MAX_NAME:
+            raise ConfigError(f"{file}: a tensor with a name of {len(name)} characters")
+        spec = ParameterSpec((name,), shape, dtype)
+        yield spec, offset
+        offset += prod(shape) * dtype.item_size
+    if offset != len(memory):
+        raise ConfigError(f"{file}: tensors end at byte {offset}, the file at {len(memory)}")
+
+
+def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "checkpoints are read by safetensors: pip install deltasync[files]"
+        ) from None
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.offset_keys():
+                entry = opened.get_slice(name)
+                yield name, _known(file, name, entry.get_dtype()), tuple(entry.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a safetensors file, or damaged: {error}") from error
+
+
+def _known(file: Path, name: str, dtype: str) -> Dtype:
+    try:
+        return dtypes.BY_NAME[_DTYPES[dtype]]
+    except KeyError:
+        raise ConfigError(f"{file}: {name!r} is {dtype}, which deltasync does not send") from None

@@ -1,0 +1,136 @@
+"""Frames one after another in a file, written to a temporary name and read with bounded memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from shutil import rmtree
+
+import numpy as np
+import torch
+
+from deltasync.errors import ConfigError, TruncatedFrame
+from deltasync.transports.base import Frame
+from deltasync.wire.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, message_bytes_of, split_header
+
+
+class FrameFile:
+    """The frames of a file, read anew by each loop over it.
+
+    Args:
+        path: The file.
+        max_payload_bytes: The largest payload that is read.
+
+    Attributes:
+        offset: Where the frame begins that was read last, or is being read.
+        payload_offset: Where its payload begins; None as long as its header is not known.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+
+    def __init__(self, path: str | Path, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self.path = Path(path)
+        self.max_payload_bytes = max_payload_bytes
+        self.offset = 0
+        self.payload_offset: int | None = None
+        with readable(self.path) as file:
+            self.num_bytes = os.fstat(file.fileno()).st_size
+
+    def __iter__(self) -> Iterator[Frame]:
+        """Raises WireError for a frame that is damaged or cut off."""
+        with readable(self.path) as file:
+            self.offset = 0
+            while True:
+                self.payload_offset = None
+                header = self._header(file)
+                _, payload_bytes = split_header(header, max_payload_bytes=self.max_payload_bytes)
+                self.payload_offset = file.tell()
+                yield Frame(header, _payload(file, payload_bytes, self.num_bytes))
+                self.offset = file.tell()
+                if self.offset >= self.num_bytes:
+                    return
+
+    def _header(self, file: BufferedReader) -> bytes:
+        start = file.read(HEADER_BYTES)
+        rest = min(message_bytes_of(start), self.num_bytes)  # a lie costs no memory
+        return start + file.read(rest)
+
+
+def _payload(file: BufferedReader, num_bytes: int, file_bytes: int) -> torch.Tensor | None:
+    if not num_bytes:
+        return None
+    there = file_bytes - file.tell()
+    data = np.empty(min(num_bytes, max(there, 0)), np.uint8)
+    if there < num_bytes or file.readinto(data.data) < num_bytes:
+        raise TruncatedFrame(f"payload of {num_bytes} bytes, the file ends after {there}")
+    return torch.from_numpy(data)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[BufferedReader]:
+    """Open a file to read. Raises ConfigError."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+def write_frames(frames: Iterable[Frame], path: Path) -> int:
+    """Write a file that is there as a whole or not at all. Returns its bytes.
+
+    Raises:
+        ConfigError: There is one already, or it cannot be written.
+    """
+    with appearing(path) as made, made.open("wb") as file:
+        for frame in frames:
+            file.write(frame.header)
+            if frame.payload is not None:
+                file.write(frame.payload.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A name beside `path` for what is made in here: it gets its own name when all has gone well.
+
+    Raises:
+        ConfigError: `path` is there already, or nothing can be written there.
+    """
+    refuse_existing(path)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
+    try:
+        yield folder / path.name
+        refuse_existing(path)
+        (folder / path.name).rename(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    finally:
+        rmtree(folder, ignore_errors=True)
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises ConfigError if there is something of this name."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} exists; choose another name, or remove it")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

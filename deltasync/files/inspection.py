@@ -1,0 +1,220 @@
+"""Frames and patch files taken apart, and what is wrong with damaged ones, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltasync.delta.apply import check_indices
+from deltasync.delta.bucket import ReadBucket
+from deltasync.errors import (
+    BadMagic,
+    ChecksumMismatch,
+    DeltaSyncError,
+    InvalidIndices,
+    InvalidTable,
+    LimitExceeded,
+    TruncatedFrame,
+    UnknownCodec,
+    UnsupportedVersion,
+    WireError,
+)
+from deltasync.files.frame_file import FrameFile
+from deltasync.sync.one_way import OneWayReader
+from deltasync.sync.payloads import inflated
+from deltasync.transports.base import Frame
+from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message, decode
+from deltasync.wire.table import ROW, RowKind, Rows, read_table
+
+_HEADER_RULES: dict[type[DeltaSyncError], str] = {
+    TruncatedFrame: "W1",
+    BadMagic: "W2",
+    UnsupportedVersion: "W3",
+    LimitExceeded: "W4",
+    ChecksumMismatch: "W5",
+}
+_MESSAGE, _PAYLOAD, _COMPRESSION, _INDICES, _ORDER = "W7, W8", "W6", "W9", "W14", "W16, W21, W22"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_TABLE_RULES: dict[type[DeltaSyncError], str] = {
+    TruncatedFrame: "W10, W17",
+    UnknownCodec: "W11",
+    InvalidTable: "W11 to W13, W17",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFacts:
+    """One frame.
+
+    Attributes:
+        offset: Where it begins in the file.
+        header_bytes, payload_bytes: Its lengths; the header's includes the message.
+        checksum: The header's, in hexadecimal.
+        message: What it says.
+        rows: The patch table of a bucket; empty in others.
+    """
+
+    offset: int
+    header_bytes: int
+    payload_bytes: int
+    checksum: str
+    message: Message
+    rows: Rows
+
+    def row_facts(self) -> Iterator[dict[str, Any]]:
+        """The fields of each row."""
+        for row in self.rows:
+            fields = {name: int(row[name]) for name in ROW.names or () if name != "reserved"}
+            yield fields | {"kind": RowKind(fields["kind"]).name.lower()}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong.
+
+    Attributes:
+        offset: In the file, of what breaks the rule; of its payload, where that is compressed.
+        rules: Of docs/wire-format.md; it is one of them.
+        error: The type of the error.
+        reason: Its text.
+    """
+
+    offset: int
+    rules: str
+    error: str
+    reason: str
+
+
+class _Found(Exception):
+    """A fault, on its way out."""
+
+    def __init__(self, error: DeltaSyncError, offset: int, rules: str) -> None:
+        super().__init__()
+        self.fault = Fault(offset, rules, type(error).__name__, str(error))
+
+
+class Inspection:
+    """Takes a file of frames apart: one frame, or a patch file.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        frames: What was found before the fault.
+        fault: The first; None if there is none.
+        is_patch: Whether it is a patch file: a layout, and what follows.
+        num_bytes: Of the file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = FrameFile(path)
+        self.num_bytes = self._file.num_bytes
+        self.frames: list[FrameFacts] = []
+        self.fault: Fault | None = None
+        self._reader: OneWayReader | None = None
+        try:
+            for frame in self._frames():
+                self.frames.append(self._facts(frame))
+            self._end()
+        except _Found as found:
+            self.fault = found.fault
+
+    @property
+    def is_patch(self) -> bool:
+        return self._reader is not None
+
+    def _frames(self) -> Iterator[Frame]:
+        try:
+            yield from self._file
+        except WireError as error:
+            at = self._file.payload_offset
+            if at is not None:
+                raise _Found(error, at, _PAYLOAD) from error
+            rules = _HEADER_RULES.get(type(error), "W1")
+            raise _Found(error, self._file.offset, rules) from error
+
+    def _facts(self, frame: Frame) -> FrameFacts:
+        offset, at = self._file.offset, self._file.payload_offset or 0
+        try:
+            message, payload_bytes = decode(frame.header)
+        except WireError as error:
+            raise _Found(error, offset, _MESSAGE) from error
+        if isinstance(message, Layout) and not self.frames and at < self.num_bytes:
+            self._reader = OneWayReader()
+        rows: Rows = np.empty(0, ROW)
+        if isinstance(message, Bucket) and frame.payload is not None:
+            rows = self._rows(message, frame.payload, offset, at)
+        elif self._reader is not None:
+            self._obey(self._reader, message, offset)
+        checksum = frame.header[12:16][::-1].hex()
+        return FrameFacts(offset, len(frame.header), payload_bytes, checksum, message, rows)
+
+    def _rows(self, message: Bucket, payload: Tensor, offset: int, at: int) -> Rows:
+        try:
+            raw = inflated(message, payload)
+        except WireError as error:
+            raise _Found(error, at, _COMPRESSION) from error
+        at = at if message.compression == "none" else 0
+        try:
+            if self._reader is None:
+                return _rows_alone(raw, message)
+            plain = message.model_copy(update={"compression": "none"})
+            bucket = self._reader.obey(plain, raw)
+        except WireError as error:
+            row = error.row if isinstance(error, InvalidTable) else None
+            at += 0 if row is None else row * ROW.itemsize
+            rules = _TABLE_RULES.get(type(error), "W10")
+            raise _Found(error, at, rules) from error
+        except DeltaSyncError as error:
+            raise _Found(error, offset, _ORDER) from error
+        assert bucket is not None
+        _check_rows(bucket, at)
+        return bucket.rows
+
+    def _obey(self, reader: OneWayReader, message: Message, offset: int) -> None:
+        try:
+            reader.obey(message, _NOTHING)
+        except DeltaSyncError as error:
+            raise _Found(error, offset, _ORDER) from error
+
+    def _end(self) -> None:
+        try:
+            if self._reader is not None:
+                self._reader.check_sealed()
+        except DeltaSyncError as error:
+            raise _Found(error, self.num_bytes, "W21") from error
+
+
+def _check_rows(bucket: ReadBucket, at: int) -> None:
+    for number, (parameter, run) in enumerate(bucket.runs()):
+        try:
+            check_indices(run, name=f"row {number}, {bucket.specs[parameter].name}")
+        except InvalidIndices as error:
+            raise _Found(error, at + int(bucket.index_at[number]), _INDICES) from error
+
+
+def _rows_alone(payload: Tensor, message: Bucket) -> Rows:
+    """The table of a bucket whose layout is not known: checked for what does not need it."""
+    table = payload[: message.num_rows * ROW.itemsize].numpy()
+    if len(table) < message.num_rows * ROW.itemsize:
+        raise TruncatedFrame(f"payload of {len(payload)} bytes cannot hold its patch table")
+    rows: Rows = np.frombuffer(table.tobytes(), ROW).copy()
+    numbers, compact = np.unique(rows["parameter"], return_inverse=True)
+    item_sizes = np.ones(len(numbers), np.uint64)
+    item_sizes[compact] = rows["value_bytes"] // np.maximum(rows["count"], 1)
+    rows["parameter"] = compact
+    numels = np.full(len(numbers), MAX_NUMEL, np.uint64)
+    rows = read_table(
+        rows.view(np.uint8), payload_bytes=len(payload), numels=numels, item_sizes=item_sizes
+    ).copy()
+    rows["parameter"] = numbers[compact]
+    return rows

@@ -1,0 +1,272 @@
+"""Patch files: what makes one checkpoint another, bit for bit. docs/wire-format.md, section 7."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from deltasync.delta.apply import Staging
+from deltasync.delta.bits import Flat, WireReader
+from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.diff import diff_model
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host_rows import Lines
+from deltasync.delta.policy import Policy
+from deltasync.delta.shard import share_of
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import ConfigError, DigestMismatch, IllegalMessage
+from deltasync.files.checkpoint import Checkpoint, check_same_tensors
+from deltasync.files.comparing import Advance, measure_digests
+from deltasync.files.frame_file import FrameFile, appearing, write_frames
+from deltasync.sync.one_way import OneWayReader, one_way_frames
+from deltasync.sync.plan import DeltaPlan
+from deltasync.transports.base import Frame
+from deltasync.wire.messages import ParameterSpec, digest_text
+
+_BUCKET_BYTES = 16 << 20
+_HELD_BYTES = 256 << 20  # of changes that are not looked for a second time
+_BASE, _VERSION = 0, 1
+
+Phase = Callable[[str], Advance]
+"""(what is done now): whom to tell of progress in it, in bytes of a checkpoint."""
+
+
+def _no_phase(_: str) -> Advance:
+    return lambda num_bytes: None
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSummary:
+    """What was written.
+
+    Attributes:
+        num_bytes: Of the patch file.
+        nnz: Elements that differ.
+        base, digest: State digests of the checkpoint that it fits on, and of what comes of it.
+    """
+
+    num_bytes: int
+    nnz: int
+    base: int
+    digest: int
+
+
+def write_patch(
+    old: Checkpoint, new: Checkpoint, path: str | Path, *, phase: Phase = _no_phase
+) -> PatchSummary:
+    """Write the patch file that makes `old` bit-identical to `new`.
+
+    Args:
+        old, new: Of the same names, shapes and dtypes.
+        path: The new file; it is there when everything is written.
+        phase: Told of progress.
+
+    Raises:
+        LayoutMismatch: Names, shapes or dtypes differ.
+        ConfigError: `path` exists or cannot be written.
+    """
+    check_same_tensors(old.specs, new.specs)
+    base = measure_digests(old, advance=phase("reading"))
+    snapshot = _FileSnapshot(old, base)
+    readers = _Readers(old, new, advance=phase("comparing"))
+    policy = Policy(chunk_numel=base.chunk_numel)  # which has to keep up with whole chunks
+    delta = diff_model(readers, snapshot, policy=policy, max_held_bytes=_HELD_BYTES)
+    plan = DeltaPlan(
+        delta, readers, snapshot, policy=policy, bucket_bytes=_BUCKET_BYTES, base_version=_BASE
+    )
+    frames = one_way_frames(
+        plan,
+        old.layout,
+        stream_id=f"{digest_text(base.total)}-{digest_text(delta.ledger.total)}",
+        version=_VERSION,
+        digest=base.total,
+        compression="zstd",
+    )
+    num_bytes = write_frames(_told(frames, phase("writing")), Path(path))
+    return PatchSummary(num_bytes, delta.nnz, base.total, delta.ledger.total)
+
+
+class PatchFile:
+    """A patch file, read as often as need be.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: It cannot be read.
+        WireError, SyncError: It does not begin as a patch file does.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._frames = FrameFile(path)
+        reader, frames = OneWayReader(), iter(self._frames)
+        while reader.begin is None:
+            frame = next(frames, None)
+            if frame is None:
+                reader.check_sealed()
+            else:
+                reader.take(frame)
+        if reader.layout is None or reader.begin.base_version is None:
+            raise IllegalMessage("a patch file says what it fits on; this has no base_version")
+        self.specs = {spec.name: spec for spec in reader.specs}
+        self.layout = reader.specs
+        self.base = int(reader.layout.digest, 16)
+
+    def replay(
+        self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
+    ) -> int:
+        """Give each bucket to `stage`. Returns the digest that comes of it.
+
+        Raises:
+            WireError, SyncError: The file is damaged, or `stage` raised.
+        """
+        reader = OneWayReader()
+        for bucket in reader.read(_told(self._frames, advance)):
+            stage(bucket)
+        assert reader.sealed is not None
+        return int(reader.sealed.digest, 16)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._frames.num_bytes
+
+
+def apply_patch_file(
+    patch: PatchFile, checkpoint: Checkpoint, out: str | Path, *, phase: Phase = _no_phase
+) -> int:
+    """Write a new checkpoint: `checkpoint` with the patch applied. Returns its state digest.
+
+    The whole patch is checked against the checkpoint, and what would come of it against the
+    digest in the patch, before anything is written; what was written is read again before it gets
+    its name. A folder keeps its sharding and its other files.
+
+    Args:
+        patch: The patch.
+        checkpoint: What it fits on; only read.
+        out: The new file or folder.
+        phase: Told of progress.
+
+    Raises:
+        LayoutMismatch: Names, shapes or dtypes are not the patch's.
+        DigestMismatch: The checkpoint is not the patch's base, or the result would be wrong.
+        WireError: The patch is damaged.
+        ConfigError: `out` exists or cannot be written.
+    """
+    check_same_tensors(checkpoint.specs, patch.specs, called=("the checkpoint", "the patch"))
+    ledger = measure_digests(checkpoint, advance=phase("reading"))
+    if ledger.total != patch.base:
+        raise DigestMismatch(
+            f"{checkpoint.path} is not what the patch was made from: its state digest is "
+            f"{digest_text(ledger.total)}, the patch needs {digest_text(patch.base)}"
+        )
+    # As they are numbered in the patch, which may order them otherwise.
+    ledger = _reordered(ledger, patch.layout)
+    _predict(patch, checkpoint, ledger, phase("checking"))
+    with appearing(Path(out)) as made:
+        _copy(checkpoint.path, made)
+        written = Checkpoint(made, writable=True)
+        lines = Lines(_flats(written, patch.layout), len(patch.layout))
+        staging = Staging(lines, ledger, in_place=True)
+        promised = patch.replay(staging.stage_bucket, advance=phase("writing"))
+        written.flush()
+        found = measure_digests(written, advance=phase("verifying")).total
+        if found != promised:
+            raise DigestMismatch("what was written is not what the patch promises; try again")
+    return found
+
+
+def _predict(
+    patch: PatchFile, checkpoint: Checkpoint, ledger: DigestLedger, advance: Advance
+) -> None:
+    """Raises DigestMismatch unless the patch makes of the checkpoint what it promises."""
+    lines = Lines(_flats(checkpoint, patch.layout), len(patch.layout))
+    now = ledger
+
+    def stage(bucket: ReadBucket) -> None:
+        nonlocal now
+        staging = Staging(lines, now)  # which keeps what it stages: so one for each bucket
+        staging.stage_bucket(bucket)
+        now = staging.ledger
+        checkpoint.release()
+
+    if patch.replay(stage, advance=advance) != now.total:
+        raise DigestMismatch("the patch is damaged: it would not make what it promises")
+
+
+def _copy(path: Path, made: Path) -> None:
+    if path.resolve() in made.resolve().parents:
+        raise ConfigError(f"{path}: the new checkpoint cannot lie inside the old one")
+    if path.is_dir():
+        shutil.copytree(path, made, copy_function=_copy_file)
+    else:
+        _copy_file(path, made)
+
+
+def _copy_file(path: str | Path, made: str | Path) -> None:
+    shutil.copy(path, made)
+    os.chmod(made, os.stat(made).st_mode | stat.S_IWUSR)
+
+
+def _flats(checkpoint: Checkpoint, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
+    return {n: Flat.of(checkpoint.tensor(spec.name)) for n, spec in enumerate(layout)}
+
+
+def _reordered(ledger: DigestLedger, layout: Sequence[ParameterSpec]) -> DigestLedger:
+    numbers = {spec.name: number for number, spec in enumerate(ledger.specs)}
+    other = DigestLedger(layout, chunk_numel=ledger.chunk_numel)
+    for number, spec in enumerate(layout):
+        old = numbers[spec.name]
+        chunks = ledger.sums[ledger.first[old] : ledger.first[old + 1]]
+        other.sums[other.first[number] : other.first[number + 1]] = chunks
+    return other
+
+
+def _told(frames: Iterator[Frame] | FrameFile, advance: Advance) -> Iterator[Frame]:
+    for frame in frames:
+        yield frame
+        advance(len(frame.header) + (0 if frame.payload is None else len(frame.payload)))
+
+
+class _FileSnapshot(Snapshot):
+    """The old checkpoint as it lies in its file: nothing is copied, and it never advances."""
+
+    def __init__(self, checkpoint: Checkpoint, ledger: DigestLedger) -> None:
+        self.specs = checkpoint.layout
+        self.shares = tuple(share_of(self.specs, number) for number in range(len(self.specs)))
+        self.flats = list(_flats(checkpoint, self.specs).values())
+        self.ledger, self.ahead, self.differ = ledger, set(), None
+
+    def write_ahead(self, parameter: int, run: object, bits: object) -> None:
+        """Nobody takes another delta against it."""
+
+
+class _Readers(Sequence[WireReader]):
+    """The new checkpoint's tensors; a loop over them lets go of memory behind itself."""
+
+    def __init__(self, old: Checkpoint, new: Checkpoint, *, advance: Advance) -> None:
+        self._old, self._new, self._advance = old, new, advance
+        self._readers = [
+            WireReader.of(new.tensor(spec.name), spec.dtype, name=spec.name) for spec in old.layout
+        ]
+
+    @overload
+    def __getitem__(self, number: int) -> WireReader: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[WireReader]: ...
+    def __getitem__(self, number: int | slice) -> WireReader | Sequence[WireReader]:
+        return self._readers[number]
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __iter__(self) -> Iterator[WireReader]:
+        for reader in self._readers:
+            yield reader
+            self._advance(reader.flat.numel * reader.dtype.item_size)
+            for checkpoint in (self._old, self._new):
+                checkpoint.release()

@@ -1,0 +1,273 @@
+"""`deltasync diff`, `apply`, `inspect` and `verify` from the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.patch_file import write_patch
+from deltasync.testing.strategies import same_bits
+from tests.cli.command import COMMAND, ENVIRONMENT, call, refused, told
+from tests.files.saved import holds, model, save, save_sharded, stepped
+
+UP = "model.layers.0.up.weight"
+
+pytestmark = pytest.mark.timeout(300)  # each starts several interpreters
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return save(model(), tmp_path / "old.safetensors")
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return save(stepped(model()), tmp_path / "new.safetensors")
+
+
+@pytest.fixture
+def patch(old: Path, new: Path, tmp_path: Path) -> Path:
+    write_patch(Checkpoint(old), Checkpoint(new), tmp_path / "step.patch")
+    return tmp_path / "step.patch"
+
+
+def nnz() -> int:
+    pairs = zip(model().values(), stepped(model()).values(), strict=True)
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
+    old = save_sharded(model(), tmp_path / "old")
+    new = save_sharded(stepped(model()), tmp_path / "new", files=3)
+    found = told("diff", old, new, "--out", tmp_path / "patch")
+    assert found["changed"] == sum(found["steps"]) == found["steps"][1] == nnz()
+    assert found["patch"]["bytes"] == (tmp_path / "patch").stat().st_size
+    made = told("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
+    assert made["digest"] == found["patch"]["digest"]
+    assert holds(tmp_path / "made", stepped(model()))
+    assert told("verify", new, tmp_path / "made")["equal"]
+    assert told("verify", new, tmp_path / "made", "--digest")["digests"] == [made["digest"]] * 2
+
+
+def test_diff_counts_by_layer_and_by_tensor(old: Path, new: Path) -> None:
+    found = told("diff", old, new)
+    assert set(found["layers"]) == {"model.layers.0", "model.layers.1", "mask", "scale", "none"}
+    layer = found["layers"]["model.layers.0"]
+    parts = [found["tensors"][f"model.layers.0.{name}.weight"] for name in ("up", "down")]
+    assert layer["changed"] == sum(part["changed"] for part in parts) > 0
+    assert layer["density"] == layer["changed"] / layer["numel"]
+    assert found["encodings"] == {
+        "dense": sum(tensor.nbytes for tensor in model().values()),
+        "int32 + value": 6 * nnz(),
+    }
+
+
+def test_diff_of_encodings_agrees_with_that_of_counts(old: Path, new: Path) -> None:
+    plain = ["diff", str(old), str(new)]
+    few, many = (told(*diff)["encodings"] for diff in (plain, [*plain, "--encodings"]))
+    assert many["int32 + value"] == few["int32 + value"]
+    assert many["dense"] == few["dense"]
+    assert any("zstd" in name for name in many)
+
+
+def test_diff_shows_what_it_found(old: Path, new: Path) -> None:
+    text = call("diff", old, new).stdout
+    assert f"{nnz():,} of" in text
+    for word in ("model.layers.1", UP, "step in ULP", "128 and more", "int32 + value"):
+        assert word in text
+
+
+def test_equal_checkpoints_have_no_difference(old: Path, tmp_path: Path) -> None:
+    found = told("diff", old, old, "--out", tmp_path / "patch")
+    assert found["changed"] == 0
+    told("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
+    assert (tmp_path / "made").read_bytes() == old.read_bytes()
+    assert call("diff", old, old).stdout.startswith("0 of")
+
+
+def test_verify_names_the_first_differing_elements(old: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in model().items()}
+    tensors[UP][3, 17] = -0.0
+    model()[UP].view(torch.int16)
+    tensors["scale"].view(torch.int32).fill_(0x7FC00001)
+    other = save(tensors, tmp_path / "other")
+    done = call("verify", old, other, "--json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["different"] == {UP: 1, "scale": 1}
+    first, second = found["first"]
+    assert (first["name"], first["index"]) == (UP, [3, 17])
+    assert first["old"] == [str(model()[UP][3, 17].item()), hex_of(model()[UP][3, 17])]
+    assert first["new"] == ["-0.0", "0x8000"]
+    assert (second["index"], second["new"]) == ([], ["nan", "0x7fc00001"])
+    text = call("verify", old, other).stdout
+    assert "different: 2 of" in text
+    assert "[3, 17]" in text
+    assert "0x7fc00001" in text
+
+
+def hex_of(element: torch.Tensor) -> str:
+    return f"0x{int(element.view(torch.int16)) & 0xFFFF:04x}"
+
+
+def test_verify_shows_as_many_as_asked_for(old: Path, new: Path) -> None:
+    found = json.loads(call("verify", old, new, "--limit", "3", "--json").stdout)
+    assert len(found["first"]) == 3
+    assert sum(found["different"].values()) == nnz()
+
+
+def test_verify_by_digest(old: Path, new: Path) -> None:
+    done = call("verify", old, new, "--digest")
+    assert done.returncode == 1
+    digests = [line.split()[0] for line in done.stdout.splitlines()]
+    assert len(set(digests)) == 2
+    assert all(len(digest) == 16 for digest in digests)
+
+
+def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) -> None:
+    bits = torch.tensor([0x0000, 0x7FC0, 0x7F81], dtype=torch.int16)
+    others = torch.tensor([-0x8000, 0x7FC1, 0x7F82], dtype=torch.int16)
+    old = save({"a": bits.view(torch.bfloat16)}, tmp_path / "old")
+    new = save({"a": others.view(torch.bfloat16)}, tmp_path / "new")
+    assert told("diff", old, new, "--out", tmp_path / "patch")["changed"] == 3
+    told("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
+    assert same_bits(Checkpoint(tmp_path / "made").tensor("a"), others.view(torch.bfloat16))
+
+
+def test_inspect_takes_a_patch_file_apart(patch: Path) -> None:
+    found = told("inspect", patch)
+    assert (found["is_patch"], found["fault"]) == (True, None)
+    kinds = [frame["message"]["kind"] for frame in found["frames"]]
+    assert kinds == ["layout", "begin", "bucket", "prepare", "sealed"]
+    ends = [f["offset"] + f["header_bytes"] + f["payload_bytes"] for f in found["frames"]]
+    assert ends[:-1] == [frame["offset"] for frame in found["frames"][1:]]
+    assert ends[-1] == found["bytes"] == patch.stat().st_size
+    rows = found["frames"][2]["rows"]
+    assert sum(row["count"] for row in rows) == nnz()
+    text = call("inspect", patch).stdout
+    for word in ("patch file", "sealed", UP, "[40, 30]", "bfloat16", "sparse"):
+        assert word in text
+
+
+def test_inspect_says_what_is_damaged_and_where(patch: Path) -> None:
+    patch.write_bytes(patch.read_bytes()[:-1])
+    done = call("inspect", patch, "--json")
+    assert done.returncode == 1
+    fault = json.loads(done.stdout)["fault"]
+    assert (fault["error"], fault["rules"]) == ("TruncatedFrame", "W1")
+    text = call("inspect", patch).stdout
+    assert (
+        f"damaged at byte {fault['offset']:,}, rule W1: TruncatedFrame: {fault['reason']}" in text
+    )
+
+
+def test_bad_input_gets_one_line_and_a_code(
+    old: Path, new: Path, patch: Path, tmp_path: Path
+) -> None:
+    out, other = tmp_path / "out", save({"a": torch.ones(3)}, tmp_path / "other")
+    cut = tmp_path / "cut"
+    cut.write_bytes(patch.read_bytes()[:-1])
+    assert "No such file" in refused("diff", old, tmp_path / "gone")
+    assert "exists" in refused("diff", old, new, "--out", new)
+    assert "only the first has" in refused("verify", old, other)
+    assert "exists" in refused("apply", patch, old, "--out", new)
+    assert "deltasync inspect" in refused("apply", cut, old, "--out", out)
+    assert "made from" in refused("apply", patch, new, "--out", out, code=1)
+    assert "No such file" in refused("inspect", tmp_path / "gone")
+    assert not out.exists()
+
+
+def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
+    code = "import sys; sys.modules['safetensors'] = None; from deltasync.cli import main; main()"
+    done = subprocess.run(
+        [COMMAND[0], "-c", code, "verify", old, old],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install deltasync[files]")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_is_coloured_when_piped(old: Path, new: Path, patch: Path) -> None:
+    for arguments in (("diff", str(old), str(new)), ("inspect", str(patch))):
+        done = call(*arguments, COLORTERM="truecolor", TERM="xterm-256color")
+        assert "\x1b" not in done.stdout + done.stderr
+        assert done.stderr == ""
+
+
+def test_a_terminal_of_80_columns_is_enough(old: Path, new: Path, patch: Path) -> None:
+    for arguments in (("diff", str(old), str(new)), ("inspect", str(patch))):
+        text = in_terminal([*COMMAND, *arguments])
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def in_terminal(command: list[str]) -> str:
+    """What a command writes to a terminal of 80 columns, without its escapes."""
+    leader, follower = pty.openpty()
+    environment = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "80", "NO_COLOR": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=follower, stderr=subprocess.DEVNULL
+    ) as process:
+        os.close(follower)
+        data = b""
+        while True:
+            try:
+                part = os.read(leader, 1 << 16)
+            except OSError:  # the other end was closed
+                break
+            if not part:
+                break
+            data += part
+        process.wait(timeout=100)
+    os.close(leader)
+    return data.decode()
+
+
+def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*COMMAND, "diff", old, new],
+        env=ENVIRONMENT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_leaves_nothing(old: Path, patch: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from deltasync.files.checkpoint import Checkpoint\n"
+        "Checkpoint.flush = lambda self: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from deltasync.cli import main; main()"
+    )
+    there = set(tmp_path.iterdir())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(
+        [COMMAND[0], "-c", code, "apply", patch, old, "--out", tmp_path / "out"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    signal.signal(signal.SIGINT, handler)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert set(tmp_path.iterdir()) == there

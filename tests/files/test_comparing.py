@@ -1,0 +1,81 @@
+"""Checkpoints compared piece by piece: the same as compared whole."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits, dtype_of
+from deltasync.delta.sparsity import sparsity
+from deltasync.errors import LayoutMismatch
+from deltasync.files import comparing
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
+from deltasync.testing.strategies import models, mutations
+from deltasync.wire.digest import MASK, digest_run, seed
+from tests.files.saved import model, save, save_sharded, stepped
+
+
+@given(data=st.data(), old=models(), piece_bytes=st.sampled_from([8, 24, 1 << 20]))
+def test_pieces_make_the_whole(
+    data: st.DataObject, old: dict[str, Tensor], piece_bytes: int
+) -> None:
+    new = {name: data.draw(mutations(tensor)) for name, tensor in old.items()}
+    done: list[int] = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comparing, "_PIECE_BYTES", piece_bytes)
+        patched.setattr(comparing, "_RELEASED", 2)
+        before = Checkpoint(save(old, Path(folder) / "old"))
+        after = Checkpoint(save(dict(reversed(new.items())), Path(folder) / "new"))
+        found = compare_checkpoints(before, after, encodings=False, advance=done.append)
+        equality = compare_bits(before, after, limit=1 << 20)
+    assert sum(done) == before.num_bytes
+    for name, one in found.items():
+        whole = sparsity(old[name], new[name], encodings=False)
+        assert (one.numel, one.changed) == (whole.numel, whole.changed)
+        assert np.array_equal(one.steps, whole.steps)
+        assert equality.different.get(name, 0) == whole.changed
+    places = {(one.name, one.index) for one in equality.first}
+    assert places == {
+        (name, tuple(index))
+        for name in old
+        for index in (as_bits(old[name]) != as_bits(new[name])).nonzero().tolist()
+    }
+    assert len(equality.first) == len(places) == sum(equality.different.values())
+
+
+@given(models())
+def test_digests_are_those_of_the_wire_format(tensors: dict[str, Tensor]) -> None:
+    expected = 0
+    for name, tensor in tensors.items():
+        size = dtype_of(tensor).item_size
+        bits = as_bits(tensor).contiguous().view(-1).numpy().view(f"u{size}")
+        expected += digest_run(bits, key=seed(name), start=0)
+    with tempfile.TemporaryDirectory() as folder:
+        for put in (save, save_sharded):
+            checkpoint = Checkpoint(put(tensors, Path(folder) / put.__name__))
+            assert measure_digests(checkpoint).total == expected & MASK
+
+
+def test_the_first_are_shown_in_order(tmp_path: Path) -> None:
+    old = Checkpoint(save(model(), tmp_path / "old"))
+    new = Checkpoint(save(stepped(model()), tmp_path / "new"))
+    some, many = (compare_bits(old, new, limit=limit).first for limit in (3, 50))
+    assert some == many[:3]
+    assert [one.index for one in many] == sorted(one.index for one in many)
+    assert compare_bits(old, new, limit=0).first == []
+
+
+def test_other_layouts_are_refused(tmp_path: Path) -> None:
+    old = Checkpoint(save(model(), tmp_path / "old"))
+    other = Checkpoint(save({"a": torch.ones(3)}, tmp_path / "other"))
+    for compare in (compare_checkpoints, compare_bits):
+        with pytest.raises(LayoutMismatch):
+            compare(old, other)
