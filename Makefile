@@ -10,10 +10,10 @@ OLD_SGLANG := 0.5.20
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 CHECKED := deltasync tests docs/examples $(if $(wildcard benchmarks/*.py),benchmarks)
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-UNPAIRED := $(foreach notebook,$(NOTEBOOKS),$(if $(wildcard $(notebook:.ipynb=.py)),,$(notebook)))
+NOTEBOOK_ENV := .venv-notebook
+JUPYTEXT := $(NOTEBOOK_ENV)/bin/jupytext --quiet
 
-.PHONY: demo test test-engines test-ray test-verl lint types layers docs notebooks bench clean
+.PHONY: demo test test-engines test-ray test-verl lint types layers docs notebook notebook-outputs bench clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -34,12 +34,27 @@ layers: $(STAMP)
 docs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py
 
-# A notebook is kept as a .py file that runs from top to bottom; the .ipynb beside it shows outputs.
-notebooks: $(STAMP)
-	@test -z "$(UNPAIRED)" || { echo "no .py beside: $(UNPAIRED)"; exit 1; }
-	@set -e; ran=0; for file in notebooks/*.py; do test -e "$$file" || continue; \
-	  echo "== $$file"; OMP_NUM_THREADS=1 MPLBACKEND=agg $(BIN)/python "$$file"; ran=1; done; \
-	test $$ran = 1 || echo "no notebooks yet"
+# The .py is the source. The .ipynb beside it adds outputs at full size, and is not written here.
+notebook: $(NOTEBOOK_ENV)/.installed
+	$(JUPYTEXT) --to py:percent --output - notebooks/sparsity.ipynb | diff notebooks/sparsity.py -
+	sed 's/^scale = "full"/scale = "toy"/' notebooks/sparsity.py \
+	  | $(JUPYTEXT) --from py:percent --to ipynb --output $(NOTEBOOK_ENV)/sparsity.ipynb
+	$(NOTEBOOK_ENV)/bin/python -m pytest -q --nbmake --nbmake-timeout=600 --timeout=900 \
+	  $(NOTEBOOK_ENV)/sparsity.ipynb
+
+# Full size: some ten minutes. Its outputs and the pictures of docs/sparsity.md are of one run.
+notebook-outputs: $(NOTEBOOK_ENV)/.installed
+	sed 's|^images = None|images = "../docs/images"|' notebooks/sparsity.py \
+	  | $(JUPYTEXT) --from py:percent --to ipynb --output notebooks/sparsity.ipynb
+	$(NOTEBOOK_ENV)/bin/jupyter execute --inplace --timeout=3600 notebooks/sparsity.ipynb
+	$(JUPYTEXT) --update --to ipynb notebooks/sparsity.py
+
+$(NOTEBOOK_ENV)/.installed: pyproject.toml constraints.txt
+	test -x $(NOTEBOOK_ENV)/bin/pip || $(PYTHON) -m venv $(NOTEBOOK_ENV)
+	$(NOTEBOOK_ENV)/bin/pip install --disable-pip-version-check "$(TORCH)"
+	$(NOTEBOOK_ENV)/bin/pip install --disable-pip-version-check \
+	  -c constraints.txt -e '.[notebook,test]'
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
@@ -80,7 +95,7 @@ $(VERL)/.installed: pyproject.toml constraints-verl.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf .venv $(NOTEBOOK_ENV) build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
