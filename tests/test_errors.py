@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
 from deltasync import errors
 
+ROOT = Path(__file__).parents[1]
 ENTRY = re.compile(r"^(?P<indent> *)[*+-] (?P<name>\w+)(\((?P<builtin>\w+)\))?(?P<remedy> +\S.*)?$")
 
 
@@ -49,3 +51,8 @@ def test_a_level_of_the_drawing_is_a_level_of_inheritance() -> None:
 @pytest.mark.parametrize("error", defined_classes(), ids=lambda error: error.__name__)
 def test_every_error_has_a_docstring(error: type) -> None:
     assert error.__doc__
+
+
+def test_the_runbook_has_every_error() -> None:
+    runbook = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert [c.__name__ for c in defined_classes() if f"`{c.__name__}`" not in runbook] == []

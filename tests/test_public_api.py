@@ -69,3 +69,8 @@ def test_import_does_not_load_optional_dependencies() -> None:
         check=False,
     )
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
+    assert [name for name in deltasync.__all__ if f"::: deltasync.{name}" not in page] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-COMMANDS = ("apply", "demo", "diff", "inspect", "verify")
+COMMANDS = ("apply", "bench", "demo", "diff", "doctor", "inspect", "verify")
 """Each a function of this name in a module of this name."""
 
 USAGE_ERROR = 2

@@ -29,7 +29,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object a version, nothing else.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for records.jsonl, summary.json and demo.png.")
+        Path | None, typer.Option(help="Folder for records, a plot, and first and last weights.")
     ] = None,
     quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -58,8 +58,8 @@ def _check(lr: float, out: Path | None) -> None:
         raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
     if out is None:
         return
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs pip install deltasync[plot]", param_hint="--out")
+    if not (find_spec("matplotlib") and find_spec("safetensors")):
+        raise typer.BadParameter("needs pip install deltasync[cli,plot]", param_hint="--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -70,12 +70,13 @@ def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
     """Run and report. Returns whether both processes ended with the same bytes."""
     from rich.console import Console
 
-    from deltasync.demo.records import Summary, VersionRecord, WarmUpStep
+    from deltasync.demo.records import Checkpoint, Summary, VersionRecord, WarmUpStep
     from deltasync.demo.report import make_report, print_summary
     from deltasync.demo.trainer import run
 
     console = Console(stderr=as_json, highlight=False)
     records: list[VersionRecord] = []
+    checkpoints: list[Checkpoint] = []
     with (
         make_report(console, config.steps + 1, as_json=as_json) as report,
         closing(run(config)) as events,
@@ -87,11 +88,13 @@ def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
                 case VersionRecord():
                     records.append(event)
                     report.version(event)
+                case Checkpoint():
+                    checkpoints.append(event)
                 case Summary():
                     summary = event
     print_summary(console, summary, records)
     if out is not None:
         from deltasync.demo.files import write_files
 
-        write_files(out, records, summary)
+        write_files(out, records, summary, checkpoints)
     return summary.bit_identical

@@ -1,4 +1,4 @@
-"""The files of `--out`: one JSON line a version, the summary, and a plot."""
+"""The files of `--out`: one JSON line a version, the summary, a plot, and two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 
-from deltasync.demo.records import Summary, VersionRecord
+from deltasync.demo.records import Checkpoint, Summary, VersionRecord
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 MOST_AVERAGED = 20  # versions
 
 
-def write_files(folder: Path, records: Sequence[VersionRecord], summary: Summary) -> None:
-    """Write records.jsonl, summary.json and demo.png into `folder`, which exists."""
+def write_files(
+    folder: Path,
+    records: Sequence[VersionRecord],
+    summary: Summary,
+    checkpoints: Sequence[Checkpoint],
+) -> None:
+    """Write records.jsonl, summary.json, demo.png and checkpoints into `folder`, which exists."""
     lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
     (folder / "records.jsonl").write_text(lines, encoding="ascii")
     text = json.dumps(asdict(summary), indent=2) + "\n"
     (folder / "summary.json").write_text(text, encoding="ascii")
     plot(records, summary).savefig(folder / "demo.png", dpi=150)
+    for checkpoint in checkpoints:
+        save_file(checkpoint.tensors, folder / f"{checkpoint.name}.safetensors")
 
 
 def plot(records: Sequence[VersionRecord], summary: Summary) -> Figure:

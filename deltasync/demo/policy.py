@@ -129,11 +129,16 @@ class Policy(nn.Module):
             log_probs.append(distribution.gather(1, tokens))
         return torch.cat(answers, dim=1), torch.cat(log_probs, dim=1)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters as bf16, by name; what is tied comes once."""
+        named = self.named_parameters()
+        return {name: weight.detach().to(torch.bfloat16, copy=True) for name, weight in named}
+
     def sha256(self) -> str:
         """Of the bytes of every parameter as bf16, in order."""
         digest = hashlib.sha256()
-        for weight in self.parameters():
-            digest.update(weight.detach().bfloat16().contiguous().view(torch.uint8).numpy().data)
+        for weight in self.weights().values():
+            digest.update(weight.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

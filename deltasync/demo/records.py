@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -68,6 +68,14 @@ class VersionRecord:
             verified=stats.verified,
             rollout_s=rollout_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weights of a version as they were sent, in bf16, by parameter name."""
+
+    name: Literal["first", "last"]
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

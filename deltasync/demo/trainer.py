@@ -23,7 +23,14 @@ from deltasync.demo.processes import (
     send_transport,
     use_few_threads,
 )
-from deltasync.demo.records import Evaluation, Score, Summary, VersionRecord, WarmUpStep
+from deltasync.demo.records import (
+    Checkpoint,
+    Evaluation,
+    Score,
+    Summary,
+    VersionRecord,
+    WarmUpStep,
+)
 from deltasync.demo.task import SortTask
 
 START_TIMEOUT_S = 120.0
@@ -201,7 +208,7 @@ class Trainer:
         optimizer.step()
 
 
-def run(config: DemoConfig) -> Generator[WarmUpStep | VersionRecord | Summary]:
+def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord | Summary]:
     """The whole demo, as the events that a user wants to see. Close it to end both processes."""
     use_few_threads()
     started = time.perf_counter()
@@ -215,8 +222,10 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | VersionRecord | Summary]:
             client.receive_weights()
             sender.wait_for_receivers(1, timeout_s=START_TIMEOUT_S)
             first = sender.send_weights()
+            yield Checkpoint("first", trainer.policy.weights())
             before = trainer.evaluate()
             yield from trainer.train(sender, first)
+            yield Checkpoint("last", trainer.policy.weights())
             after = trainer.evaluate()
         yield Summary(
             before=before,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli", "demo"]
@@ -65,6 +66,10 @@ def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
     assert (out / "records.jsonl").read_text() == done.stdout
     assert json.loads((out / "summary.json").read_text())["before"]["sampled"]["num_prompts"] >= 256
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    first, last = (load_file(out / f"{name}.safetensors") for name in ("first", "last"))
+    changes = sum(int((last[name] != first[name]).sum()) for name in first)
+    assert max(delta["nnz"] for delta in records[1:]) <= changes
+    assert sum(tensor.numel() for tensor in last.values()) == records[0]["numel"]
 
 
 @pytest.mark.timeout(120)

@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from deltasync.demo.files import write_files
-from deltasync.demo.records import Evaluation, Score, Summary, VersionRecord, WarmUpStep
+from deltasync.demo.records import (
+    Checkpoint,
+    Evaluation,
+    Score,
+    Summary,
+    VersionRecord,
+    WarmUpStep,
+)
 from deltasync.demo.report import LiveReport, PlainReport, make_report, print_summary
 from deltasync.demo.task import SortTask
 from deltasync.demo.trainer import EVALUATION_SEED
@@ -103,8 +111,11 @@ def test_the_summary_counts_deltas_alone(text: io.StringIO) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    write_files(tmp_path, RECORDS, SUMMARY)
+    weights = {"w": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
+    write_files(tmp_path, RECORDS, SUMMARY, [Checkpoint("last", weights)])
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["version"] for line in lines] == [1, 2, 3]
     assert json.loads((tmp_path / "summary.json").read_text())["trainer_sha256"] == "ab" * 32
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+    found = load_file(tmp_path / "last.safetensors")
+    assert torch.equal(found["w"].view(torch.int16), weights["w"].view(torch.int16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 from deltasync import WeightSource
 from deltasync.integrations.transformers import TransformersSource, transformers_target
 from tests.engines.checkpoints import Weights, write_config
+from tests.engines.environment import ROOT
+from tests.engines.programs import Program
 from tests.sync.harness import bits_equal, fleet, step
 
 ARCHITECTURES = [
@@ -86,3 +89,13 @@ def test_a_model_that_moved_is_followed(tmp_path: Path) -> None:
     found = {tensor.name: tensor.tensor for tensor in source.tensors()}
     assert source.tensors() is not before
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_the_example_ends_with_equal_weights(tmp_path: Path) -> None:
+    with Program(ROOT / "docs" / "examples" / "transformers_cpu.py", tmp_path / "model") as program:
+        text = program.wait()
+    deltas = re.findall(r"v\d+: (\S+)% changed, .* digests agree: True", text)
+    assert len(deltas) == 5
+    assert all(0 < float(share) < 100 for share in deltas)
+    here, there = re.findall(r"[0-9a-f]{64}", text)
+    assert here == there

@@ -1,0 +1,142 @@
+"""`deltasync doctor` from the outside, and its judgement of versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltasync.cli.checks import ENGINES, Check, Engine, engine_check, numbers, works
+from deltasync.cli.trial import Trial
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "deltasync.cli", "doctor"]
+ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ADVICE = re.compile(r"^ {20,}\S", flags=re.MULTILINE)
+
+
+def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, **ON_A_CPU} | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    found = json.loads(done.stdout)
+    assert found["works"] is (done.returncode == 0)
+    return {check["name"]: check for check in found["checks"]}
+
+
+def test_links_of_a_cpu_are_tried_and_work() -> None:
+    done = call(*COMMAND, "--json")
+    assert done.returncode == 0, done.stderr
+    found = rows(done)
+    assert [found[name]["ok"] for name in ("Python", "torch")] == [True, True]
+    assert [found[name]["ok"] for name in ("shared_memory", "gloo")] == [True, True]
+    assert [found[name]["ok"] for name in ("cuda_ipc", "nccl")] == [None, None]
+    assert done.stderr == ""
+
+
+def test_a_link_that_fails_says_why_and_another_is_enough(tmp_path: Path) -> None:
+    folder = tmp_path / (100 * "x")  # longer than the path of a socket may be
+    folder.mkdir()
+    done = call(*COMMAND, "--json", TMPDIR=str(folder))
+    assert done.returncode == 0, done.stderr
+    link = rows(done)["shared_memory"]
+    assert link["ok"] is False
+    assert "path too long" in link["found"]
+    assert link["advice"]
+
+
+def test_without_any_link_the_exit_code_is_1() -> None:
+    done = call("bash", "-c", f"ulimit -n 9; {' '.join(COMMAND)}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "deltasync does not work here: see above."
+    assert len(ADVICE.findall(done.stdout)) >= 2
+
+
+def test_what_is_piped_has_no_colours_and_each_no_has_advice() -> None:
+    done = call(*COMMAND, VLLM_PLUGINS="other")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert re.search(r"plugin of vLLM +no ", done.stdout)
+    assert done.stdout.splitlines()[-1] == "deltasync works here."
+    assert len(ADVICE.findall(done.stdout)) == len(re.findall(r"^\S.* no  ", done.stdout, re.M))
+
+
+def test_an_unknown_option_gets_one_line() -> None:
+    done = call(*COMMAND, "--nonsense")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_trial_that_hangs_is_ended_with_its_processes() -> None:
+    with Trial("shared_memory") as trial:
+        assert trial.problem(time.monotonic()) == "it did not end in time"
+        group = trial._process.pid
+    deadline = time.monotonic() + 30
+    while True:  # until the system has taken its children away
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("python", "torch", "links", "is_well"),
+    [
+        (True, True, [True, False], True),
+        (True, True, [False, False], False),
+        (True, False, [True, True], False),
+        (False, True, [True, True], False),
+    ],
+)
+def test_works_needs_versions_and_one_link(
+    python: bool, torch: bool, links: list[bool], is_well: bool
+) -> None:
+    oks = {"Python": python, "torch": torch, "shared_memory": links[0], "gloo": links[1]}
+    checks = [Check(name, ok, "") for name, ok in oks.items()]
+    assert works([*checks, Check("GPUs", False, "")]) is is_well
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ok"),
+    [("0.1", "0.2", False), ("2.11", "2.99", True), ("2", "2", True), ("99", "99", False)],
+)
+def test_an_engine_is_judged_by_its_version(first: str, last: str, ok: bool) -> None:
+    check = engine_check(Engine("X", ("no-such-package", "torch"), first, last))
+    assert (check.ok, check.found) == (ok, version("torch"))
+
+
+def test_an_engine_that_is_not_installed_is_no_fault() -> None:
+    assert engine_check(Engine("X", ("no-such-package",), "1", "1")).ok is None
+
+
+def test_the_versions_known_are_those_that_are_tested() -> None:
+    lines = (ROOT / "constraints-engines.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if "==" in line)
+    for engine in ENGINES:
+        for package in set(engine.packages) & set(tested):
+            first, last = numbers(engine.first), numbers(engine.last)
+            assert first <= numbers(tested[package])
+            assert numbers(tested[package])[: len(last)] <= last
+    interfaces = (ROOT / "tests/integrations/vllm_interfaces.json").read_text()
+    oldest, *_, newest = sorted(json.loads(interfaces), key=numbers)
+    vllm = ENGINES[0]
+    assert (oldest.startswith(vllm.first), newest.startswith(vllm.last)) == (True, True)
