@@ -64,7 +64,7 @@ engines: $(ENGINES)/.installed
 test-engines: $(OLD_SGLANG)
 	-PIP=$(ENGINES)/bin/pip tests/engines/vllm_own/fetch.sh $(ENGINES)/vllm-tests
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
-	  tests/engines --support docs/integrations/support.md
+	  -o faulthandler_timeout=600 tests/engines --support docs/integrations/support.md
 
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py

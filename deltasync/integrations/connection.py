@@ -41,3 +41,12 @@ class Connection(BaseModel):
             CheckpointTensor(name, shape, torch_dtype(dtypes.BY_NAME[dtype]))
             for name, dtype, shape in self.tensors
         ]
+
+
+class Order(BaseModel):
+    """What a worker is told through its engine: connect, or disconnect, or write a version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    connection: Connection | None = None
+    version: int | None = None

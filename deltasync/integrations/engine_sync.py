@@ -182,6 +182,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             raise problem
         if not self._updates:  # the engine joined with the trainer's weights
             self._server.name(stats.version)
+            self._resume()
         return stats
 
     def _has_let_connect(self, engine: str) -> bool:
@@ -248,8 +249,11 @@ class EngineSync(AbstractContextManager["EngineSync"]):
                 self._server.name(version)
         finally:
             if is_whole:
-                self._is_paused = False
-                self._pause.close()
+                self._resume()
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        self._pause.close()
 
 
 def _reachable(address: Address | None, *, rank: int) -> Address:

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.http import Http
 from deltasync.integrations.worker import Worker
 
@@ -28,15 +27,6 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 logger = logging.getLogger(__name__)
 _WORKER = "_deltasync_worker"
-
-
-class Order(BaseModel):
-    """What a loader is told: connect, or disconnect, or write a version."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    connection: Connection | None = None
-    version: int | None = None
 
 
 def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -53,16 +43,26 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         [(_, data)] = named_tensors
         if not isinstance(data, Tensor) or (data.dtype, data.dim()) != (torch.uint8, 1):
             raise ConfigError("an order is a tensor uint8[n]")
-        order = Order.model_validate_json(bytes(data.cpu().numpy()))
-        worker = vars(model).setdefault(_WORKER, Worker())  # as long as the model lives
-        if order.version is not None:
-            worker.commit(order.version)
-        else:
-            worker.disconnect()
-        if order.connection is not None:
-            _connect(worker, model, order.connection)
+        obey(model, Order.model_validate_json(bytes(data.cpu().numpy())))
     except Exception:
         logger.exception("deltasync: the order was not carried out, weights are as they were")
+
+
+def worker_of(model: nn.Module) -> Worker:
+    """The one that lives as long as the model."""
+    worker: Worker = vars(model).setdefault(_WORKER, Worker())
+    return worker
+
+
+def obey(model: nn.Module, order: Order) -> None:
+    """Carry out an order in a worker of SGLang's. Raises what is wrong with it, or a commit."""
+    worker = worker_of(model)
+    if order.version is not None:
+        worker.commit(order.version)
+    else:
+        worker.disconnect()
+    if order.connection is not None:
+        _connect(worker, model, order.connection)
 
 
 def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
@@ -141,12 +141,16 @@ class SglangServer:
         self._http = Http(url, headers=headers, timeout_s=timeout_s)
         self._flush_cache = flush_cache
         info = self._http.get("server_info")
-        if LOADER not in (info.get("custom_weight_loader") or ()):
-            raise ConfigError(f"start SGLang with --custom-weight-loader {LOADER}")
+        self._check_started(info)
         if info["dp_size"] != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
         self._tensor_parallel = int(info["tp_size"])
         self.workers = self._tensor_parallel * int(info["pp_size"])
+
+    def _check_started(self, info: dict[str, Any]) -> None:
+        """Whether its workers take orders. Raises ConfigError."""
+        if LOADER not in (info.get("custom_weight_loader") or ()):
+            raise ConfigError(f"start SGLang with --custom-weight-loader {LOADER}")
 
     def connect(self, connection: dict[str, Any], /) -> None:
         """Let each worker connect. One that cannot says so to the trainer itself."""

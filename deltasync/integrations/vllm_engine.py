@@ -36,6 +36,7 @@ from deltasync.sync.target import WeightTarget
 logger = init_logger(__name__)
 _ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_V", "W_K")
 _TOUCHES = ("sleep", "reload_weights", "reset_weights")
+_LOADS = ("update_weights_from_ipc",)  # of checkpoint-engine's extension, if there is one
 
 
 @dataclass
@@ -159,6 +160,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """End the connection. The weights stay as they are."""
         self._worker.disconnect()
 
+    def reloaded(self) -> None:
+        """`Worker.reloaded`."""
+        self._worker.reloaded()
+
 
 def _copied(model: nn.Module) -> set[str]:
     """Names of the parameters that vLLM keeps a second time, or works with elsewhere."""
@@ -195,17 +200,20 @@ def _announce_touches(worker_class: type) -> None:
 
     A trainer connects them anew. Weights that sleep must not be looked at, and may be others after.
     """
-    for name in _TOUCHES:
+    for name in (*_TOUCHES, *_LOADS):
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_announced"):
-            setattr(worker_class, name, _announced(method))
+            tell = DeltaSyncEngine.reloaded if name in _LOADS else DeltaSyncEngine.shutdown
+            setattr(worker_class, name, _announced(method, tell))
 
 
-def _announced(method: Callable[..., object]) -> Callable[..., object]:
+def _announced(
+    method: Callable[..., object], tell: Callable[[DeltaSyncEngine], object]
+) -> Callable[..., object]:
     @wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> object:
         if isinstance(worker.weight_transfer_engine, DeltaSyncEngine):
-            worker.weight_transfer_engine.shutdown()
+            tell(worker.weight_transfer_engine)
         return method(worker, *args, **kwargs)
 
     call.is_announced = True  # type: ignore[attr-defined]

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.loading import Loader
 from deltasync.errors import ConfigError, IllegalMessage, TransportError, TransportTimeout
 from deltasync.integrations.connection import Connection
 from deltasync.sync.options import ReceiverOptions
@@ -21,15 +23,16 @@ from deltasync.sync.target import WeightTarget
 from deltasync.wire.messages import Failed, encode
 
 _TURN_S = 0.05
+_Tensors = frozenset[tuple[str, str, tuple[int, ...]]]
 
 
 class Worker:
     """A worker's connection to a trainer, if it has one."""
 
     def __init__(self) -> None:
-        self._proved: frozenset[tuple[str, str, tuple[int, ...]]] = (
-            frozenset()
-        )  # found to be where they were loaded
+        self._proved: _Tensors = frozenset()  # found to be where they were loaded
+        self._unproved: _Tensors = frozenset()  # of the connection, until it holds a version
+        self._is_as_started = True
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -84,15 +87,24 @@ class Worker:
         Args:
             model: The worker's.
             to: The trainer.
-            started_on: Reads the checkpoint that the engine has loaded, and worked on since.
+            started_on: Reads the checkpoint that the engine has loaded, and worked on since. Not
+                asked once others have loaded another.
             copied, finish: See `RoutedTarget`.
         """
-        target = RoutedTarget(model, to.checkpoint(), copied=copied, finish=finish)
-        if self._proved.issuperset(to.tensors):
+        tensors, checkpoint = frozenset(to.tensors), to.checkpoint()
+        if not self._is_as_started and not self._proved >= tensors:
+            target: RoutedTarget = _Unproved(
+                model, checkpoint, copied=copied, finish=finish, is_proved=self._holds_any
+            )
             target.parameters()  # so that the trainer hears at once what has no route
+            self._unproved = tensors
+            return target
+        target = RoutedTarget(model, checkpoint, copied=copied, finish=finish)
+        if self._proved >= tensors:
+            target.parameters()
         else:
             target.prove(started_on())
-            self._proved |= frozenset(to.tensors)
+            self._proved |= tensors
         return target
 
     def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
@@ -118,9 +130,13 @@ class Worker:
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")
         deadline = time.monotonic() + self._timeout_s
-        while not self._staging.wait_staged(timeout_s=_TURN_S):
+        while not self._staging.is_staged():
             if self._holds(version):
                 return  # it has joined with it
+            error = self._staging.last_error
+            if isinstance(error, ConfigError) and not self._holds_any():
+                raise error  # waiting does not mend it
+            self._staging.wait_staged(timeout_s=_TURN_S)
             if time.monotonic() > deadline:
                 raise self._staging.last_error or self._too_late(version)
         written = self._staging.commit()
@@ -135,7 +151,39 @@ class Worker:
         here = self._receiver
         return here is not None and (here.version, here.state) == (version, ReceiverState.READY)
 
+    def _holds_any(self) -> bool:
+        return self._receiver is not None and self._receiver.version is not None
+
     def disconnect(self) -> None:
         """End the connection, if there is one. The weights stay as they are."""
+        if self._holds_any():
+            self._proved |= self._unproved
+        self._unproved = frozenset()
         self._receiver = self._staging = None
         self._open.close()
+
+    def reloaded(self) -> None:
+        """End the connection: others load weights now, of which this worker knows nothing."""
+        self.disconnect()
+        self._is_as_started = False
+
+
+class _Unproved(RoutedTarget):
+    """An engine that others have loaded: its weights are the trainer's, or stay as they are.
+
+    That they are, read back after all that the engine does when it loads, proves its routes.
+    """
+
+    def __init__(self, *args: Any, is_proved: Callable[[], bool], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_proved = is_proved
+
+    def loader(self) -> Loader | None:
+        """Raises ConfigError while the routes are not proved."""
+        if not self._is_proved():
+            raise ConfigError(
+                "others have loaded this engine, with other weights than the trainer's as they are "
+                "now, so that nothing shows where it keeps them: let them load the trainer's, and "
+                "send weights again"
+            )
+        return super().loader()

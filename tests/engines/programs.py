@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Self
 
-from deltasync.errors import PeerLost
+from deltasync.errors import EngineFailed, PeerLost
 from deltasync.integrations.http import Http
 from tests.engines.environment import ROOT
 
@@ -57,11 +57,16 @@ class Program:
 
 
 def wait_until_up(server: Http, program: Program) -> None:
+    """Until it answers, which may be that it is not ready."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
             server.get("health")
             return
+        except EngineFailed as error:
+            if error.status == 503:
+                return
+            raise
         except PeerLost:
             is_hopeless = not program.is_running() or time.monotonic() > deadline
             assert not is_hopeless, program.output()

@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import LOADER, SglangServer
-from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, write_config, write_model
 from tests.engines.environment import use_sglang
-from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
+from tests.engines.programs import TIMEOUT_S
+from tests.engines.sglang_server import generate, served
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
-ON_CPU = {
-    "--device": "cpu",
-    "--attention-backend": "torch_native",
-    "--sampling-backend": "pytorch",
-    "--grammar-backend": "none",
-    "--context-length": 512,
-    "--max-total-tokens": 2048,
-    "--max-running-requests": 4,
-}
 LONG = 300
-
-
-@contextmanager
-def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Iterator[str]:
-    """The address of a server that was started on these weights."""
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    port = free_port()
-    flags = [word for pair in ON_CPU.items() for word in pair]
-    flags += [
-        "--skip-tokenizer-init",
-        "--disable-cuda-graph",
-        "--skip-server-warmup",
-        "--disable-radix-cache",
-        *settings,
-    ]
-    server = ["-m", "sglang.launch_server", "--model-path", folder, "--port", port, *flags]
-    with Program(*server) as program:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_up(Http(url), program)
-        yield url
-
-
-def generate(server: Http, count: int = 12) -> Any:
-    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    return server.post("generate", {"input_ids": list(range(3, 20)), "sampling_params": sampling})
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,12 @@ from deltasync import Crew, CrewRank, NamedTensor, ShardSpec, WeightSource
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
-from deltasync.testing.processes import run_ranks
+from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import inprocess, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
+from tests.engines.plugin.cpu_parameter_server import let_vllm_receive
+from tests.engines.programs import Program
 
 # vLLM itself makes fp8 matrices of what it loads, transposed, and a scale for each row.
 QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_channel"}
@@ -160,6 +163,44 @@ def heal(_: int, folder: Path) -> None:
     assert same_bits(parameters_of(started(folder, source.weights)), expected)
 
 
+def follow_checkpoints(_: int, folder: Path) -> None:
+    """Started on nothing; a ParameterServer brings whole checkpoints, before deltas and beside."""
+    let_vllm_receive()
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    extension = "checkpoint_engine.worker.VllmColocateWorkerExtension"
+    llm = started(folder, old, load_format="dummy", worker_extension_cls=extension)
+    source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    with synced(source, llm, folder) as sync:
+        with pytest.raises(ConfigError, match="start vLLM on a checkpoint"):
+            sync.connect()
+        bring(llm, folder, old)
+        assert sync.send_weights().full_synced == 0
+        source.take(new)
+        assert sync.send_weights().kind == "delta"
+        bits = parameters_of(llm)
+        bring(llm, folder, old)
+        assert not same_bits(parameters_of(llm), bits)
+        assert sync.send_weights().full_synced == 1
+        assert same_bits(parameters_of(llm), bits)
+        bring(llm, folder, new)
+        assert same_bits(parameters_of(llm), bits)
+        assert sync.send_weights().full_synced == 0
+
+
+def bring(llm: Any, folder: Path, weights: dict[str, Tensor]) -> None:
+    """By a ParameterServer, as checkpoint-engine's extension of vLLM's workers takes them."""
+    from safetensors.torch import save_file
+
+    device = f"GPU-{os.environ['TESTED_DEVICE']}"
+    file = folder / "brought.safetensors"
+    save_file(weights, file)
+    with Program("-m", "tests.engines.parameter_server", file) as program:
+        sockets = {device: f"ipc://@checkpoint-engine-{device}-0.sock"}
+        llm.collective_rpc("update_weights_from_ipc", args=(sockets,))
+        program.wait()
+
+
 def damage(model: Any) -> None:
     """Change an element that the next sync changes too: its old bits are looked at."""
     next(model.parameters()).data.view(-1)[5] += 1
@@ -276,6 +317,7 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
     [
         (follow, "LlamaForCausalLM", False),
         (follow_ranks, "LlamaForCausalLM", False),
+        (follow_checkpoints, "LlamaForCausalLM", False),
         (refuse_experts, "Qwen3MoeForCausalLM", False),
         (heal, "LlamaForCausalLM", False),
         (refuse, "LlamaForCausalLM", True),
@@ -299,6 +341,7 @@ def test_an_engine_by_configuration_alone(
     use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
+    monkeypatch.setenv("TESTED_DEVICE", str(free_port()))
     run_ranks(what, 1, write_config(architecture, tmp_path), timeout_s=480)
     if what in RELOADED:
         found(RELOADED[what], architecture, "1", "reloaded")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource
 from deltasync.errors import EngineFailed
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import Order, _named_tensor, load
+from deltasync.integrations.sglang import _named_tensor, load
 from deltasync.transports import shared_memory
 from tests.sync.harness import random_model
 

@@ -1,0 +1,50 @@
+"""Whole servers of SGLang's, on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deltasync.integrations.http import Http
+from deltasync.testing.processes import free_port
+from tests.engines.programs import Program, wait_until_up
+
+ON_CPU = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--context-length": 512,
+    "--max-total-tokens": 2048,
+    "--max-running-requests": 4,
+}
+
+
+@contextmanager
+def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Iterator[str]:
+    """The address of a server that was started on these weights."""
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    port = free_port()
+    flags = [word for pair in ON_CPU.items() for word in pair]
+    flags += [
+        "--skip-tokenizer-init",
+        "--disable-cuda-graph",
+        "--skip-server-warmup",
+        "--disable-radix-cache",
+        *settings,
+    ]
+    server = ["-m", "sglang.launch_server", "--model-path", folder, "--port", port, *flags]
+    with Program(*server) as program:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_up(Http(url), program)
+        yield url
+
+
+def generate(server: Http, count: int = 12) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    return server.post("generate", {"input_ids": list(range(3, 20)), "sampling_params": sampling})
