@@ -102,15 +102,12 @@ class DeltaSyncEngine(CheckpointEngine):
             pass
         return None
 
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncIterator[tuple[str, Tensor]]:
+    def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
         """Receive a sync; yields (name, whole tensor) of what the inference engine does not have.
 
         Raises what `WeightReceiver.receive_weights` raises, before anything is yielded.
         """
-        async for named in self._of_rollout().weights():
-            yield named
+        return self._of_rollout().weights()
 
     def finalize(self) -> None:
         """All has gone well: rollouts count what was handed over as the engine's."""
@@ -230,7 +227,8 @@ def _options(engine_kwargs: Mapping[str, Any], defaults: Mapping[str, object]) -
     """Raises ConfigError."""
     given = OmegaConf.to_container(OmegaConf.create(dict(engine_kwargs)), resolve=True)
     assert isinstance(given, dict)
-    given["sender"] = {**defaults, **given.get("sender", {})}
+    sender = given.get("sender", {})
+    given["sender"] = {**defaults, **sender} if isinstance(sender, dict) else sender
     given.setdefault("host", ray.util.get_node_ip_address().strip("[]"))
     try:
         return Options(**given)

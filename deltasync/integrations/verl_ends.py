@@ -81,8 +81,9 @@ class Options(BaseModel):
 class Rollout:
     """A worker that receives, and hands over to its inference engine what that does not have.
 
-    It keeps a copy of all weights. A tensor counts as the engine's when the engine has taken all
-    of a sync without an error; until then, and again after an error, it is handed over.
+    It keeps a copy of all weights. The engine has what it was handed over when all workers have
+    confirmed that. Otherwise it is handed over everything in the next sync: ranks of one engine
+    load in step, so that each has to be given the same, also one that has not received anything.
 
     Args:
         options: Of both ends.
@@ -96,13 +97,14 @@ class Rollout:
         self._name = _new_name()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-verl")
         self._call: Future[dict[str, int]] | None = None
-        self._confirmed: dict[str, int] = {}  # digests of what the engine has
-        self._handed: dict[str, int] = {}  # of what it was given, and may have
+        self._confirmed: dict[str, int] = {}  # digests of what the engine has; none in a sync
+        self._before: dict[str, int] = {}  # of what it had when the sync began
+        self._handed: dict[str, int] = {}  # of what it has if it takes all that it was given
         self._turn = 0
 
     def prepare(self) -> str:
         """Begin a sync. Returns the name under which this worker receives."""
-        self._handed = {}
+        self._before, self._confirmed, self._handed = self._confirmed, {}, {}
         self._turn += 1
         if self._call is not None and not self._call.done():  # of an update that was given up
             self._leave()
@@ -120,40 +122,41 @@ class Rollout:
             self._receiver = None
         self._addresses = tuple(addresses)
 
-    async def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
+    def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
         """Receive, then yield each tensor that the engine does not have. They are read only.
 
-        Raises SyncAborted when another sync has begun meanwhile.
+        Raises SyncAborted when another sync has begun since this was called.
         """
-        turn = self._turn
-        device = self._options.device
-        if self._receiver is None:
-            self._receiver = self._joining(device)
-        self._call = self._calls.submit(_received, self._receiver, device, self._options.timeout_s)
-        due = digests = await asyncio.wrap_future(self._call)
-        self._check(turn)
-        if self._options.hand_over == "changed":
-            due = {n: d for n, d in digests.items() if self._confirmed.get(n) != d}
-        for name in due:
-            self._confirmed.pop(name, None)
-        for name in due:
-            yield name, _placed(self._target.tensors[name])
-            self._check(turn)
-        self._handed = due
+        return self._received(self._turn)
 
     def confirm(self) -> None:
         """The engine has taken all that it was given."""
-        self._confirmed |= self._handed
-        self._handed = {}
+        self._confirmed = self._handed
 
     def forget(self) -> None:
         """The engine has lost its weights: it is given all of them in the next sync."""
-        self._confirmed.clear()
+        self._before, self._confirmed, self._handed = {}, {}, {}
+        self._turn += 1  # a load that is under way has mixed with those that are lost
 
     def close(self) -> None:
         """End the connection."""
         self._leave()
         self._calls.shutdown()
+
+    async def _received(self, turn: int) -> AsyncIterator[tuple[str, Tensor]]:
+        self._check(turn)
+        device = self._options.device
+        if self._receiver is None:
+            self._receiver = self._joining(device)
+        self._call = self._calls.submit(_synced, self._receiver, device, self._options.timeout_s)
+        due = digests = await asyncio.wrap_future(self._call)
+        self._check(turn)
+        if self._options.hand_over == "changed":
+            due = {n: d for n, d in digests.items() if self._before.get(n) != d}
+        for name in due:
+            yield name, _placed(self._target.tensors[name])
+            self._check(turn)
+        self._handed = digests
 
     def _joining(self, device: torch.device) -> WeightReceiver:
         if not self._addresses:
@@ -169,7 +172,7 @@ class Rollout:
 
     def _check(self, turn: int) -> None:
         if turn != self._turn:
-            raise SyncAborted("another update has begun, which covers this one")
+            raise SyncAborted("this update was given up; the next one covers it")
 
     def _leave(self) -> None:
         """End the connection. Whoever comes back has another name, and joins by its digests."""
@@ -306,7 +309,7 @@ def _told(transport: SendTransport) -> Address:
     return address
 
 
-def _received(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:
+def _synced(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:
     """A sync. Returns the digest of each tensor."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         receiver.receive_weights(timeout_s=timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -44,6 +44,7 @@ class Lobby:
         self, link: SenderLink, admits: Callable[[str], bool], *, num_lanes: int = 0
     ) -> None:
         self._link, self._admits, self._num_lanes = link, admits, num_lanes
+        self._retained: Collection[str] | None = None
         self._waiting: dict[int, Greeting] = {}
         self._declined: list[str] = []
         self._refused: dict[str, str] = {}
@@ -61,7 +62,7 @@ class Lobby:
                 self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
             elif FORMAT_VERSION not in hello.format_versions:
                 self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
-            elif not self._admits(hello.engine):
+            elif not self._lets_in(hello.engine):
                 self.refuse(peer, ConfigError("this sender has let other engines connect"))
             elif _lanes_of(hello) != self._num_lanes:
                 problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
@@ -70,6 +71,13 @@ class Lobby:
                 self._waiting[peer] = hello
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
             del self._waiting[peer]
+
+    def retain(self, engines: Collection[str]) -> None:
+        """Let in these engines alone from now on."""
+        self._retained = frozenset(engines)
+        for peer, hello in list(self._waiting.items()):
+            if not self._lets_in(hello.engine):
+                self.forget(peer)
 
     def declined(self) -> list[str]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
@@ -136,6 +144,9 @@ class Lobby:
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
         self.forget(peer)
+
+    def _lets_in(self, engine: str) -> bool:
+        return self._admits(engine) and (self._retained is None or engine in self._retained)
 
 
 def _lanes_of(hello: Greeting) -> int:

@@ -148,12 +148,12 @@ class WeightSender:
                 self._part_with_lost_members()
 
     def retain(self, engines: Collection[str]) -> None:
-        """Go on with these engines alone. Others keep the weights that they have."""
+        """Go on with these engines alone, until this is called again. Nobody else is let in.
+
+        Others keep the weights that they have.
+        """
         with self._exclusive():
-            waiting = [peer for hellos in self._lobby.engines() for peer in hellos.items()]
-            for peer, hello in waiting:
-                if hello.engine not in engines:
-                    self._lobby.forget(peer)
+            self._lobby.retain(engines)
             members = self._session.members.values()
             self._part_with("not retained", [m for m in members if m.engine not in engines])
 

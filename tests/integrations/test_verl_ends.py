@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from deltasync import NamedTensor, SenderOptions, ShardSpec
 from deltasync.delta.bits import as_bits
+from deltasync.errors import SyncAborted
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
 from deltasync.transports.address import LinkName
 
@@ -42,8 +44,16 @@ def exported(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         gathered.fill_(-1)
 
 
+async def drain(weights: AsyncIterator[tuple[str, Tensor]]) -> Weights:
+    return {name: tensor.clone() async for name, tensor in weights}
+
+
+async def drained(rollout: Rollout) -> Weights:
+    return await drain(rollout.weights())
+
+
 async def taken(rollout: Rollout) -> Weights:
-    found = {name: tensor.clone() async for name, tensor in rollout.weights()}
+    found = await drained(rollout)
     rollout.confirm()
     return found
 
@@ -86,6 +96,75 @@ def test_a_rollout_is_given_what_it_does_not_have(link: LinkName) -> None:
             assert_same(found, {"a": weights["a"]})
             assert metrics["checkpoint_engine/changed_elems"] == 8
         assert update()[1] == {}
+
+
+def test_workers_of_an_engine_are_given_the_same_after_an_update_that_reached_one_of_them() -> None:
+    options = Options(link="shared_memory", timeout_s=2.0)
+    weights = weights_on("cpu")
+    before = weights["a"].clone()
+    trainer = Trainer(options, SenderOptions(bucket_bytes=4096))
+    workers = [Rollout(options), Rollout(options)]
+
+    def update(present: list[Rollout]) -> list[Weights]:
+        names = [worker.prepare() for worker in workers]
+        for worker in workers:
+            worker.connect([trainer.address], members=trainer.members)
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(asyncio.run, drained(worker)) for worker in present]
+            trainer.send(exported(weights), names)
+        for worker in workers:
+            worker.confirm()
+        return [call.result() for call in calls]
+
+    with closing(trainer), closing(workers[0]), closing(workers[1]):
+        update(workers)
+        weights["a"][2, 3] += 1
+        with pytest.raises(SyncAborted, match="1 of 2"):
+            update(workers[:1])
+        weights["a"].copy_(before)  # which the second worker never knew to be otherwise
+        first, second = update(workers)
+        assert_same(first, weights)
+        assert_same(second, weights)
+        assert update(workers) == [{}, {}]
+
+
+def test_a_load_that_begins_when_its_update_was_given_up_gets_nothing() -> None:
+    with closing(Rollout(options_of("shared_memory"))) as rollout:
+        rollout.prepare()
+        late = rollout.weights()
+        rollout.prepare()
+        with pytest.raises(SyncAborted, match="given up"):
+            asyncio.run(drain(late))
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+def test_weights_that_are_lost_during_a_load_are_given_again(has_all: bool) -> None:
+    options, weights = options_of("shared_memory"), weights_on("cpu")
+    trainer, rollout = Trainer(options, SenderOptions()), Rollout(options)
+
+    async def interrupted() -> None:
+        given = rollout.weights()
+        await anext(given)
+        if not has_all:
+            rollout.forget()
+            with pytest.raises(SyncAborted, match="given up"):
+                await drain(given)
+        else:
+            await drain(given)
+            rollout.forget()
+        rollout.confirm()
+
+    def update(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        name = rollout.prepare()
+        rollout.connect([trainer.address], members=trainer.members)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(asyncio.run, load())
+            trainer.send(exported(weights), [name])
+            return call.result()
+
+    with closing(trainer), closing(rollout):
+        update(interrupted)
+        assert_same(update(lambda: taken(rollout)), weights)
 
 
 class Half:

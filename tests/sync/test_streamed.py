@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from deltasync.errors import (
     SourceChanged,
     SyncAborted,
     TargetMoved,
+    TransportTimeout,
 )
 from deltasync.sync.copied import CopiedTarget
 from deltasync.sync.streamed import StreamedWeights
@@ -80,13 +82,19 @@ class Rollout:
 
 
 @given(
-    steps=st.lists(st.tuples(st.sampled_from([0.0, 0.02, 0.5, 1.0]), st.booleans()), max_size=6),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+            st.sampled_from(["sent", "taken", "torn", "refused"]),
+        ),
+        max_size=6,
+    ),
     seed=st.integers(0, 1 << 16),
     chunk_numel=st.sampled_from([16, 64, None]),
     max_inflight_bytes=st.sampled_from([0, 200, None]),
 )
 def test_every_version_is_exact_whatever_comes_to_nothing(
-    steps: list[tuple[float, bool]],
+    steps: list[tuple[float, str]],
     seed: int,
     chunk_numel: int | None,
     max_inflight_bytes: int | None,
@@ -101,13 +109,22 @@ def test_every_version_is_exact_whatever_comes_to_nothing(
     try:
         trainer.sender.wait_for_receivers(1)
         trainer.sync()
-        for share, is_sent in steps:
+        for share, outcome in steps:
             trainer.step(share)
-            if is_sent:
+            if outcome == "sent":
                 trainer.sync()
+                until(lambda: rollout.receiver.version == trainer.sender.version)
                 assert rollout.holds(trainer.weights)
-            else:  # taken, then given up
+            elif outcome == "taken":  # then given up
                 trainer.stream.take(trainer.exported())
+            elif outcome == "torn":
+                with pytest.raises(SourceChanged, match="3 tensors did not come"):
+                    trainer.stream.take(islice(trainer.exported(), 2))
+            else:
+                rollout.target.fails = True
+                with pytest.raises(SyncAborted, match="planted"):
+                    trainer.sync()
+                trainer.sender.wait_for_receivers(1)
         trainer.sync()
         assert rollout.holds(trainer.weights)
     finally:
@@ -178,8 +195,13 @@ def test_engines_that_are_not_retained_keep_their_weights() -> None:
     before = {name: tensor.clone() for name, tensor in other.target.tensors.items()}
     other.serving.stop()
     trainer.sender.retain({"kept"})
+    stranger = Rollout(trainer, "stranger")
     trainer.step(0.1)
     trainer.sync()
+    with pytest.raises(TransportTimeout):
+        trainer.sender.wait_for_receivers(2, timeout_s=0.2)
+    stranger.serving.stop()
+    assert "other engines" in str(stranger.serving.errors[0])
     assert kept.holds(trainer.weights)
     assert other.holds(before)
     assert trainer.sender.engines == {"kept"}

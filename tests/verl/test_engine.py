@@ -184,7 +184,7 @@ def test_a_row_may_be_larger_than_the_bucket(fleet: Make, bucket: int) -> None:
     assert here.is_in_sync
 
 
-def test_what_an_engine_failed_to_load_is_given_to_it_again(fleet: Make) -> None:
+def test_after_a_load_that_failed_all_is_given_again(fleet: Make) -> None:
     here = fleet(model())
     here.update()
     here.weights["embed.weight"].add_(1)
@@ -196,8 +196,10 @@ def test_what_an_engine_failed_to_load_is_given_to_it_again(fleet: Make) -> None
     assert healthy.model.holds(here.weights)
     here.weights["layers.0.norm.weight"].add_(1)
     here.update()
-    assert set(broken.adapter.handed) == {"embed.weight", "head.weight", "layers.0.norm.weight"}
+    assert all(set(replica.adapter.handed) == set(here.weights) for replica in here.replicas)
     assert here.is_in_sync
+    assert here.update()["checkpoint_engine/payload_mbytes"] == 0
+    assert [replica.adapter.handed for replica in here.replicas] == [[], []]
 
 
 def test_weights_that_go_back_after_a_failed_load_are_given_again(fleet: Make) -> None:
@@ -333,7 +335,7 @@ def test_a_load_that_lags_behind_counts_for_nothing(fleet: Make) -> None:
     async def lag(weights: AsyncIterator[tuple[str, Tensor]]) -> None:
         await anext(weights)
         replica.engine.prepare()  # of the next update: verl has given this one up
-        with pytest.raises(SyncAborted, match="another update") as caught:
+        with pytest.raises(SyncAborted, match="given up") as caught:
             await anext(weights)
         late.append(caught.value)
 
@@ -351,5 +353,7 @@ def test_what_cannot_be_configured_is_refused() -> None:
         DeltaSyncEngine(1 << 20, density_treshold=0.1)
     with pytest.raises(ConfigError, match="link"):
         DeltaSyncEngine(1 << 20, link="carrier pigeon")
+    with pytest.raises(ConfigError, match="sender"):
+        DeltaSyncEngine(1 << 20, sender=None)
     with pytest.raises(ConfigError, match="receives nothing"):
         DeltaSyncEngine(1 << 20, is_master=True).forget()
