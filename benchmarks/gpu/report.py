@@ -116,8 +116,17 @@ def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
     _, found, tail = rest.partition(end)
     if not found:
         raise ValueError(f"no place for {name}: {begin} ... {end}")
-    shown = "".join(f"![]({image})\n\n" for image in images)
+    shown = "".join(f"![{_alt(image)}]({image})\n\n" for image in images)
     return f"{head}{begin}\n\n{shown}{text}\n\n{end}{tail}"
+
+
+def _alt(image: str) -> str:
+    """What the picture shows, by the end of its name."""
+    return {
+        "commit": "Milliseconds of a receiver's commit against the size of the model",
+        "kernels": "Times of the kernels against the share of changed elements",
+        "sync": "Milliseconds of a whole sync against the share of changed elements",
+    }[image.removesuffix(".svg").rpartition("-")[2]]
 
 
 def ways_in(results: list[Result]) -> tuple[str, str] | None:

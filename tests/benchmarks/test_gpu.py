@@ -230,10 +230,11 @@ def test_the_page_gets_tables_and_images(results: list[Result], tmp_path: Path) 
     text = report.make_markdown(results)
     assert all(report.TITLES[r.case] in text for r in results)
     page = "before\n<!-- begin x -->\noutdated\n<!-- end x -->\nafter\n"
-    once = report.insert(page, "x", text, ["images/x.svg"])
+    once = report.insert(page, "x", text, ["images/x-sync.svg"])
     assert "outdated" not in once
-    assert "![](images/x.svg)" in once
-    assert report.insert(once, "x", text, ["images/x.svg"]) == once
+    assert "](images/x-sync.svg)" in once
+    assert "![]" not in once
+    assert report.insert(once, "x", text, ["images/x-sync.svg"]) == once
     with pytest.raises(ValueError, match="no place"):
         report.insert(page, "y", text)
     paths = draw_all(results, tmp_path, name="gpu-x")

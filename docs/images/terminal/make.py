@@ -3,6 +3,7 @@
     python docs/images/terminal/make.py [NAME...]
 
 Commands run one after another in a new folder, so that later ones find what earlier ones wrote.
+They write to a terminal of their own; what they say of progress on stderr is no part of a picture.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -21,40 +23,61 @@ from rich.text import Text
 WIDTH = 100
 HERE = Path(__file__).parent
 COMMANDS = {
-    "doctor": "deltasync doctor",
-    "demo": "deltasync demo --quick --steps 12 --lr 3e-5 --out run",
+    "doctor": ["deltasync doctor"],
+    "demo": ["deltasync demo --quick --steps 12 --lr 3e-5 --out run"],
+    "diff": ["deltasync diff run/first.safetensors run/last.safetensors --out run/step.patch"],
+    "inspect": ["deltasync inspect run/step.patch --limit 3"],
+    "verify": [
+        "deltasync apply run/step.patch run/first.safetensors --out run/made.safetensors",
+        "deltasync verify run/last.safetensors run/made.safetensors",
+        "deltasync verify run/first.safetensors run/made.safetensors --limit 3",
+    ],
 }
-# Colours as in a terminal, and of what is redrawn the end alone.
-TERMINAL = {"COLUMNS": str(WIDTH), "TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "0"}
+"""Those of one picture. Codes of 1 are taken as they come: the last `verify` finds differences."""
+# Of what is redrawn the end alone.
+TERMINAL = {"COLUMNS": str(WIDTH), "TERM": "xterm-256color", "TTY_INTERACTIVE": "0"}
 
 
 def main(*names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for name, command in COMMANDS.items():
-            output = run(command, folder)
+        for name, commands in COMMANDS.items():
+            outputs = [run(command, folder) for command in commands]
             if not names or name in names:
-                (HERE / f"{name}.svg").write_text(picture(name, command, output), encoding="utf-8")
+                drawn = picture(name, commands, outputs)
+                (HERE / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
 def run(command: str, folder: str) -> str:
     program, *arguments = shlex.split(command)
     assert program == "deltasync"
     root = str(HERE.parents[2])
-    done = subprocess.run(
+    reader, writer = os.openpty()
+    with subprocess.Popen(
         [sys.executable, "-m", "deltasync.cli", *arguments],
         cwd=folder,
         env=os.environ | TERMINAL | {"PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+        stdout=writer,
+    ) as process:
+        os.close(writer)
+        output = read_all(reader)
+    assert process.returncode in (0, 1), command
+    return output
 
 
-def picture(name: str, command: str, output: str) -> str:
+def read_all(terminal: int) -> str:
+    """What is written to it until nobody can write any more, which Linux tells by EIO."""
+    output = b""
+    with open(terminal, "rb", buffering=0) as file, suppress(OSError):
+        while part := file.read(1 << 16):
+            output += part
+    return output.decode().replace("\r\n", "\n")
+
+
+def picture(name: str, commands: list[str], outputs: list[str]) -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-    console.print(Text.from_ansi(output))
+    for command, output in zip(commands, outputs, strict=True):
+        console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
+        console.print(Text.from_ansi(output))
     return console.export_svg(title="deltasync", unique_id=name)
 
 
