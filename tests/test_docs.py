@@ -7,6 +7,7 @@ sub-commands and make targets that they name are looked up.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -177,6 +178,21 @@ def test_python_block_runs(block: Block, tmp_path: Path) -> None:
     script.write_text(block.code, encoding="utf-8")
     result = run_python([str(script)], tmp_path)
     assert result.returncode == 0, f"{block} failed:\n{result.stderr}"
+
+
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_do_not_hide_what_they_import(example: Path) -> None:
+    """A script's own folder comes first where Python looks for packages."""
+    roots = set()
+    for node in ast.walk(ast.parse(example.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            roots.add(node.module.split(".")[0])
+    assert roots.isdisjoint(path.stem for path in EXAMPLES)
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:

@@ -8,12 +8,15 @@ from the trainer to each worker directly; a ParameterServer goes on to bring who
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
 from deltasync.errors import EngineFailed
 from deltasync.integrations.connection import Order
 from deltasync.integrations.sglang import SglangServer
+
+logger = logging.getLogger(__name__)
 
 ORDER = "deltasync"
 """In the place of a device's uuid, of which ParameterServers send a socket."""
@@ -32,8 +35,11 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from deltasync.integrations.checkpoint_engine_worker import Extension
-
+    try:
+        from deltasync.integrations.checkpoint_engine_worker import Extension
+    except ImportError as error:  # a server that nobody updates so starts as without it
+        logger.warning("deltasync takes no orders beside checkpoint-engine: %s", error)
+        return
     HookRegistry.register(_EXTENSION, Extension, HookType.REPLACE)
 
 

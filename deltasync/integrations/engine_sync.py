@@ -181,8 +181,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         for problem in self._ended():
             raise problem
         if not self._updates:  # the engine joined with the trainer's weights
-            self._server.name(stats.version)
-            self._resume()
+            try:
+                self._server.name(stats.version)
+            finally:
+                self._resume()
         return stats
 
     def _has_let_connect(self, engine: str) -> bool:

@@ -25,6 +25,7 @@ from deltasync.wire.messages import (
 )
 
 _CATCH_UP_S = 10.0  # a rank may have kernels to compile
+_CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
 
 
 class Lanes:
@@ -45,7 +46,9 @@ class Lanes:
         self._ended = [True] * len(links)
         self._told, self._is_aborted = 0, False
         self._last = 0
+        self._catch_up_s = _CATCH_UP_S
         self._late: set[int] = set()  # waited for in vain, and silent since
+        self._kept: dict[int, Frame] = {}  # by lane: what has come before its turn
 
     def __len__(self) -> int:
         return len(self._links)
@@ -56,6 +59,7 @@ class Lanes:
         self._attempts, self._ended = [0] * len(self), [True] * len(self)
         self._told, self._is_aborted = 0, False
         self._late.clear()
+        self._kept.clear()
         greeting: Hello | HelloLanes = hello
         if len(self) > 1:
             connection = uuid.uuid4().hex
@@ -73,8 +77,8 @@ class Lanes:
 
         Args:
             timeout_s: For it to come.
-            reached: How far each lane has come, to hear those first that lag behind the others; not
-                for ever, since payloads of other lanes may be what they are held up by.
+            reached: How far each lane has come, to take payloads first of those that lag behind the
+                others; not for ever, since payloads of other lanes may be what they are held up by.
 
         Raises WireError, and Refused when the trainer turns this receiver away.
         """
@@ -119,6 +123,7 @@ class Lanes:
                 return False
             case Begin() if lane == 0:
                 self._attempts[0], self._is_aborted = self._told, False
+                self._catch_up_s = min(_CATCH_UP_S, _CATCH_UP_SHARE * message.timeout_s)
             case Abort() if lane == 0:
                 self._is_aborted = True
             case Bucket() | Prepare() | Abort():
@@ -139,7 +144,9 @@ class Lanes:
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
 
     def _first(self, reached: Sequence[tuple[int, int]]) -> list[int]:
-        """Lanes to be heard first: those that have come least far, and those not waited for."""
+        """Lanes whose payloads come first: of those that have come least far, or are not waited
+        for.
+        """
         lanes = self._awaited()
         least = min((reached[n] for n in lanes if reached and n not in self._late), default=None)
         if least is None:
@@ -150,21 +157,32 @@ class Lanes:
         """Whatever comes first. Nobody waits for long for one lane alone: its payload may want
         other receivers, which wait for another.
         """
-        if self._awaited() == [0]:
+        if self._awaited() == [0] and not self._kept:
             return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
-        pace, patience = Pace(BUSY_S[self._links[0].capabilities.devices[0]]), Deadline(_CATCH_UP_S)
+        pace = Pace(BUSY_S[self._links[0].capabilities.devices[0]])
+        patience = Deadline(self._catch_up_s)
         while True:
             first = self._first(reached)
-            for lane in first:
-                try:
-                    frame = self._links[lane].receive(timeout_s=0.0)
-                except TransportTimeout:
-                    continue
-                self._last = lane
-                self._late.discard(lane)
-                return lane, frame
+            for lane in self._awaited():
+                frame = self._look(lane)
+                if frame is not None and (lane in first or frame.payload is None):
+                    del self._kept[lane]
+                    self._last = lane
+                    self._late.discard(lane)
+                    return lane, frame
             if patience.passed:
                 self._late.update(first)
             if deadline.passed:
                 raise TransportTimeout("nothing came in time")
             time.sleep(pace.pause_s(deadline))
+
+    def _look(self, lane: int) -> Frame | None:
+        """What is next on a lane, if it has come. So an abort is seen, and the loss of a lane,
+        also where a payload has to wait for its turn.
+        """
+        if lane not in self._kept:
+            try:
+                self._kept[lane] = self._links[lane].receive(timeout_s=0.0)
+            except TransportTimeout:
+                return None
+        return self._kept[lane]

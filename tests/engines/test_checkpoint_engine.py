@@ -6,6 +6,7 @@ plugin/cpu_parameter_server.py.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from tests.engines.sglang_server import generate, served
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 WAITS = "--checkpoint-engine-wait-weights-before-ready"
-EXAMPLE = ROOT / "docs" / "examples" / "checkpoint_engine.py"
+EXAMPLE = ROOT / "docs" / "examples" / "parameter_server.py"
 ON_CPU = """
 import runpy, sys
 from tests.engines.plugin.cpu_parameter_server import let_parameter_servers_send
@@ -172,6 +173,17 @@ def test_a_server_is_ready_when_it_holds_a_version(
             assert sync.send_weights().kind == "delta"
             assert trainer.http.get("model_info")["weight_version"] == "2"
             assert generate(trainer.http)["output_ids"] != before
+
+
+def test_a_server_starts_as_ever_where_checkpoint_engine_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sglang(monkeypatch)
+    (tmp_path / "checkpoint_engine.py").write_text('raise ImportError("planted")')
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    plugin = "from deltasync.integrations.checkpoint_engine import register; register()"
+    with Program("-c", plugin) as program:
+        assert "takes no orders beside checkpoint-engine" in program.wait()
 
 
 def test_the_example(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

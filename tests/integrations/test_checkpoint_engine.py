@@ -54,7 +54,7 @@ class Server:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.worker = engine, Worker()
         self.named: list[int] = []
-        self.is_paused = False
+        self.is_paused = self.refuses_names = False
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self.worker.disconnect()
@@ -76,6 +76,8 @@ class Server:
             raise EngineFailed(str(error)) from error
 
     def name(self, version: int, /) -> None:
+        if self.refuses_names:
+            raise EngineFailed("planted")
         self.update(version)
         self.named.append(version)
 
@@ -141,6 +143,26 @@ def test_generation_resumes_when_others_have_loaded_the_trainers_weights(tmp_pat
         server.engine.bring(source)
         assert sync.send_weights().full_synced == 0
         assert not server.is_paused
+        assert server.named == [sync.sender.version]
+
+
+def test_generation_resumes_though_the_version_of_right_weights_gets_no_name(
+    tmp_path: Path,
+) -> None:
+    source, server = weights(0), Server(Engine())
+    server.worker.reloaded()
+    with connected(source, server, tmp_path) as sync:
+        with pytest.raises(SyncAborted):
+            sync.send_weights()
+        assert server.is_paused
+        server.worker.reloaded()
+        server.engine.bring(source)
+        server.refuses_names = True
+        with pytest.raises(EngineFailed, match="planted"):
+            sync.send_weights()
+        assert not server.is_paused
+        server.refuses_names = False
+        sync.send_weights()
         assert server.named == [sync.sender.version]
 
 

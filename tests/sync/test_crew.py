@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterable
+from random import Random
 from typing import Any
 
 import pytest
@@ -267,6 +269,87 @@ def test_a_rank_that_is_slow_does_not_make_a_loader_hold_what_others_send() -> N
         stats = here.send()
     assert bits_equal(source, target)
     assert stats.receiver_bytes <= 6 * 8192 < sum(t.nbytes for t in source.parameters()) / 4
+
+
+class Gathering:
+    """A rank's link whose payloads want all receivers at once, as those of `collective` do."""
+
+    def __init__(self, receivers: int) -> None:
+        self._receivers, self._ready = receivers, set[int]()
+        self._turn = threading.Condition()
+
+    def came(self, receiver: int) -> None:
+        with self._turn:
+            self._ready.add(receiver)
+            self._turn.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        with self._turn:
+            if not self._turn.wait_for(lambda: len(self._ready) == self._receivers, timeout_s):
+                raise TransportTimeout("the receivers wait for others")
+            self._ready.clear()
+
+
+class ToAll(ThroughSender):
+    """Its rank is slow at times."""
+
+    def __init__(self, inner: SendTransport, gathering: Gathering, random: Random) -> None:
+        super().__init__(inner)
+        self.gathering, self._random, self._slow_s = gathering, random, random.choice([0, 0.01])
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        if frame.payload is not None:
+            time.sleep(self._random.random() * self._slow_s)
+            self.gathering.wait(timeout_s)
+        super().send(frame, timeout_s=timeout_s)
+
+
+class FromAll(ThroughReceiver):
+    def __init__(self, inner: ReceiveTransport, gathering: Gathering) -> None:
+        super().__init__(inner)
+        self._gathering = gathering
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        self._gathering.came(id(self))
+        return super().receive(timeout_s=timeout_s)
+
+
+@settings(max_examples=10, deadline=None)
+@given(world=st.integers(2, 4), seed=st.integers(0, 1000))
+def test_loaders_that_wait_for_slow_ranks_do_not_wait_for_each_other(world: int, seed: int) -> None:
+    random = Random(seed)
+    shapes = {f"w{number}": (random.choice([4, 16, 33]), 64) for number in range(32)}
+    source, targets = random_model(shapes, 1), [random_model(shapes, 2), random_model(shapes, 3)]
+    ends: list[ToAll] = []
+
+    def wrap(rank: int, link: SendTransport) -> SendTransport:
+        ends.append(ToAll(link, Gathering(len(targets)), random))
+        return ends[rank]
+
+    def loaded(target: nn.Module) -> RoutedTarget:
+        def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+            time.sleep(random.choice([0, 0.002]))
+            for name, tensor in weights:
+                target.get_parameter(name).data.copy_(tensor)
+
+        return RoutedTarget(target, checkpoint, load=load)
+
+    checkpoint = [CheckpointTensor(name, shape, torch.float32) for name, shape in shapes.items()]
+    options = SenderOptions(bucket_bytes=4096)
+    with trainer_of(source, rows_of(source, world), options=options, wrap=wrap) as here:
+        for number, target in enumerate(targets):
+            gatherings = iter(ends)
+            here.add(
+                loaded(target),
+                engine=f"engine-{number}",
+                wrap=lambda link, of=gatherings: FromAll(link, next(of).gathering),  # type: ignore[misc]
+            )
+        here.wait(len(targets))
+        stats = here.send(timeout_s=20)
+    assert all(bits_equal(source, target) for target in targets)
+    assert (stats.receivers, stats.lost) == (2, {})
+    largest = max(tensor.nbytes for tensor in source.parameters())
+    assert stats.receiver_bytes <= 3 * world * 4096 + 2 * largest
 
 
 def test_ranks_that_hold_nothing_of_a_model_take_part() -> None:

@@ -122,10 +122,7 @@ def test_w20_a_lane_is_heard_from_the_attempt_on_until_it_has_prepared() -> None
         assert taken(lanes) == [(0, BEGIN), (1, bucket(0))]
 
 
-def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("deltasync.sync.lanes._CATCH_UP_S", 0.5)
+def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever() -> None:
     with connected(3) as (ranks, lanes):
         for rank in ranks:
             rank.send(Attempt(number=1))
@@ -140,6 +137,42 @@ def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever(
         ranks[1].send(bucket(0), bucket(1))
         found = [lanes.receive(timeout_s=5, reached=[(5, 0), (3, 7), (9, 0)])[0] for _ in range(3)]
         assert found == [1, 1, 0]
+
+
+def begun_patiently(ranks: list[Rank], lanes: Lanes) -> None:
+    """An attempt whose sender has all the time in the world."""
+    for rank in ranks:
+        rank.send(Attempt(number=1))
+    ranks[0].send(begin := BEGIN.model_copy(update={"timeout_s": 3600.0}))
+    assert taken(lanes) == [(0, begin)]
+
+
+def test_w20_an_abort_is_heard_while_a_lane_lags_behind() -> None:
+    with connected(3) as (ranks, lanes):
+        begun_patiently(ranks, lanes)
+        ranks[2].send(bucket(0))
+        ranks[0].send(ABORT)
+        lane, message, _ = lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
+        assert (lane, message) == (0, ABORT)
+
+
+def test_w20_the_loss_of_a_lane_is_found_while_another_lags_behind() -> None:
+    with connected(3) as (ranks, lanes):
+        begun_patiently(ranks, lanes)
+        ranks[2].link.close()
+        with pytest.raises(PeerLost):
+            lanes.receive(timeout_s=5, reached=[(5, 0), (3, 0), (4, 0)])
+
+
+def test_w20_what_came_before_its_turn_is_passed_over_after_an_abort() -> None:
+    with connected(2) as (ranks, lanes):
+        begun_patiently(ranks, lanes)
+        ranks[1].send(bucket(0))
+        with pytest.raises(TransportTimeout):
+            lanes.receive(timeout_s=0.1, reached=[(3, 0), (5, 0)])
+        ranks[0].send(ABORT, Attempt(number=2), BEGIN)
+        ranks[1].send(ABORT, Attempt(number=2), PREPARE)
+        assert taken(lanes) == [(0, ABORT), (0, BEGIN), (1, PREPARE)]
 
 
 # What rank 1 has sent of an attempt when the whole is aborted: all of it, or as far as it came.

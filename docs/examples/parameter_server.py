@@ -2,7 +2,7 @@
 
 python -m sglang.launch_server --model-path MODEL --load-format dummy \
     --checkpoint-engine-wait-weights-before-ready
-torchrun --nproc-per-node 1 docs/examples/checkpoint_engine.py MODEL http://localhost:30000
+torchrun --nproc-per-node 1 docs/examples/parameter_server.py MODEL http://localhost:30000
 
 A ParameterServer of checkpoint-engine brings the initial weights, deltasync every version after.
 MODEL is a folder of a checkpoint, or its name on the hub. On GPUs both run on the same one.
