@@ -209,6 +209,8 @@ def engine_check(engine: Engine) -> Check:
 
 def _plugin() -> Check:
     name, group = "plugin of vLLM", "vllm.general_plugins"
+    if find_spec("vllm") is None:
+        return Check(name, None, "vLLM is not installed")
     if not entry_points(group=group, name="deltasync"):
         advice = "pip install deltasync where vLLM is: PYTHONPATH alone registers nothing"
         return Check(name, False, "vLLM does not see deltasync's entry point", advice)

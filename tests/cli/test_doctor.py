@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def test_links_of_a_cpu_are_tried_and_work() -> None:
     assert [found[name]["ok"] for name in ("Python", "torch")] == [True, True]
     assert [found[name]["ok"] for name in ("shared_memory", "gloo")] == [True, True]
     assert [found[name]["ok"] for name in ("cuda_ipc", "nccl")] == [None, None]
+    if find_spec("vllm") is None:
+        assert [found[name]["ok"] for name in ("vLLM", "plugin of vLLM")] == [None, None]
     assert done.stderr == ""
 
 
@@ -68,8 +71,10 @@ def test_without_any_link_the_exit_code_is_1() -> None:
     assert len(ADVICE.findall(done.stdout)) >= 2
 
 
-def test_what_is_piped_has_no_colours_and_each_no_has_advice() -> None:
-    done = call(*COMMAND, VLLM_PLUGINS="other")
+def test_what_is_piped_has_no_colours_and_each_no_has_advice(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").touch()
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = call(*COMMAND, VLLM_PLUGINS="other", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert re.search(r"plugin of vLLM +no ", done.stdout)
