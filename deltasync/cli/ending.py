@@ -36,6 +36,9 @@ def with_exit_codes(command: Callable[_Options, None]) -> Callable[_Options, Non
             raise told(error, BAD_INPUT, hint="; deltasync inspect says where") from None
         except DeltaSyncError as error:
             raise told(error, BAD_INPUT) from None
+        except OSError as error:  # such as a disk that is full, with what stdout goes to
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise told(error, BAD_INPUT) from None
 
     return ended
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Self
 
 import torch
@@ -26,12 +26,14 @@ class Trial:
     """One trial, begun when it is made. Use in a `with` block, which ends its processes."""
 
     def __init__(self, name: str) -> None:
+        self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed one leaves
         self._said = TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deltasync.cli.trial", name],
             stdout=subprocess.DEVNULL,
             stderr=self._said,
             start_new_session=True,
+            env=os.environ | {"TMPDIR": self._folder.name},
         )
 
     def __enter__(self) -> Self:
@@ -42,6 +44,7 @@ class Trial:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._said.close()
+        self._folder.cleanup()
 
     def problem(self, deadline: float) -> str | None:
         """What went wrong by `deadline`, of time.monotonic; None for nothing."""

@@ -17,6 +17,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import torch_dtype
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.files.frame_file import check_regular
 from deltasync.sync.target import some_of
 from deltasync.wire.messages import MAX_NAME, ParameterSpec
 
@@ -77,8 +78,10 @@ class Checkpoint:
         self.files = tuple(dict.fromkeys(chosen.values())) if chosen else _all_files(self.path)
         self.specs: dict[str, ParameterSpec] = {}
         self._places: dict[str, _Place] = {}
+        self._memories: list[mmap.mmap] = []
         for file in self.files:
             memory = _mapped(file, writable=writable)
+            self._memories.append(memory)
             for spec, offset in _tensors(file, memory):
                 if chosen and chosen.get(spec.name) != file:
                     continue
@@ -116,12 +119,12 @@ class Checkpoint:
 
         What was written into them is lost, unless it is `writable`.
         """
-        for memory in {place.memory for place in self._places.values()}:
+        for memory in self._memories:
             memory.madvise(mmap.MADV_DONTNEED)
 
     def flush(self) -> None:
         """Wait until what was written is on disk."""
-        for memory in {place.memory for place in self._places.values()}:
+        for memory in self._memories:
             memory.flush()
 
 
@@ -160,7 +163,7 @@ def _chosen(path: Path) -> dict[str, Path]:
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         chosen = {str(name): str(file) for name, file in found.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index}: not an index of safetensors files") from error
     if odd := [file for file in chosen.values() if Path(file).name != file]:
         raise ConfigError(f"{index}: {odd[0]!r} is no file of this folder")
@@ -177,6 +180,7 @@ def _all_files(path: Path) -> tuple[Path, ...]:
 
 def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
     try:
+        check_regular(file)
         descriptor = os.open(file, os.O_RDWR if writable else os.O_RDONLY)
         try:
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def _payload(file: BufferedReader, num_bytes: int, file_bytes: int) -> torch.Ten
 def readable(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read. Raises ConfigError."""
     try:
+        check_regular(path)
         file = path.open("rb")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
@@ -96,6 +98,12 @@ def write_frames(frames: Iterable[Frame], path: Path) -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError for what is no file: to open a pipe may wait forever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("not a regular file")
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 def refuse_existing(path: Path) -> None:
     """Raises ConfigError if there is something of this name."""
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise ConfigError(f"{path} exists; choose another name, or remove it")
 
 

@@ -30,6 +30,7 @@ from deltasync.wire.messages import ParameterSpec, digest_text
 
 _BUCKET_BYTES = 16 << 20
 _HELD_BYTES = 256 << 20  # of changes that are not looked for a second time
+_RELEASED_BYTES = 64 << 20  # read of each checkpoint before memory is let go
 _BASE, _VERSION = 0, 1
 
 Phase = Callable[[str], Advance]
@@ -203,6 +204,8 @@ def _copy(path: Path, made: Path) -> None:
         raise ConfigError(f"{path}: the new checkpoint cannot lie inside the old one")
     if path.is_dir():
         shutil.copytree(path, made, copy_function=_copy_file)
+        for folder, _, _ in os.walk(made):  # a read-only one can be neither renamed nor removed
+            os.chmod(folder, os.stat(folder).st_mode | stat.S_IRWXU)
     else:
         _copy_file(path, made)
 
@@ -265,8 +268,13 @@ class _Readers(Sequence[WireReader]):
         return len(self._readers)
 
     def __iter__(self) -> Iterator[WireReader]:
+        unreleased = 0
         for reader in self._readers:
             yield reader
-            self._advance(reader.flat.numel * reader.dtype.item_size)
-            for checkpoint in (self._old, self._new):
-                checkpoint.release()
+            num_bytes = reader.flat.numel * reader.dtype.item_size
+            self._advance(num_bytes)
+            unreleased += num_bytes
+            if unreleased > _RELEASED_BYTES:
+                unreleased = 0
+                for checkpoint in (self._old, self._new):
+                    checkpoint.release()

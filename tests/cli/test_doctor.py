@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -89,10 +91,21 @@ def test_an_unknown_option_gets_one_line() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_trial_that_hangs_is_ended_with_its_processes() -> None:
+def test_a_trial_that_hangs_is_ended_with_its_processes_and_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tmp_path = Path(tempfile.mkdtemp())  # short enough for a socket
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with Trial("shared_memory") as trial:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.rglob("weights.sock")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(trial._process.pid, signal.SIGSTOP)
         assert trial.problem(time.monotonic()) == "it did not end in time"
         group = trial._process.pid
+    tmp_path.rmdir()  # which is empty
     deadline = time.monotonic() + 30
     while True:  # until the system has taken its children away
         try:

@@ -183,6 +183,25 @@ def test_bad_input_gets_one_line_and_a_code(
     assert "made from" in refused("apply", patch, new, "--out", out, code=1)
     assert "No such file" in refused("inspect", tmp_path / "gone")
     assert not out.exists()
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in refused("inspect", tmp_path / "pipe")
+    assert "name too long" in refused("diff", old, new, "--out", tmp_path / ("x" * 300))
+
+
+def test_output_that_cannot_be_written_gets_one_line(old: Path, new: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "diff", old, new],
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_without_safetensors_it_says_what_to_install(old: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -98,6 +99,14 @@ def test_what_is_no_checkpoint_is_refused(content: bytes | None, said: str, tmp_
         Checkpoint(path)
 
 
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder.safetensors").mkdir()
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            Checkpoint(path)
+
+
 def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
     path = save({"a": torch.ones(3), "b": torch.ones(2, 2)}, tmp_path / "a.safetensors")
     whole = path.read_bytes()
@@ -119,6 +128,7 @@ def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
         ("[]", "not an index"),
         ("{}", "not an index"),
         ('{"weight_map": 3}', "not an index"),
+        ("[" * 100_000, "not an index"),
         (json.dumps({"weight_map": {UP: "../a.safetensors"}}), "no file of this folder"),
         (json.dumps({"weight_map": {UP: "gone.safetensors"}}), "No such file"),
         (json.dumps({"weight_map": {"gone": "part-0.safetensors"}}), "names 'gone'"),

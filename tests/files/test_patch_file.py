@@ -188,3 +188,16 @@ def nothing_is_copied(patched: pytest.MonkeyPatch) -> None:
         raise AssertionError("something is written")
 
     patched.setattr(patch_file, "_copy", copied)
+
+
+def test_the_copy_of_a_read_only_folder_can_be_written(tmp_path: Path) -> None:
+    folder = save_sharded(model(), tmp_path / "old")
+    new = Checkpoint(save(stepped(model()), tmp_path / "new"))
+    write_patch(Checkpoint(folder), new, tmp_path / "patch")
+    for path in (folder / "assets", folder):
+        path.chmod(0o555)
+    apply_patch_file(PatchFile(tmp_path / "patch"), Checkpoint(folder), tmp_path / "made")
+    for path in (tmp_path / "made", tmp_path / "made" / "assets"):
+        assert path.stat().st_mode & 0o200
+    for path in (folder, folder / "assets"):
+        path.chmod(0o755)
