@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def hearing_ctrl_c() -> Iterator[None]:
+    """What is started inside hears it; background jobs of a script do not."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def call(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,28 +6,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from deltasync.cli.follower import followed, make_model
 from deltasync.errors import PeerLost
+from tests.cli.command import COMMAND as DELTASYNC
+from tests.cli.command import ENVIRONMENT, hearing_ctrl_c
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "deltasync.cli", "bench"]
-ENVIRONMENT = {
-    **os.environ,
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-}
+COMMAND = [*DELTASYNC, "bench"]
+ON_A_CPU = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],
-        env=ENVIRONMENT,
+        env=ON_A_CPU,
         capture_output=True,
         text=True,
         timeout=100,
@@ -97,14 +92,15 @@ def test_a_second_process_that_cannot_follow_is_heard() -> None:
 
 
 def test_ctrl_c_ends_it_quietly() -> None:
-    running = subprocess.Popen(
-        [*COMMAND, "--numel", "50M"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    with hearing_ctrl_c():
+        running = subprocess.Popen(
+            [*COMMAND, "--numel", "50M"],
+            env=ON_A_CPU,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     try:
         wait_until_followed(running.pid)
         os.killpg(running.pid, signal.SIGINT)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "deltasync.cli", "demo"]
+from tests.cli.command import COMMAND as DELTASYNC
+from tests.cli.command import ENVIRONMENT, hearing_ctrl_c
+
+COMMAND = [*DELTASYNC, "demo"]
 QUICK = [*COMMAND, "--quick", "--json"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FIELDS = {
     "version",
     "kind",
@@ -156,16 +157,14 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
     """A demo past its first delta, and the id of its rollout process."""
     command = [*QUICK, "--steps", "1000000", "--transport", transport]
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
-    # Children inherit that Ctrl-C is ignored, as it is in the background jobs of a script.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer = subprocess.Popen(
-        command,
-        env=ENVIRONMENT | {"TMPDIR": folder.name},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    signal.signal(signal.SIGINT, handler)
+    with hearing_ctrl_c():
+        trainer = subprocess.Popen(
+            command,
+            env=ENVIRONMENT | {"TMPDIR": folder.name},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     try:
         for _ in range(2):
             assert trainer.stdout is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import signal
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.testing.strategies import same_bits
-from tests.cli.command import COMMAND, ENVIRONMENT, call, refused, told
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, refused, told
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -277,16 +276,15 @@ def test_ctrl_c_leaves_nothing(old: Path, patch: Path, tmp_path: Path) -> None:
         "from deltasync.cli import main; main()"
     )
     there = set(tmp_path.iterdir())
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    done = subprocess.run(
-        [COMMAND[0], "-c", code, "apply", patch, old, "--out", tmp_path / "out"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    signal.signal(signal.SIGINT, handler)
+    with hearing_ctrl_c():
+        done = subprocess.run(
+            [COMMAND[0], "-c", code, "apply", patch, old, "--out", tmp_path / "out"],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
     assert set(tmp_path.iterdir()) == there
