@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -187,17 +188,21 @@ def test_bad_input_gets_one_line_and_a_code(
     assert "name too long" in refused("diff", old, new, "--out", tmp_path / ("x" * 300))
 
 
+def diff_into(out: IO[str] | int, old: Path, new: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "diff", old, new],
+        env=ENVIRONMENT,
+        stdout=out,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 def test_output_that_cannot_be_written_gets_one_line(old: Path, new: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*COMMAND, "diff", old, new],
-            env=ENVIRONMENT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = diff_into(full, old, new)
     assert done.returncode == 2
     assert "No space left" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -256,15 +261,7 @@ def in_terminal(command: list[str]) -> str:
 def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [*COMMAND, "diff", old, new],
-        env=ENVIRONMENT,
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = diff_into(write, old, new)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
