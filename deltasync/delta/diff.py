@@ -195,7 +195,7 @@ def iter_runs(reader: WireReader, old: Flat, policy: Policy) -> Iterator[tuple[R
         if found is None:
             yield Run(start, stop - start), count
         elif count:
-            yield Run(start, stop - start, found, new_bits.index_select(0, found)), count
+            yield Run(start, stop - start, found[0], found[1]), count
 
 
 def _is_small_and_same(reader: WireReader, old: Flat) -> bool:

@@ -20,8 +20,8 @@ from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 Advance = Callable[[int], None]
 """(bytes): told how much of the (first) checkpoint is done since the last call."""
 
-_PIECE_BYTES = 8 << 20  # of one checkpoint
-_RELEASED = 16  # pieces after which memory is let go
+_PIECE_BYTES = 16 << 20  # of one checkpoint
+_RELEASED = 8  # pieces after which memory is let go
 _THREADS = 2
 
 _Item = TypeVar("_Item")

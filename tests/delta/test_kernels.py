@@ -63,11 +63,36 @@ def test_changed(kernels: Kernels, dtype: torch.dtype, n: int, seed: int, densit
     for limit in (len(expected), len(expected) + 0.5, n):
         count, found = kernels.changed(new, old, limit)
         assert found is not None
-        assert found.dtype == torch.int32
-        assert (count, found.tolist()) == (len(expected), expected)
+        positions, news, olds = found
+        assert positions.dtype == torch.int32
+        assert (count, positions.tolist()) == (len(expected), expected)
+        assert torch.equal(news, new[expected])
+        assert torch.equal(olds, old[expected])
     if expected:
         for limit in (0, len(expected) - 1, len(expected) - 0.5):
             assert kernels.changed(new, old, limit) == (len(expected), None)
+
+
+@every_width
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 3), (2, 1)])
+@pytest.mark.parametrize("density", [1e-4, 0.01, 0.9])
+def test_changed_in_long_runs_wherever_they_lie(
+    dtype: torch.dtype, offsets: tuple[int, int], density: float
+) -> None:
+    numel = (1 << 18) + 5
+    new, old = (random_integers(dtype, numel + 3, 0)[o : o + numel] for o in offsets)
+    old.copy_(new)
+    mask = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < density
+    mask[[0, (1 << 18) - 1, 1 << 18, -6, -1]] = True
+    new[mask] ^= 1
+    (count, found), (expected_count, expected) = (
+        kernels.changed(new, old, numel) for kernels in (host, reference)
+    )
+    assert count == expected_count == int(mask.sum())
+    assert found is not None
+    assert expected is not None
+    assert all(map(torch.equal, found, expected))
+    assert host.changed(new, old, count - 1) == (count, None)
 
 
 @every_kernel
@@ -77,7 +102,7 @@ def test_positions_found_outlive_the_next_call(kernels: Kernels) -> None:
     kernels.changed(zeros, zeros, 8)
     kernels.changed(torch.zeros(100, dtype=torch.int64), torch.ones(100, dtype=torch.int64), 1)
     assert found is not None
-    assert found.tolist() == list(range(8))
+    assert [column.tolist() for column in found] == [list(range(8)), [1] * 8, [0] * 8]
 
 
 @every_kernel
@@ -90,7 +115,7 @@ def test_negative_views_differ_in_their_highest_bit_alone(
     new[1] = torch.iinfo(dtype).min if dtype.is_signed else 128
     count, found = kernels.changed(new, old, 3)
     assert found is not None
-    assert (count, found.tolist()) == (1, [1])
+    assert (count, found[0].tolist()) == (1, [1])
 
 
 @every_kernel

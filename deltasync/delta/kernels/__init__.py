@@ -3,8 +3,8 @@
 `host` and `reference` have the same functions, held together by a parity test. The kernels of
 `triton` go over a whole model in one launch; `delta.batched` calls them.
 
-- `changed(new, old, limit)`: how many of int[n] differ, and the int32 positions unless that is
-  more than `limit`.
+- `changed(new, old, limit)`: how many of int[n] differ, and their int32 positions, new and old
+  bits unless they are more than `limit`.
 - `is_increasing(indices, span)`: whether int32[n] is strictly increasing within [0, span).
 - `digest_run(bits, key, start)`: the digest of consecutive elements, a Python integer.
 - `digest_chunks(positions, bits, key, chunk_numel)`: the digests of scattered elements by
@@ -26,7 +26,9 @@ from deltasync.delta.kernels import host, reference
 class Kernels(Protocol):
     """The functions of a kernel module."""
 
-    def changed(self, new: Tensor, old: Tensor, limit: float) -> tuple[int, Tensor | None]: ...
+    def changed(
+        self, new: Tensor, old: Tensor, limit: float
+    ) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]: ...
 
     def is_increasing(self, indices: Tensor, span: int) -> bool: ...
 

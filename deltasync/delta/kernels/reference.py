@@ -12,14 +12,20 @@ from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 _BLOCK = 1 << 20  # elements mixed at once
 
 
-def changed(new: Tensor, old: Tensor, limit: float) -> tuple[int, Tensor | None]:
-    """How many of int[n] `new` and `old` differ, and where: int32[count] increasing positions.
+def changed(
+    new: Tensor, old: Tensor, limit: float
+) -> tuple[int, tuple[Tensor, Tensor, Tensor] | None]:
+    """How many of int[n] `new` and `old` differ, and which.
 
-    The positions are left out (None) when there are more than `limit`.
+    Returns:
+        The count, and (int32[count] increasing positions, int[count] new bits, int[count] old
+        bits), or None where the count exceeds `limit`.
     """
     mask = new != old
-    count = int(mask.sum())
-    return count, None if count > limit else mask.nonzero().squeeze(1).to(torch.int32)
+    if (count := int(mask.sum())) > limit:
+        return count, None
+    found = mask.nonzero().squeeze(1)
+    return count, (found.to(torch.int32), new[found], old[found])
 
 
 def is_increasing(indices: Tensor, span: int) -> bool:
