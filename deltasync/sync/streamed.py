@@ -15,7 +15,6 @@ from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.layout import SentLayout, coverage_of, specs_of
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, DeltaPlan, Plan, plan_full
-from deltasync.sync.proof import Digests
 from deltasync.sync.weights import LocalWeights
 from deltasync.wire.messages import ParameterSpec
 
@@ -43,8 +42,6 @@ class StreamedWeights(LocalWeights):
 
     def __init__(self, options: SenderOptions | None = None) -> None:
         super().__init__(options or SenderOptions())
-        self._layout: SentLayout | None = None
-        self._snapshot: Snapshot | None = None
         self._found: _Found | None = None
 
     def take(self, weights: NamedWeights) -> None:
@@ -67,25 +64,13 @@ class StreamedWeights(LocalWeights):
             for _ in rest:  # other ranks may take part in gathering them
                 pass
 
-    @property
-    def layout(self) -> SentLayout | None:
-        return self._layout
-
-    @property
-    def digests(self) -> Digests:
-        return self._held[1].ledger
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return self._held[1].num_bytes
-
     def declared(self) -> tuple[ParameterSpec, ...]:
-        return self._held[0].specs
+        return self._held.specs
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         """Start from what was taken last."""
-        layout, snapshot = self._held
-        if specs_of(layout.specs, held, {}) != layout.specs:
+        snapshot = self._held
+        if specs_of(snapshot.specs, held, {}) != snapshot.specs:
             raise ConfigError("receivers hold other dtypes than come: give `wire_dtypes`")
         if self._found is not None:
             self._found.decided()
@@ -100,16 +85,10 @@ class StreamedWeights(LocalWeights):
         return self._found
 
     def full(self) -> Plan:
-        return plan_full(self._held[1], bucket_bytes=self._bucket_bytes)
+        return plan_full(self._held, bucket_bytes=self._bucket_bytes)
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        return coverage_of([True] * len(self._held[0].specs), changed, full=full)
-
-    @property
-    def _held(self) -> tuple[SentLayout, Snapshot]:
-        if self._layout is None or self._snapshot is None:
-            raise ConfigError("no weights were taken yet")
-        return self._layout, self._snapshot
+        return coverage_of([True] * len(self._held.specs), changed, full=full)
 
     @property
     def _bucket_bytes(self) -> int:
@@ -144,14 +123,14 @@ class StreamedWeights(LocalWeights):
 
     def _compare(self, weights: NamedWeights) -> None:
         """Find what has changed."""
-        layout, snapshot = self._held
+        snapshot = self._held
         delta = ModelDelta(snapshot.ledger.copy())
-        missing = {spec.name: number for number, spec in enumerate(layout.specs)}
+        missing = {spec.name: number for number, spec in enumerate(snapshot.specs)}
         for name, tensor in weights:
             number = missing.pop(name, None)
             if number is None:
                 raise SourceChanged(f"{name!r} is new, or came twice")
-            reader = _reader(layout.specs[number], tensor)
+            reader = _reader(snapshot.specs[number], tensor)
             change = self._change(number, reader, snapshot, delta)
             if change is not None:
                 delta.held_bytes += change.held_bytes

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.shard import ShardSpec, share_of
+from deltasync.delta.shard import ShardSpec
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError
 from deltasync.sync.layout import SentLayout, SourceLayout, source_specs, specs_of
@@ -68,7 +68,7 @@ class Weights(Protocol):
 
 
 class LocalWeights(Weights):
-    """Those that this process compares and sends.
+    """Those that this process compares and sends: one layout, and one snapshot.
 
     Attributes:
         options: Sizes, policy, dtypes.
@@ -79,12 +79,26 @@ class LocalWeights(Weights):
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
         self.stream = OwnStream()
+        self._layout: SentLayout | None = None
+        self._snapshot: Snapshot | None = None
         self._released: Callable[[], None] | None = None
         self.is_released = False
 
     @property
+    def layout(self) -> SentLayout | None:
+        return self._layout
+
+    @property
     def is_lost(self) -> bool:
         return False
+
+    @property
+    def digests(self) -> Digests:
+        return self._held.ledger
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._held.num_bytes
 
     def begin(self, released: Callable[[], None] | None) -> None:
         """A call begins. See `WeightSender.send_weights`."""
@@ -100,6 +114,12 @@ class LocalWeights(Weights):
     def look(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
+    @property
+    def _held(self) -> Snapshot:
+        if self._snapshot is None:
+            raise ConfigError("no weights were taken yet")
+        return self._snapshot
+
 
 class OwnWeights(LocalWeights):
     """The weights of a trainer of one rank; or those that one of several compares and sends.
@@ -109,24 +129,12 @@ class OwnWeights(LocalWeights):
         options: Sizes, policy, dtypes.
     """
 
+    _layout: SourceLayout | None
+
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
         self.source = source
-        self._layout: SourceLayout | None = None
-        self._snapshot: Snapshot | None = None
         self._is_looked_up = False
-
-    @property
-    def layout(self) -> SourceLayout | None:
-        return self._layout
-
-    @property
-    def digests(self) -> Digests:
-        return self._held[1].ledger
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return self._held[1].num_bytes
 
     def declared(self) -> tuple[ParameterSpec, ...]:
         return source_specs(self.source.tensors())
@@ -159,7 +167,8 @@ class OwnWeights(LocalWeights):
             self._is_looked_up = True
 
     def delta(self, base_version: int) -> Delta:
-        layout, snapshot = self._held
+        snapshot, layout = self._held, self._layout
+        assert layout is not None
         if not self._is_looked_up:
             layout.refresh()
         self._is_looked_up = self._released is not None  # if this is tried again
@@ -175,23 +184,18 @@ class OwnWeights(LocalWeights):
 
     def full(self, *, ways: int = 1) -> Plan:
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
-        snapshot = self._held[1]
+        snapshot = self._held
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return plan_full(snapshot, bucket_bytes=bucket_bytes)
 
     def changed_by(self, delta: Delta) -> set[int]:
         """Numbers of the parameters of which something differs."""
-        sent = self._held[0].sent
-        return {share_of(sent, which).number for which in delta.changed}
+        shares = self._held.shares
+        return {shares[which].number for which in delta.changed}
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        return self._held[0].coverage(changed, full=full)
-
-    @property
-    def _held(self) -> tuple[SourceLayout, Snapshot]:
-        if self._layout is None or self._snapshot is None:
-            raise ConfigError("nothing was captured yet")
-        return self._layout, self._snapshot
+        assert self._layout is not None
+        return self._layout.coverage(changed, full=full)
 
     def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
         device = self.options.snapshot_device

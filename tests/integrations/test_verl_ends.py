@@ -99,7 +99,7 @@ def test_a_rollout_is_given_what_it_does_not_have(link: LinkName) -> None:
 
 
 def test_workers_of_an_engine_are_given_the_same_after_an_update_that_reached_one_of_them() -> None:
-    options = Options(link="shared_memory", timeout_s=2.0)
+    options = Options(link="shared_memory", timeout_s=6.0)
     weights = weights_on("cpu")
     before = weights["a"].clone()
     trainer = Trainer(options, SenderOptions(bucket_bytes=4096))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,8 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from tests.verl.fleet import LoadsByName
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -114,48 +115,23 @@ class TrainerWorker(Worker):
         return {name: tensor.bfloat16() for name, tensor in full.items()}
 
 
-class LoadsByName:
-    """The rollout adapter of an inference engine of one process."""
-
-    def __init__(self) -> None:
-        self.model = Policy().bfloat16()
-        self.handed: list[str] = []
-        self.steps: int | None = None
-        self.fails = False
-        self.replica_rank, self.is_leader_rank = 0, True
-
-    async def update_weights(
-        self,
-        weights: AsyncIterator[tuple[str, Tensor]],
-        global_steps: int | None = None,
-        wire_format: str = "",
-    ) -> None:
-        assert wire_format == "named_tensors"
-        self.handed = []
-        async for name, tensor in weights:
-            if self.fails:
-                self.fails = False
-                raise RuntimeError("planted: out of memory")
-            self.model.load(name, tensor)
-            self.handed.append(name)
-        self.steps = global_steps
-
-
 class RolloutWorker(CheckpointEngineWorker):
-    """verl's rollout worker beside that engine."""
+    """verl's rollout worker, whose inference engine is of the same process."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, None, LoadsByName())
-        for parameter in self.server_adapter.model.parameters():
+        policy = Policy().bfloat16()
+        super().__init__(config, None, LoadsByName(policy.load))
+        for parameter in policy.parameters():
             parameter.data.zero_()
+        self.policy = policy
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def state(self) -> tuple[dict[str, Tensor], list[str], int | None]:
         """Weights, names handed over last, and the step that they are of."""
-        engine = self.server_adapter
-        return dict(engine.model.state_dict()), engine.handed, engine.steps
+        adapter = self.server_adapter
+        return dict(self.policy.state_dict()), adapter.handed, adapter.steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_once(self) -> None:
         """The next load fails."""
-        self.server_adapter.fails = True
+        self.server_adapter.fails_after = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,9 @@ class Bag(nn.Module):
     def __getitem__(self, name: str) -> Tensor:
         return self.get_parameter(self._names[name])
 
+    def load(self, name: str, tensor: Tensor) -> None:
+        self[name].copy_(tensor)
+
     def holds(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether it has these bits."""
         return all(
@@ -38,16 +41,19 @@ class Bag(nn.Module):
         )
 
 
-class Adapter:
+class LoadsByName:
     """What verl's rollout adapters do: load whole tensors by name.
+
+    Args:
+        load: Takes one of them.
 
     Attributes:
         handed: Names that it was given in the last update.
         fails_after: Tensors that it loads before it fails, once; None for never.
     """
 
-    def __init__(self, model: Bag) -> None:
-        self.model = model
+    def __init__(self, load: Callable[[str, Tensor], None]) -> None:
+        self._load = load
         self.handed: list[str] = []
         self.steps: int | None = None
         self.fails_after: int | None = None
@@ -65,7 +71,7 @@ class Adapter:
             if len(self.handed) == self.fails_after:
                 self.fails_after = None
                 raise RuntimeError("planted: out of memory")
-            self.model[name].copy_(tensor)
+            self._load(name, tensor)
             self.handed.append(name)
         self.steps = global_steps
 
@@ -75,17 +81,14 @@ class Replica:
 
     def __init__(self, like: Weights, **kwargs: Any) -> None:
         self.engine = DeltaSyncEngine(1 << 20, **kwargs)
-        self.adapter = Adapter(Bag(like))
+        self.model = Bag(like)
+        self.adapter = LoadsByName(self.model.load)
 
     def update(self, step: int) -> None:
         adapter, engine = self.adapter, self.engine
         weights = engine.receive_weights(global_steps=step)
         call = adapter.update_weights(weights, step, engine.wire_format)
         asyncio.run(asyncio.wait_for(call, TIMEOUT_S))
-
-    @property
-    def model(self) -> Bag:
-        return self.adapter.model
 
 
 class Fleet:
