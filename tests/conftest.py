@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 
 import pytest
 import torch
 from hypothesis import settings
+
+from deltasync.cli import COMMANDS
 
 for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
     # No deadline: the first example pays for lazy imports, and shared machines stall.
@@ -15,8 +20,30 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+    # Tests on GPUs have processes whose torch starts anew, in an environment of their own.
+    multiprocessing.set_start_method("forkserver")
+
+# What processes that are forked from there do not import again, which takes seconds.
+set_forkserver_preload(
+    [
+        "pytest",  # part of the main module, which every process looks at
+        "hypothesis",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "deltasync.testing.links",
+        "deltasync.files.inspection",
+        *(f"deltasync.cli.{name}" for name in COMMANDS),
+    ]
+)
 
 DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports() -> None:
+    """Let them begin ahead, where tests have a use for them."""
+    if "deltasync.testing.processes" in sys.modules:
+        ensure_running()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import call
+
 ROOT = Path(__file__).parents[1]
 MAX_NOT_RUN = 8
 SHELLS = {"bash", "console"}
@@ -135,8 +137,7 @@ def make_targets() -> set[str]:
 
 @cache
 def has_subcommand(name: str) -> bool:
-    code = "import sys; from deltasync.cli import main; sys.argv[0] = 'deltasync'; main()"
-    return run_python(["-c", code, name, "--help"], ROOT).returncode == 0
+    return call(name, "--help").returncode == 0
 
 
 def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

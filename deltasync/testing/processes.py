@@ -1,4 +1,4 @@
-"""Functions in spawned processes, always bounded in time, failing with the child's traceback."""
+"""Functions in other processes, always bounded in time, failing with the child's traceback."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Self
 
 import torch
-
-_spawn = multiprocessing.get_context("spawn")
 
 
 class ChildFailed(AssertionError):
@@ -22,14 +21,16 @@ class ChildFailed(AssertionError):
 
 
 class Child:
-    """One spawned process, alive at most as long as the `with` block.
+    """One process, alive at most as long as the `with` block.
 
-    `function` and its arguments must be importable and picklable, as for any spawned process.
+    It is spawned; after `multiprocessing.set_start_method("forkserver")` it is forked from there,
+    where imports can be done ahead. `function` and its arguments must be importable and picklable.
     """
 
     def __init__(self, function: Callable[..., object], *args: Any) -> None:
-        self._report, report = _spawn.Pipe(duplex=False)
-        self._process = _spawn.Process(target=_run, args=(report, function, args), daemon=True)
+        context = _start_method()
+        self._report, report = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(report, function, args), daemon=True)
         self._process.start()
         report.close()
         self._text: str | None = None
@@ -80,6 +81,12 @@ class Child:
     def _signal(self, number: int) -> None:
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, number)
+
+
+def _start_method() -> SpawnContext | ForkServerContext:
+    if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        return multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn")
 
 
 def free_port() -> int:

@@ -19,6 +19,8 @@ from benchmarks.workload import SCALES, Flip, bits_of, decoder
 
 TINY = SCALES["tiny"]
 
+pytestmark = pytest.mark.timeout(300)  # whichever is first waits for all benchmarks
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:

@@ -29,6 +29,8 @@ from deltasync import Costs
 CPU = torch.device("cpu")
 TINY = GEOMETRIES["tiny"]
 
+pytestmark = pytest.mark.timeout(300)  # whichever is first waits for all benchmarks
+
 
 @dataclass
 class Runs:

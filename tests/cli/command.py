@@ -1,8 +1,9 @@
-"""The real command, from outside."""
+"""The real command: forked where its imports are done already, or from outside."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,16 +11,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from deltasync.cli import main
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+TIMEOUT_S = 100
+
+_forks = multiprocessing.get_context("forkserver")
 
 
 @contextmanager
 def hearing_ctrl_c() -> Iterator[None]:
-    """What is started inside hears it; background jobs of a script do not."""
+    """This process hears it, and what it starts inside; background jobs of a script do not."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -27,15 +39,47 @@ def hearing_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def call(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Any command, such as one that begins with `COMMAND`, as a shell runs it."""
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        words,
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command of `deltasync`, forked from where its imports are done already.
+
+    Those saw the environment of pytest, which is why this takes none. For commands that start no
+    processes: `run` also waits for what such leave behind.
+    """
+    words = list(map(str, arguments))
+    with TemporaryDirectory() as folder:
+        process = _forks.Process(target=_command, args=(words, ENVIRONMENT, folder))
+        process.start()
+        try:
+            process.join(TIMEOUT_S)
+            assert process.exitcode is not None, f"{words} still runs after {TIMEOUT_S} s"
+        finally:
+            process.kill()
+            process.join()
+        texts = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(words, process.exitcode, *texts)
+
+
+def _command(words: list[str], environment: dict[str, str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.argv = [COMMAND[-1], *words]
+    main()
 
 
 def told(*arguments: str | Path) -> dict[str, Any]:

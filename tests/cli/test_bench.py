@@ -6,32 +6,19 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from deltasync.cli.follower import followed, make_model
 from deltasync.errors import PeerLost
-from tests.cli.command import COMMAND as DELTASYNC
-from tests.cli.command import ENVIRONMENT, hearing_ctrl_c
-
-COMMAND = [*DELTASYNC, "bench"]
-ON_A_CPU = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=ON_A_CPU,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, run
 
 
 def test_json_is_one_object_of_both_ways() -> None:
-    done = call("--numel", "300k", "--density", "0.02", "--json")
+    done = run(*COMMAND, "bench", "--numel", "300k", "--density", "0.02", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
@@ -47,7 +34,7 @@ def test_json_is_one_object_of_both_ways() -> None:
 
 
 def test_what_is_piped_is_a_plain_table() -> None:
-    done = call("--numel", "100k")
+    done = run(*COMMAND, "bench", "--numel", "100k")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
@@ -75,7 +62,7 @@ def test_what_is_piped_is_a_plain_table() -> None:
     ],
 )
 def test_bad_options_get_one_line(arguments: list[str], said: str) -> None:
-    done = call(*arguments)
+    done = call("bench", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
@@ -91,29 +78,37 @@ def test_a_second_process_that_cannot_follow_is_heard() -> None:
         pass
 
 
-def test_ctrl_c_ends_it_quietly() -> None:
-    with hearing_ctrl_c():
+@pytest.mark.parametrize(
+    ("kill", "number", "code"),
+    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
+)
+def test_ctrl_c_and_sigterm_end_it_quietly(
+    kill: Callable[[int, int], None], number: int, code: int
+) -> None:
+    with hearing_ctrl_c(), TemporaryDirectory() as folder:
         running = subprocess.Popen(
-            [*COMMAND, "--numel", "50M"],
-            env=ON_A_CPU,
+            [*COMMAND, "bench", "--numel", "50M"],
+            env=ENVIRONMENT | {"TMPDIR": folder},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-    try:
-        wait_until_followed(running.pid)
-        os.killpg(running.pid, signal.SIGINT)
-        out, errors = running.communicate(timeout=30)
-    finally:
-        running.kill()
-    assert (running.returncode, out, errors) == (130, "", "")
+        try:
+            follower = wait_until_followed(running.pid)
+            kill(running.pid, number)
+            out, errors = running.communicate(timeout=30)
+        finally:
+            running.kill()
+        assert (running.returncode, out, errors) == (code, "", "")
+        assert not Path(f"/proc/{follower}").exists()
+        assert not list(Path(folder).iterdir())
 
 
-def wait_until_followed(process: int) -> None:
+def wait_until_followed(process: int) -> int:
     children = Path(f"/proc/{process}/task/{process}/children")
     for _ in range(600):
-        if children.read_text().split():
-            return
+        if found := children.read_text().split():
+            return int(found[0])
         signal.sigtimedwait([], 0.1)
     raise AssertionError("no second process")

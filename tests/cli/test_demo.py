@@ -16,11 +16,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.command import COMMAND as DELTASYNC
-from tests.cli.command import ENVIRONMENT, hearing_ctrl_c
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, run
 
-COMMAND = [*DELTASYNC, "demo"]
-QUICK = [*COMMAND, "--quick", "--json"]
+QUICK = ["demo", "--quick", "--json"]
 FIELDS = {
     "version",
     "kind",
@@ -37,22 +35,11 @@ FIELDS = {
 }
 
 
-def call(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = call([*QUICK, "--steps", "2", "--transport", transport, "--out", str(out)])
+    done = run(*COMMAND, *QUICK, "--steps", "2", "--transport", transport, "--out", out)
     assert done.returncode == 0, done.stderr
     assert "equal in both processes" in done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -75,7 +62,7 @@ def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_cpus_without_bf16_compute_in_fp32() -> None:
-    done = call([*QUICK, "--steps", "1"], ATEN_CPU_CAPABILITY="avx2")
+    done = run(*COMMAND, *QUICK, "--steps", "1", ATEN_CPU_CAPABILITY="avx2")
     assert done.returncode == 0, done.stderr
     assert "equal in both processes" in done.stderr
 
@@ -96,7 +83,7 @@ def test_cpus_without_bf16_compute_in_fp32() -> None:
     ],
 )
 def test_bad_options_get_one_line(arguments: list[str], said: str) -> None:
-    done = call([sys.executable, "-m", "deltasync.cli", *arguments])
+    done = call(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
@@ -105,7 +92,7 @@ def test_bad_options_get_one_line(arguments: list[str], said: str) -> None:
 
 def test_without_typer_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; from deltasync.cli import main; main()"
-    done = call([sys.executable, "-c", code])
+    done = run(sys.executable, "-c", code)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("pip install deltasync[cli]")
     assert len(done.stderr.splitlines()) == 1
@@ -123,11 +110,12 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_ends_both_processes() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_both_processes(number: int, code: int) -> None:
     with running_demo() as (trainer, rollout):
-        trainer.send_signal(signal.SIGINT)
+        trainer.send_signal(number)
         _, errors = trainer.communicate(timeout=30)
-        assert trainer.returncode == 130
+        assert trainer.returncode == code
         assert "Traceback" not in errors
         assert not is_running(rollout)
 
@@ -155,7 +143,7 @@ def test_the_trainer_says_when_the_rollout_process_died() -> None:
 @contextmanager
 def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A demo past its first delta, and the id of its rollout process."""
-    command = [*QUICK, "--steps", "1000000", "--transport", transport]
+    command = [*COMMAND, *QUICK, "--steps", "1000000", "--transport", transport]
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
     with hearing_ctrl_c():
         trainer = subprocess.Popen(

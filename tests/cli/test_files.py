@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -15,12 +16,10 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.testing.strategies import same_bits
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, refused, told
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, refused, run, told
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
-
-pytestmark = pytest.mark.timeout(300)  # each starts several interpreters
 
 
 @pytest.fixture
@@ -125,7 +124,7 @@ def test_verify_shows_as_many_as_asked_for(old: Path, new: Path) -> None:
 
 
 def test_verify_by_digest(old: Path, new: Path) -> None:
-    done = call("verify", old, new, "--digest")
+    done = run(*COMMAND, "verify", old, new, "--digest")
     assert done.returncode == 1
     digests = [line.split()[0] for line in done.stdout.splitlines()]
     assert len(set(digests)) == 2
@@ -138,7 +137,8 @@ def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) ->
     old = save({"a": bits.view(torch.bfloat16)}, tmp_path / "old")
     new = save({"a": others.view(torch.bfloat16)}, tmp_path / "new")
     assert told("diff", old, new, "--out", tmp_path / "patch")["changed"] == 3
-    told("apply", tmp_path / "patch", old, "--out", tmp_path / "made")
+    done = run(*COMMAND, "apply", tmp_path / "patch", old, "--out", tmp_path / "made", "--json")
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
     assert same_bits(Checkpoint(tmp_path / "made").tensor("a"), others.view(torch.bfloat16))
 
 
@@ -210,14 +210,7 @@ def test_output_that_cannot_be_written_gets_one_line(old: Path, new: Path) -> No
 
 def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
     code = "import sys; sys.modules['safetensors'] = None; from deltasync.cli import main; main()"
-    done = subprocess.run(
-        [COMMAND[0], "-c", code, "verify", old, old],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run(COMMAND[0], "-c", code, "verify", old, old)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("pip install deltasync[files]")
     assert len(done.stderr.splitlines()) == 1
@@ -225,7 +218,7 @@ def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
 
 def test_nothing_is_coloured_when_piped(old: Path, new: Path, patch: Path) -> None:
     for arguments in (("diff", str(old), str(new)), ("inspect", str(patch))):
-        done = call(*arguments, COLORTERM="truecolor", TERM="xterm-256color")
+        done = run(*COMMAND, *arguments, COLORTERM="truecolor", TERM="xterm-256color")
         assert "\x1b" not in done.stdout + done.stderr
         assert done.stderr == ""
 
@@ -258,6 +251,41 @@ def in_terminal(command: list[str]) -> str:
     return data.decode()
 
 
+ODD = {  # and how they are shown
+    "[red]a[/red]": "[red]a[/red]",
+    "[/b]": "[/b]",
+    ":smile:": ":smile:",
+    "\x1b[2J\x1b]0;c\x07": r"\x1b[2J\x1b]0;c\x07",
+    "d\r\nequal: all": r"d\r\nequal: all",
+    "e\u202e\x9b": r"e\u202e\x9b",
+}
+
+
+def test_odd_names_are_shown_as_they_are_and_not_obeyed(tmp_path: Path) -> None:
+    old = save(dict.fromkeys(ODD, torch.zeros(3)), tmp_path / "\x1b[31m")
+    new = save(dict.fromkeys(ODD, torch.ones(3)), tmp_path / "[b]new")
+    patch, made = tmp_path / "\udcff", tmp_path / "[b]\x1b[2J"
+    write_patch(Checkpoint(old), Checkpoint(new), patch)
+    for arguments in (["diff", old, new], ["verify", old, new, "--limit", 99], ["inspect", patch]):
+        words = list(map(str, arguments))
+        for text in (call(*words).stdout, in_terminal([*COMMAND, *words])):
+            assert is_harmless(text)
+            assert all(shown in text for shown in ODD.values())
+    for shown, text in (
+        (r"\x1b[31m", call("verify", old, new, "--digest").stdout),
+        (r"[b]\x1b[2J", call("apply", patch, old, "--out", made).stdout),
+        (r"[b]\x1b[2J", refused("diff", old, new, "--out", made)),
+        (r"\udcff", refused("diff", old, new, "--out", patch)),
+        (r"\x1b[2J", refused("inspect", patch, "--\x1b[2J")),
+    ):
+        assert is_harmless(text)
+        assert shown in text
+
+
+def is_harmless(text: str) -> bool:
+    return all(char.isprintable() or char == "\n" for char in text.replace("\r\n", "\n"))
+
+
 def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -266,22 +294,38 @@ def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_ctrl_c_leaves_nothing(old: Path, patch: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_leave_nothing(
+    number: int, code: int, old: Path, patch: Path, tmp_path: Path
+) -> None:
+    there = set(tmp_path.iterdir())
+    kill = f"lambda *_: os.kill(os.getpid(), {number})"
+    done = changed_apply(f"checkpoint.Checkpoint.flush = {kill}", patch, old, tmp_path / "out")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert set(tmp_path.iterdir()) == there
+
+
+def test_a_second_sigterm_does_not_keep_the_first_from_clearing_away(
+    old: Path, patch: Path, tmp_path: Path
+) -> None:
+    there = set(tmp_path.iterdir())
+    change = """
+kill, remove = lambda *_: os.kill(os.getpid(), 15), frame_file.rmtree
+checkpoint.Checkpoint.flush = kill
+frame_file.rmtree = lambda *a, **k: (kill(), remove(*a, **k))
+"""
+    done = changed_apply(change, patch, old, tmp_path / "out")
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert set(tmp_path.iterdir()) == there
+
+
+def changed_apply(
+    change: str, patch: Path, old: Path, out: Path
+) -> subprocess.CompletedProcess[str]:
+    """`deltasync apply`, of which something was changed."""
     code = (
-        "import os, signal; from deltasync.files.checkpoint import Checkpoint\n"
-        "Checkpoint.flush = lambda self: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"import os; from deltasync.files import checkpoint, frame_file\n{change}\n"
         "from deltasync.cli import main; main()"
     )
-    there = set(tmp_path.iterdir())
     with hearing_ctrl_c():
-        done = subprocess.run(
-            [COMMAND[0], "-c", code, "apply", patch, old, "--out", tmp_path / "out"],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-    assert set(tmp_path.iterdir()) == there
+        return run(COMMAND[0], "-c", code, "apply", patch, old, "--out", out)

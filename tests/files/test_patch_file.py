@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -168,6 +168,7 @@ def test_a_patch_cut_off_anywhere_is_found_before_anything_is_written(
 
 
 @given(at=st.integers(min_value=0), bit=st.integers(0, 7))
+@example(at=668, bit=2)  # in a table of zstd, which means the same with it
 def test_one_wrong_bit_is_found_before_anything_is_written(at: int, bit: int) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
         folder = Path(name)
@@ -177,10 +178,13 @@ def test_one_wrong_bit_is_found_before_anything_is_written(at: int, bit: int) ->
         data = bytearray((folder / "patch").read_bytes())
         data[at % len(data)] ^= 1 << bit
         (folder / "patch").write_bytes(data)
+        if Inspection(folder / "patch").fault is None:
+            applied(folder / "patch", old, folder / "out")
+            assert holds(folder / "out", stepped(model(layers=1)))
+            return
         nothing_is_copied(patched)
         with pytest.raises(DeltaSyncError):
             applied(folder / "patch", old, folder / "out")
-        assert Inspection(folder / "patch").fault is not None
 
 
 def nothing_is_copied(patched: pytest.MonkeyPatch) -> None:

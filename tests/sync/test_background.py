@@ -30,6 +30,7 @@ from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
+from tests.cli.command import hearing_ctrl_c
 from tests.sync.harness import (
     Fleet,
     Model,
@@ -273,12 +274,10 @@ def test_an_interrupted_wait_lets_no_optimizer_step(
     reading, go_on = held_back(monkeypatch)
     training.step()
     assert reading.wait(20)
-    # Background jobs of a script ignore it otherwise.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        training.hook.wait()
-    signal.signal(signal.SIGINT, handler)
+    with hearing_ctrl_c():
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            training.hook.wait()
     threading.Timer(0.3, go_on.set).start()
     was: list[bool] = []
     training.optimizer.register_step_pre_hook(lambda *_: was.append(go_on.is_set()))

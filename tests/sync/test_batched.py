@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import GridExecutor
+from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.batched import Kernels
@@ -23,14 +23,17 @@ if torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps its state in globals, and here both ends are threads."""
-    turn, run = threading.Lock(), GridExecutor.__call__
+    """The interpreter keeps its state in globals, and here both ends are threads.
+
+    Nor do several threads of Python 3.11 parse at once without fail: gh-106905.
+    """
+    turn, run = threading.Lock(), InterpretedFunction.run
 
     def in_turn(*args: Any, **kwargs: Any) -> None:
         with turn:
             run(*args, **kwargs)
 
-    monkeypatch.setattr(GridExecutor, "__call__", in_turn)
+    monkeypatch.setattr(InterpretedFunction, "run", in_turn)
 
 
 def model(dtype: torch.dtype, seed: int) -> Model:

@@ -1,5 +1,7 @@
 """The helpers that run functions in processes fail loudly and leave nothing running."""
 
+import multiprocessing
+import os
 import time
 
 import pytest
@@ -20,6 +22,26 @@ def fail_at_one(rank: int) -> None:
 
 def sleep() -> None:
     time.sleep(60)
+
+
+def has_parent(process: int, is_so: bool) -> None:
+    assert (os.getppid() == process) is is_so
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("chosen", "is_ours"), [(None, True), ("spawn", True), ("forkserver", False)]
+)
+def test_children_are_forked_elsewhere_where_that_was_chosen(
+    chosen: str | None, is_ours: bool
+) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(chosen, force=True)
+    try:
+        with Child(has_parent, os.getpid(), is_ours) as child:
+            child.wait(timeout_s=40)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.timeout(60)
