@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 
 COMMANDS = ("apply", "bench", "demo", "diff", "doctor", "inspect", "verify")
 """Each a function of this name in a module of this name."""
 
-USAGE_ERROR = 2
+USAGE_ERROR, TERMINATED = 2, 143
 
 
 def main() -> None:
     """Run the command that `sys.argv` asks for, and exit with its code."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(_run())
+
+
+def _terminate(*_: object) -> None:
+    """What was begun is cleared away, undisturbed by another SIGTERM: `timeout` sends two."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(TERMINATED)
 
 
 def _run() -> int:
@@ -25,6 +33,7 @@ def _run() -> int:
             raise
         return _refuse("the command line needs typer and rich: pip install deltasync[cli]")
     from deltasync.cli.ending import with_exit_codes
+    from deltasync.cli.terminal import printable
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
@@ -33,9 +42,9 @@ def _run() -> int:
     try:
         return app(prog_name="deltasync", standalone_mode=False) or 0
     except typer.BadParameter as error:
-        return _refuse(error.format_message())
+        return _refuse(printable(error.format_message()))
     except typer.TyperException as error:
-        return _refuse(f"{error} See deltasync --help.")
+        return _refuse(printable(f"{error} See deltasync --help."))
 
 
 def _root() -> None:

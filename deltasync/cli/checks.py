@@ -28,7 +28,7 @@ class Check:
     """One row.
 
     Attributes:
-        ok: None where the question does not arise on this machine.
+        ok: None where nothing can be said of it on this machine.
         found: What there is.
         advice: What to do about a no.
     """
@@ -45,7 +45,7 @@ class Engine:
 
     Attributes:
         packages: Names under which it is distributed.
-        first, last: The versions that the integration was made for, both included.
+        first, last: The versions that the integration was tried with, both included.
     """
 
     name: str
@@ -194,16 +194,17 @@ def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
 
 
 def engine_check(engine: Engine) -> Check:
-    """Whether the version installed is one that the integration was made for."""
+    """Whether the version installed is one that was tried; of others nothing is known."""
     for package in engine.packages:
         try:
             found = version(package)
         except PackageNotFoundError:
             continue
         first, last = numbers(engine.first), numbers(engine.last)
-        ok = first <= numbers(found) and numbers(found)[: len(last)] <= last
-        wanted = engine.first if first == last else f"{engine.first} to {engine.last}"
-        return Check(engine.name, ok, found, f"deltasync was tried with {wanted}")
+        if first <= numbers(found) and numbers(found)[: len(last)] <= last:
+            return Check(engine.name, True, found)
+        tried = engine.first if first == last else f"{engine.first} to {engine.last}"
+        return Check(engine.name, None, f"{found}, not tried; deltasync was tried with {tried}")
     return Check(engine.name, None, "not installed")
 
 

@@ -46,13 +46,15 @@ def _show(console: Console, checks: list[Check], *, is_well: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from deltasync.cli.terminal import printable
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_column(overflow="fold")
     for check in checks:
         style = _STYLES[check.ok]
-        found = Text(check.found, style="dim" if check.ok is None else "")
+        found = Text(printable(check.found), style="dim" if check.ok is None else "")
         if check.ok is False:
             found.append(f"\n{check.advice}", style="yellow")
         table.add_row(check.name, Text(_WORDS[check.ok], style=style), found)

@@ -10,6 +10,8 @@ from typing import ParamSpec
 
 import typer
 
+from deltasync.cli.terminal import printable
+
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 _Options = ParamSpec("_Options")
@@ -45,5 +47,6 @@ def with_exit_codes(command: Callable[_Options, None]) -> Callable[_Options, Non
 
 def told(error: Exception, code: int, *, hint: str = "") -> typer.Exit:
     """Say in one line what went wrong. Returns what to raise."""
-    print(f"{type(error).__name__}: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+    line = f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
+    print(printable(line), file=sys.stderr)
     return typer.Exit(code)

@@ -78,9 +78,9 @@ def _print(console: Console, found: Inspection, limit: int) -> None:
         _print_message(console, frame, limit)
     if found.fault is not None:
         fault = found.fault
-        where = f" at byte {count(fault.offset)}, rule {fault.rules}: "
-        line = Text.assemble(("damaged", "bold red"), where, f"{fault.error}: {fault.reason}")
-        console.print(line, soft_wrap=True)
+        where = f"at byte {count(fault.offset)}, rule {fault.rules}"
+        console.print("damaged", style="bold red", end=" ")
+        console.print(f"{where}: {fault.error}: {fault.reason}", soft_wrap=True)
 
 
 def _frames(frames: list[FrameFacts], limit: int) -> Table:

@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from deltasync.files.comparing import Advance
 from deltasync.files.patch_file import Phase
@@ -26,16 +27,28 @@ AsJson: TypeAlias = Annotated[
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
 
 
+def printable(text: str) -> str:
+    """One line, in which whatever a terminal obeys or does not show is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Console(Console):
+    """Shows strings as they are: tensors and files may have any names."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def make_console() -> Console:
     """For results: stdout. What is piped is as wide everywhere, and has no colours."""
-    if sys.stdout.isatty():
-        return Console(highlight=False, markup=False)
-    return Console(
+    is_piped = not sys.stdout.isatty()
+    return _Console(
         highlight=False,
         markup=False,
-        width=_PIPED_WIDTH,
-        color_system=None,
-        force_terminal=False,
+        emoji=False,
+        width=_PIPED_WIDTH if is_piped else None,
+        color_system=None if is_piped else "auto",
+        force_terminal=False if is_piped else None,
     )
 
 

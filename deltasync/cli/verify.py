@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from deltasync.cli.ending import FAILED
 from deltasync.cli.terminal import (
@@ -91,7 +92,7 @@ def _print_difference(found: Equality) -> None:
     table = make_table("tensor", "index", "first", "second", names=2)
     for one in found.first:
         index = f"[{', '.join(map(str, one.index))}]"
-        table.add_row(one.name, index, *("\n".join(texts) for texts in (one.old, one.new)))
+        table.add_row(one.name, index, *(Text("\n".join(texts)) for texts in (one.old, one.new)))
     console.print(table)
     if number > len(found.first):
         console.print(f"and {count(number - len(found.first))} more")
