@@ -260,6 +260,7 @@ def report(page: Path = PAGE) -> None:
     kept = (
         RECORDS,
         *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
+        VERL_RECORDS,
     )
     for records in kept:
         if records.exists():
