@@ -226,12 +226,18 @@ def send_for_ever(link: Link, frame: Frame, *, timeout_s: float = PATIENCE_S) ->
 
 
 def lost_peers(link: Link, peers: list[int], frame: Frame, *, timeout_s: float) -> set[int]:
-    """Send `frame` and collect replies until one of `peers` is lost or late; who."""
+    """Send `frame` and collect replies until one of `peers` is lost or late; who.
+
+    One without a payload follows each time: others can answer that whatever became of the first.
+    """
+    frames = frame, Frame(b"after it")
     while True:
         try:
-            link.sender.send(frame, timeout_s=timeout_s)
+            for one in frames:
+                link.sender.send(one, timeout_s=timeout_s)
         except (PeerLost, TransportTimeout):
             return {peer for peer in peers if not link.sender.is_connected(peer)}
-        replies = link.sender.collect_replies(timeout_s=timeout_s)
-        if late := {peer for peer, reply in replies.items() if not isinstance(reply, bytes)}:
-            return late
+        for _ in frames:
+            replies = link.sender.collect_replies(timeout_s=timeout_s)
+            if late := {peer for peer, reply in replies.items() if not isinstance(reply, bytes)}:
+                return late

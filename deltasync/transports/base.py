@@ -107,6 +107,9 @@ class SendTransport(Protocol):
 
         A peer that died or was dropped has PeerLost in its place, one that did not answer in
         time TransportTimeout; both are dropped.
+
+        A payload on its way when a peer is lost may not reach the others either, who then cannot
+        answer it. A frame without a payload reaches them: let one that wants the answer follow.
         """
         ...
 
