@@ -236,7 +236,7 @@ def far_boxes(draw: st.DrawFn, least: int = 1) -> ShardSpec:
     return ShardSpec(tuple(map(sum, dims)), offset, size)
 
 
-def _has_strides(dims: list[tuple[int, ...]]) -> bool:
+def _has_strides(dims: list[tuple[int, int, int]]) -> bool:
     return prod(max(1, sum(dim)) for dim in dims) <= 1 << 62
 
 
