@@ -14,8 +14,11 @@ from hypothesis import settings
 from deltasync.cli import COMMANDS
 
 for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
-    # No deadline: the first example pays for lazy imports, and shared machines stall.
-    settings.register_profile(_name, max_examples=_examples, deadline=None)
+    # No deadline: the first example pays for lazy imports, and shared machines stall. CI judges a
+    # change by the same examples as the one before.
+    settings.register_profile(
+        _name, max_examples=_examples, deadline=None, derandomize=_name == "ci"
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 if not torch.cuda.is_available():
