@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from benchmarks.record import MEMORY, PER_PARAMETER, Environment, Result
-from benchmarks.report import bold, mebibytes, megabytes, milliseconds, ratio, row, sign
+from benchmarks.record import MEMORY, PER_PARAMETER, Result
+from benchmarks.report import bold, describe, mebibytes, megabytes, milliseconds, ratio, row, sign
 
 TITLES = {
     "sync_over_dense": "whole sync, against sending everything",
@@ -98,15 +98,6 @@ def make_markdown(results: list[Result]) -> str:
         *environments,
     ]
     return "\n".join(lines)
-
-
-def describe(environment: Environment) -> str:
-    """Where and of what code, in a sentence."""
-    e = environment
-    dirty = " with uncommitted changes" if e.dirty else ""
-    where = e.gpu or f"{e.cpu}, {e.cores} cores"
-    software = f"Python {e.python}, torch {e.torch}"
-    return f"{where}; {software}; commit {e.commit[:12]}{dirty}, {e.time[:10]}."
 
 
 def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
