@@ -9,19 +9,24 @@ from importlib import import_module
 COMMANDS = ("apply", "bench", "demo", "diff", "doctor", "inspect", "verify")
 """Each a function of this name in a module of this name."""
 
-USAGE_ERROR, TERMINATED = 2, 143
+USAGE_ERROR, SIGNALLED = 2, 128
+
+_ENDINGS = (signal.SIGHUP, signal.SIGTERM)
 
 
 def main() -> None:
     """Run the command that `sys.argv` asks for, and exit with its code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in _ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _terminate)
     sys.exit(_run())
 
 
-def _terminate(*_: object) -> None:
-    """What was begun is cleared away, undisturbed by another SIGTERM: `timeout` sends two."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(TERMINATED)
+def _terminate(number: int, _: object) -> None:
+    """What was begun is cleared away, undisturbed by another signal: `timeout` sends two."""
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(SIGNALLED + number)
 
 
 def _run() -> int:

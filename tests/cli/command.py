@@ -30,13 +30,18 @@ _forks = multiprocessing.get_context("forkserver")
 
 
 @contextmanager
-def hearing_ctrl_c() -> Iterator[None]:
-    """This process hears it, and what it starts inside; background jobs of a script do not."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+def hearing_signals() -> Iterator[None]:
+    """This process hears Ctrl-C and SIGHUP, and what it starts inside.
+
+    Background jobs of a script do not hear the one, nor what nohup started the other.
+    """
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, ctrl_c)
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

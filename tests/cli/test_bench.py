@@ -14,7 +14,7 @@ import pytest
 
 from deltasync.cli.follower import followed, make_model
 from deltasync.errors import PeerLost
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, run
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
 
 
 def test_json_is_one_object_of_both_ways() -> None:
@@ -85,7 +85,7 @@ def test_a_second_process_that_cannot_follow_is_heard() -> None:
 def test_ctrl_c_and_sigterm_end_it_quietly(
     kill: Callable[[int, int], None], number: int, code: int
 ) -> None:
-    with hearing_ctrl_c(), TemporaryDirectory() as folder:
+    with hearing_signals(), TemporaryDirectory() as folder:
         running = subprocess.Popen(
             [*COMMAND, "bench", "--numel", "50M"],
             env=ENVIRONMENT | {"TMPDIR": folder},

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, run
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
 
 QUICK = ["demo", "--quick", "--json"]
 FIELDS = {
@@ -145,7 +145,7 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
     """A demo past its first delta, and the id of its rollout process."""
     command = [*COMMAND, *QUICK, "--steps", "1000000", "--transport", transport]
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
-    with hearing_ctrl_c():
+    with hearing_signals():
         trainer = subprocess.Popen(
             command,
             env=ENVIRONMENT | {"TMPDIR": folder.name},

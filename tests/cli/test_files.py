@@ -16,7 +16,7 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.testing.strategies import same_bits
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_ctrl_c, refused, run, told
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, refused, run, told
 from tests.files.saved import holds, model, save, save_sharded, stepped
 
 UP = "model.layers.0.up.weight"
@@ -294,8 +294,10 @@ def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_and_sigterm_leave_nothing(
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_signals_leave_nothing(
     number: int, code: int, old: Path, patch: Path, tmp_path: Path
 ) -> None:
     there = set(tmp_path.iterdir())
@@ -327,5 +329,5 @@ def changed_apply(
         f"import os; from deltasync.files import checkpoint, frame_file\n{change}\n"
         "from deltasync.cli import main; main()"
     )
-    with hearing_ctrl_c():
+    with hearing_signals():
         return run(COMMAND[0], "-c", code, "apply", patch, old, "--out", out)

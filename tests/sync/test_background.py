@@ -31,7 +31,7 @@ from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire import messages
-from tests.cli.command import hearing_ctrl_c
+from tests.cli.command import hearing_signals
 from tests.sync.harness import (
     Fleet,
     Model,
@@ -275,7 +275,7 @@ def test_an_interrupted_wait_lets_no_optimizer_step(
     reading, go_on = held_back(monkeypatch)
     training.step()
     assert reading.wait(20)
-    with hearing_ctrl_c():
+    with hearing_signals():
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             training.hook.wait()
