@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity
     from deltasync.files.patch_file import PatchSummary
 
-_SHOWN = 10  # tensors, unless all are asked for
+_SHOWN, _SHOWN_LAYERS = 10, 200  # unless all are asked for
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 
 
@@ -43,7 +44,11 @@ def diff(
         bool, typer.Option("--encodings", help="Bytes of more encodings, zstd among them; slower.")
     ] = False,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help=f"All tensors, not the {_SHOWN} densest.")
+        bool,
+        typer.Option(
+            "--tensors",
+            help=f"All tensors, not the {_SHOWN} densest; all layers, not {_SHOWN_LAYERS}.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +81,7 @@ def diff(
     changed = f"{count(total.changed)} of {count(total.numel)} elements changed"
     console.print(f"{changed} ({percent(total.density)}), in {len(found)} tensors")
     if total.changed:
-        console.print(_by_layer(console, found))
+        console.print(_by_layer(console, found, len(found) if tensors else _SHOWN_LAYERS))
         console.print(_by_tensor(found, len(found) if tensors else _SHOWN))
         console.print(_steps(console, total))
     console.print(_bytes(sizes))
@@ -112,26 +117,30 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _by_layer(console: Console, found: Mapping[str, Sparsity]) -> Table:
+def _by_layer(console: Console, found: Mapping[str, Sparsity], shown: int) -> Table:
     layers = _layers(found)
     most = max(one.density for one in layers.values())
     table = make_table("layer", "elements", "changed", "density", "")
-    for layer, one in layers.items():
+    for layer, one in islice(layers.items(), shown):
         drawn = bar(console, one.density / most)
         table.add_row(layer, count(one.numel), count(one.changed), percent(one.density), drawn)
+    _tell_rest(table, len(layers) - shown, "more layers")
     return table
 
 
 def _by_tensor(found: Mapping[str, Sparsity], shown: int) -> Table:
-    rest = max(0, len(found) - shown)
     table = make_table("tensor", "elements", "changed", "density")
     order = sorted(found.items(), key=lambda item: (-item[1].density, _natural(item[0])))
     for name, one in order[:shown]:
         table.add_row(name, count(one.numel), count(one.changed), percent(one.density))
-    if rest:
-        table.caption = f"and {count(rest)} less dense: --tensors shows all"
-        table.caption_justify = "left"
+    _tell_rest(table, len(found) - shown, "less dense")
     return table
+
+
+def _tell_rest(table: Table, rest: int, what: str) -> None:
+    if rest > 0:
+        table.caption = f"and {count(rest)} {what}: --tensors shows all"
+        table.caption_justify = "left"
 
 
 def _steps(console: Console, total: Sparsity) -> Table:

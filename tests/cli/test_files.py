@@ -56,6 +56,21 @@ def test_diff_then_apply_then_verify(tmp_path: Path) -> None:
     assert told("verify", new, tmp_path / "made", "--digest")["digests"] == [made["digest"]] * 2
 
 
+def test_diff_shows_some_of_many_tensors_and_layers_unless_asked_for_all(tmp_path: Path) -> None:
+    many = {f"layers.{n}.w": torch.full((4,), n, dtype=torch.bfloat16) for n in range(250)}
+    files = [
+        save({name: w + add for name, w in many.items()}, tmp_path / f"{add}.safetensors")
+        for add in (0, 300)
+    ]
+    some = call("diff", *files).stdout
+    assert "and 50 more layers: --tensors shows all" in some
+    assert "and 240 less dense: --tensors shows all" in some
+    everything = call("diff", *files, "--tensors").stdout
+    assert "shows all" not in everything
+    assert all(f" layers.{n} " in everything for n in range(250))
+    assert all(f" {name} " in everything for name in many)
+
+
 def test_diff_counts_by_layer_and_by_tensor(old: Path, new: Path) -> None:
     found = told("diff", old, new)
     assert set(found["layers"]) == {"model.layers.0", "model.layers.1", "mask", "scale", "none"}
