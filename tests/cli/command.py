@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,3 +103,13 @@ def refused(*arguments: str | Path, code: int = 2) -> str:
     assert (done.returncode, done.stdout) == (code, "")
     (line,) = done.stderr.splitlines()
     return line
+
+
+def wait_until_gone(process: int) -> None:
+    """Until it is no more than a zombie that nobody has waited for;"""
+    status = Path(f"/proc/{process}/stat")
+    give_up = time.monotonic() + 30
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < give_up
+            time.sleep(0.05)

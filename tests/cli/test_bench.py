@@ -14,7 +14,14 @@ import pytest
 
 from deltasync.cli.follower import followed, make_model
 from deltasync.errors import PeerLost
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
+from tests.cli.command import (
+    COMMAND,
+    ENVIRONMENT,
+    call,
+    hearing_signals,
+    run,
+    wait_until_gone,
+)
 
 
 def test_json_is_one_object_of_both_ways() -> None:
@@ -101,7 +108,7 @@ def test_ctrl_c_and_sigterm_end_it_quietly(
         finally:
             running.kill()
         assert (running.returncode, out, errors) == (code, "", "")
-        assert not Path(f"/proc/{follower}").exists()
+        wait_until_gone(follower)
         assert not list(Path(folder).iterdir())
 
 

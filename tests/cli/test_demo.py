@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
+from tests.cli.command import (
+    COMMAND,
+    ENVIRONMENT,
+    call,
+    hearing_signals,
+    run,
+    wait_until_gone,
+)
 
 QUICK = ["demo", "--quick", "--json"]
 FIELDS = {
@@ -106,7 +112,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
         assert trainer.stderr is not None
         assert "Traceback" not in trainer.stderr.read()
         assert trainer.wait(timeout=30) == 1
-        assert not is_running(rollout)
+        wait_until_gone(rollout)
 
 
 @pytest.mark.timeout(120)
@@ -117,7 +123,7 @@ def test_ctrl_c_and_sigterm_end_both_processes(number: int, code: int) -> None:
         _, errors = trainer.communicate(timeout=30)
         assert trainer.returncode == code
         assert "Traceback" not in errors
-        assert not is_running(rollout)
+        wait_until_gone(rollout)
 
 
 @pytest.mark.timeout(120)
@@ -167,19 +173,3 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
         for pipe in (trainer.stdout, trainer.stderr):
             if pipe is not None:
                 pipe.close()
-
-
-def is_running(process: int) -> bool:
-    """Whether it exists and is more than a zombie that nobody has waited for."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_gone(process: int) -> None:
-    deadline = time.monotonic() + 30
-    while is_running(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
