@@ -127,7 +127,8 @@ class WeightReceiver:
         while the sender compares; with `stage` and `commit`, in the pause.
 
         Args:
-            timeout_s: For the next sync to begin; within it `stall_timeout_s` counts.
+            timeout_s: For the next sync to begin, and for another try if it is aborted; within it
+                `stall_timeout_s` counts.
 
         Raises:
             TransportTimeout: No sync came. The receiver stays a member; call again.
@@ -165,6 +166,8 @@ class WeightReceiver:
                     return True
                 if self._is_aborted(message):
                     raise SyncAborted("the sender gave up; the weights are as dirty as before")
+                if isinstance(message, messages.Abort):  # it may try again, without who failed
+                    deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and not self._is_waiting:
                     return False
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -130,6 +131,26 @@ def test_the_others_go_on_when_one_is_lost() -> None:
         assert (stats.kind, stats.receivers) == ("delta", 1)
         assert list(stats.lost) == ["leaves[0/1]"]
         assert bits_equal(source, stays)
+
+
+def test_a_receiver_waits_for_the_second_try_however_long_the_first_took() -> None:
+    source, replica = model(), model(1)
+    with closing(inprocess.Sender()) as link, ThreadPoolExecutor(2) as pool:
+        sender = WeightSender(ModuleSource(source), link)
+        stays, absent = (
+            WeightReceiver(ModuleTarget(target), link.receiver(), engine=name)
+            for name, target in {"stays": replica, "absent": model(2)}.items()
+        )
+        joined = [pool.submit(one.receive_weights, timeout_s=20) for one in (stays, absent)]
+        sender.wait_for_receivers(2, timeout_s=20)
+        sender.send_weights(timeout_s=20)
+        assert [one.result(20) for one in joined] == [1, 1]
+        nudge(source)
+        received = pool.submit(stays.receive_weights, timeout_s=2)
+        stats = sender.send_weights(timeout_s=3)
+        assert (stats.receivers, list(stats.lost)) == (1, ["absent[0/1]"])
+        assert received.result(20) == stats.version
+        assert bits_equal(source, replica)
 
 
 def test_nobody_to_send_to_is_said() -> None:
