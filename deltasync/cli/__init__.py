@@ -47,9 +47,10 @@ def _run() -> int:
     try:
         return app(prog_name="deltasync", standalone_mode=False) or 0
     except typer.BadParameter as error:
-        return _refuse(printable(error.format_message()))
+        line = error.format_message()
     except typer.TyperException as error:
-        return _refuse(printable(f"{error} See deltasync --help."))
+        line = f"{error} See deltasync --help."
+    return _refuse(printable(line))
 
 
 def _root() -> None:

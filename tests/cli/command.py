@@ -106,7 +106,7 @@ def refused(*arguments: str | Path, code: int = 2) -> str:
 
 
 def wait_until_gone(process: int) -> None:
-    """Until it is no more than a zombie that nobody has waited for;"""
+    """Until it is no more than a zombie that nobody has waited for."""
     status = Path(f"/proc/{process}/stat")
     give_up = time.monotonic() + 30
     with suppress(FileNotFoundError, ProcessLookupError):

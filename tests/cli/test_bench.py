@@ -14,14 +14,7 @@ import pytest
 
 from deltasync.cli.follower import followed, make_model
 from deltasync.errors import PeerLost
-from tests.cli.command import (
-    COMMAND,
-    ENVIRONMENT,
-    call,
-    hearing_signals,
-    run,
-    wait_until_gone,
-)
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run, wait_until_gone
 
 
 def test_json_is_one_object_of_both_ways() -> None:

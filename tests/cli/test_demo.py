@@ -15,14 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.command import (
-    COMMAND,
-    ENVIRONMENT,
-    call,
-    hearing_signals,
-    run,
-    wait_until_gone,
-)
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run, wait_until_gone
 
 QUICK = ["demo", "--quick", "--json"]
 FIELDS = {
