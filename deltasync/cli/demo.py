@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of GRPO.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of GRPO.")] = 15,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of everything random.")] = 0,
     lr: Annotated[
-        float, typer.Option(help="Learning rate of GRPO; 1e-6 changes about 1 %.")
-    ] = 1e-4,
+        float,
+        typer.Option(help="Learning rate of GRPO; 1e-6 is usual, 1e-4 learns within 300 steps."),
+    ] = 1e-6,
     transport: Annotated[
         Literal["shared_memory", "gloo"], typer.Option(help="How the weights travel.")
     ] = "shared_memory",

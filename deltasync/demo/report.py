@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
@@ -60,8 +61,8 @@ class PlainReport:
         pass
 
     def warm_up(self, step: WarmUpStep) -> None:
-        """Say how it begins and ends."""
-        if step.step in (1, step.of):
+        """Print a line for the first step, and then for each sixth of them."""
+        if step.step == 1 or step.step % max(1, step.of // 6) == 0:
             self._line(f"warm-up step {step.step} of {step.of}, loss {step.loss:.3f}")
 
     def version(self, record: VersionRecord) -> None:
@@ -173,6 +174,7 @@ def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tu
         ("reward, sampled", f"{_score(before.sampled)}  ->  {_score(after.sampled)}"),
         ("reward, greedy", f"{_score(before.greedy)}  ->  {_score(after.greedy)}"),
         ("", f"mean +- standard error, the same {before.greedy.num_prompts} prompts each time"),
+        ("", _movement(before.sampled, after.sampled)),
     ]
     if deltas:
         lines += _delta_lines(deltas)
@@ -197,6 +199,16 @@ def _delta_lines(deltas: Sequence[VersionRecord]) -> list[tuple[str, str]]:
         ("bytes of deltas", f"{sent / 1e6:.1f} MB, dense {dense / 1e6:.1f} MB: {sent / dense:.1%}"),
         ("time of a delta", f"diff {diff}, transfer {transfer}, commit {commit} (medians)"),
     ]
+
+
+def _movement(before: Score, after: Score) -> str:
+    """Whether the reward moved. The two errors are taken as independent, which overstates them."""
+    moved = after.mean - before.mean
+    error = math.hypot(before.standard_error, after.standard_error)
+    found = f"sampled reward {moved:+.3f} +- {error:.3f}"
+    if abs(moved) > 2 * error:
+        return f"{found}: the policy {'improved' if moved > 0 else 'got worse'}"
+    return f"{found}: within noise; --lr 1e-4 --steps 300 trains long enough to see it learn"
 
 
 def _score(score: Score) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,23 @@ def test_the_summary_counts_deltas_alone(text: io.StringIO) -> None:
     assert "0.500 +- 0.031" in said
     assert "3 of 3 versions agree" in said
     assert "equal in both processes" in said
+
+
+def test_the_summary_says_whether_the_reward_moved_beyond_noise(text: io.StringIO) -> None:
+    console = Console(file=text, width=100)
+    print_summary(console, SUMMARY, RECORDS)
+    assert "sampled reward +0.000 +- 0.044: within noise" in text.getvalue()
+    better = Score(0.7, SCORE.standard_error, 256)
+    print_summary(console, replace(SUMMARY, after=Evaluation(better, better)), RECORDS)
+    assert "sampled reward +0.200 +- 0.044: the policy improved" in text.getvalue()
+
+
+def test_a_pipe_shows_the_progress_of_the_warm_up(text: io.StringIO) -> None:
+    report = PlainReport(Console(file=text, width=40))
+    for step in range(1, 121):
+        report.warm_up(WarmUpStep(step, 120, 2.0))
+    shown = [line.split()[2] for line in text.getvalue().splitlines()]
+    assert shown == ["1", "20", "40", "60", "80", "100", "120"]
 
 
 def test_files(tmp_path: Path) -> None:

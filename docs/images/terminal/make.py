@@ -24,7 +24,7 @@ WIDTH = 100
 HERE = Path(__file__).parent
 COMMANDS = {
     "doctor": ["deltasync doctor"],
-    "demo": ["deltasync demo --quick --steps 12 --lr 3e-5 --out run"],
+    "demo": ["deltasync demo --out run"],
     "diff": ["deltasync diff run/first.safetensors run/last.safetensors --out run/step.patch"],
     "inspect": ["deltasync inspect run/step.patch --limit 3"],
     "verify": [
