@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -142,8 +143,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """`WeightSender.send_weights`, with the engine's update when it is due.
 
         Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
-        not hold the version.
+        not hold the version. Raises ConfigError within `atexit`, before anything is sent: the
+        engine's update needs a thread, and none can start any more.
         """
+        _check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self.sender.one_call(timeout_s):
             if self._is_behind or not self._are_here():
@@ -256,6 +259,15 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def _resume(self) -> None:
         self._is_paused = False
         self._pause.close()
+
+
+def _check_threads_can_start() -> None:
+    """Raise ConfigError when the interpreter shuts down, as it does within `atexit`."""
+    if not threading.main_thread().is_alive():
+        raise ConfigError(
+            "an engine's update needs a thread, and the interpreter is shutting down: send weights "
+            "before the program ends, not within atexit"
+        )
 
 
 def _reachable(address: Address | None, *, rank: int) -> Address:

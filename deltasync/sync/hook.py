@@ -71,7 +71,8 @@ class StepHook:
         self.last_error: DeltaSyncError | None = None
         self._sender, self._every, self._on_error = sender, every, on_error
         self._callback, self._timeout_s, self._on_busy = callback, timeout_s, on_busy
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync-sync")
+        self._is_removed = False
+        self._thread = _own_thread()
         self._sync_under_way: Future[None] | None = None
         self._released = threading.Event()
         self._syncing: threading.Thread | None = None  # that of syncs in the background
@@ -84,17 +85,35 @@ class StepHook:
 
         What that sync raises, `wait` raises, before or after.
         """
-        self._thread.shutdown(wait=threading.current_thread() is not self._syncing)
+        self._is_removed = True
+        self._thread.shutdown(wait=not self._is_in_callback)
         for handle in self._handles:
             handle.remove()
 
     def wait(self) -> None:
-        """Return when no sync is under way. Raises StepApplied as a step does."""
+        """Return when no sync is under way. Raises StepApplied as a step does.
+
+        Raises ConfigError in the callback of a sync in the background, which would wait for itself.
+        """
         if (ended := self._ended()) is not None:
             ended.result()
 
+    @property
+    def _is_in_callback(self) -> bool:
+        """Whether this is the thread of syncs in the background, in which callbacks run."""
+        return threading.current_thread() is self._syncing
+
+    def _check_thread(self, call: str) -> None:
+        """Raise ConfigError for what would wait for its own thread."""
+        if self._is_in_callback:
+            raise ConfigError(
+                f"{call} in the callback of a sync in the background would wait for itself: "
+                "do it in the thread that trains"
+            )
+
     def _ended(self) -> Future[None] | None:
         """The sync that was under way, when it is not any more; if interrupted, it still is."""
+        self._check_thread("hook.wait()")
         if self._sync_under_way is not None:
             wait([self._sync_under_way])
         ended, self._sync_under_way = self._sync_under_way, None
@@ -102,6 +121,7 @@ class StepHook:
 
     def _before_step(self, *_: Any) -> None:
         """The step changes what a sync reads."""
+        self._check_thread("an optimizer step")
         if self._sync_under_way is not None:
             self._released.wait()
 
@@ -115,7 +135,8 @@ class StepHook:
             return
         ended = self._ended()
         try:
-            self._begin()
+            if not self._is_removed:  # the callback of the sync that has ended may do that
+                self._begin()
         finally:  # ranks of a trainer have counted this call, whatever the last one raised
             if ended is not None:
                 ended.result()
@@ -131,7 +152,11 @@ class StepHook:
             return
         self._released.clear()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        self._sync_under_way = self._thread.submit(self._sync_meanwhile, stream)
+        try:
+            self._sync_under_way = self._thread.submit(self._sync_meanwhile, stream)
+        except RuntimeError:  # no thread can start: none is left, or the interpreter shuts down
+            self._thread = _own_thread()  # the old one may have kept what it did not start
+            self._sync()
 
     def _sync_meanwhile(self, stream: torch.cuda.Stream | None) -> None:
         """In a thread of its own, which begins after all that `stream` holds now."""
@@ -166,6 +191,10 @@ class StepHook:
             raise StepApplied(f"{_APPLIED}: {error}") from error
 
 
+def _own_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="deltasync-sync")
+
+
 def sync_after_step(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     sender: Sends,
@@ -196,9 +225,12 @@ def sync_after_step(
             step hooks that were registered earlier, and no forward passes that keep statistics in
             buffers which are sent. If receivers still stage or write when
             the next sync is due, "wait" for them, or "skip" it: the one after covers both. A sync
-            that has to start anew (the first, and after a failure) is done in the step. What such
-            a sync raises, a later step raises, or `wait`.
-        callback: Called with the SyncStats, or with the error, after each sync, by its thread.
+            that has to start anew (the first, and after a failure) is done in the step; so is one
+            for which no thread can start, as within `atexit`. What a sync in the background
+            raises, a later step raises, or `wait`.
+        callback: Called with the SyncStats, or with the error, after each sync, by its thread. In
+            that of a sync in the background, steps and `wait` raise ConfigError: they would wait
+            for the callback itself.
         timeout_s: For `send_weights`: each wait on receivers.
 
     Returns:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import (
+    DeltaSyncError,
     ModuleSource,
     NamedTensor,
     SenderOptions,
@@ -396,6 +399,112 @@ def test_a_hook_can_be_removed_in_its_callback(
     training.step()
     assert (training.hook.steps, training.hook.syncs) == (2, 2)
     assert training.holds(1)
+
+
+def refused_in_callback(training: Training, act: Callable[[], object]) -> str:
+    """What `act` raises in the callback of a sync in the background."""
+    raised: list[DeltaSyncError] = []
+
+    def callback(_: object) -> None:
+        try:
+            act()
+        except DeltaSyncError as error:
+            raised.append(error)
+
+    training.step()
+    training.hook._callback = callback
+    training.step()
+    assert training.hook._sync_under_way is not None
+    training.hook._sync_under_way.result(10)
+    training.hook._callback = None
+    training.hook.wait()
+    training.step()
+    training.hook.wait()
+    assert training.holds(-1)
+    [error] = raised
+    return str(error)
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip"])
+def test_waiting_in_the_callback_of_a_background_sync_is_refused(
+    opened: Open, on_busy: Literal["wait", "skip"]
+) -> None:
+    training = opened(on_busy)
+    assert "callback" in refused_in_callback(training, lambda: training.hook.wait())
+
+
+def test_a_step_in_the_callback_of_a_background_sync_is_refused(opened: Open) -> None:
+    training = opened("wait")
+    assert "callback" in refused_in_callback(training, training.optimizer.step)
+
+
+def test_a_step_in_the_callback_of_a_failed_background_sync_is_refused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights may not have been read yet when it failed."""
+    training = opened("wait")
+    training.step()
+    raised: list[object] = []
+
+    def callback(_: object) -> None:
+        try:
+            training.optimizer.step()
+        except DeltaSyncError as error:
+            raised.append(error)
+
+    def fails(_: object) -> None:
+        raise SourceChanged("planted")
+
+    training.hook._callback = callback
+    monkeypatch.setattr(training.sender._own, "begin", fails)
+    training.step()
+    assert training.hook._sync_under_way is not None
+    training.hook._sync_under_way.result(10)
+    assert len(raised) == 1
+
+
+def test_a_hook_removed_in_its_callback_while_a_step_waits_syncs_no_more(opened: Open) -> None:
+    training = opened("wait")
+    training.step()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def callback(_: object) -> None:
+        entered.set()
+        assert go_on.wait(20)
+        training.hook.remove()
+
+    training.hook._callback = callback
+    training.step()
+    assert entered.wait(20)
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(training.step)
+        assert wait([step], 0.2).not_done
+        go_on.set()
+        step.result(20)
+    assert training.hook.syncs == 2
+    assert training.holds(1)
+
+
+def test_a_step_within_atexit_syncs_in_the_step() -> None:
+    """No thread can begin there any more."""
+    code = """
+import atexit, threading
+from tests.sync.test_background import Training
+training = Training("wait")
+training.step()
+training.step()
+training.hook.wait()
+def last():
+    training.step()
+    assert training.hook.syncs == 3, training.hook.last_error
+    assert training.holds(2)
+    print("synced")
+atexit.register(last)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "synced\n"), done.stderr
 
 
 def test_a_model_that_is_another_one_is_seen_before_training_goes_on(
