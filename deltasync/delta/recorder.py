@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -35,11 +35,21 @@ _MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint, as a loader knows it."""
+    """One tensor of a checkpoint, as a loader knows it.
+
+    Attributes:
+        aliases: Names that are tied to `name`: a loader may take the tensor under any of them.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and those tied to it."""
+        return (self.name, *self.aliases)
 
     @property
     def numel(self) -> int:
@@ -53,14 +63,16 @@ class Recording:
     Attributes:
         pieces: Where the elements of each checkpoint tensor go: for each that is only copied. A
             tensor that this rank takes nothing of has none.
+        given: The names under which the loader takes each checkpoint tensor, or ignores it.
         dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
-        refused: By checkpoint name, why there is no route.
+        refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
         untouched: Names of live tensors that the loader does nothing with.
         padding: By live name, what the loader fills with a constant.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
+    given: dict[str, tuple[str, ...]]
     dtypes: dict[str, Dtype]
     refused: dict[str, str]
     uncovered: dict[str, str]
@@ -86,7 +98,8 @@ def record(
 ) -> Recording:
     """Run `load` on tensors without data. Live tensors are not written, and nothing is copied.
 
-    A tensor that the engine keeps in another dtype is recorded as of that dtype.
+    A tensor that the engine keeps in another dtype is recorded as of that dtype. A tied one is
+    given under each of its names but those at which the loader raises, if another one is left.
 
     Args:
         load: The engine's loader. Whatever Python state it changes, it has changed.
@@ -101,8 +114,7 @@ def record(
     live = {n: t for n, t in live.items() if not t.numel() or first[identity(t)] == n}
     recorder = _run(load, checkpoint, live)
     if recorder.casts:
-        casts = {name: dtypes.pop() for name, dtypes in recorder.casts.items() if len(dtypes) == 1}
-        again = [CheckpointTensor(c.name, c.shape, casts.get(c.name, c.dtype)) for c in checkpoint]
+        again = [replace(one, dtype=recorder.cast_of(one)) for one in checkpoint]
         recorder = _run(load, again, live)
     return recorder.recording()
 
@@ -110,21 +122,35 @@ def record(
 def _run(
     load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
 ) -> _Recorder:
-    recorder = _Recorder(live)
+    """Raises ConfigError if the loader raises at a tensor, under all of its names."""
     before = {name: tensor.detach() for name, tensor in live.items()}
-    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in checkpoint]
-    try:
-        with torch.no_grad(), recorder:
-            load(recorder.give(checkpoint, tensors))
-        recorder.miss(checkpoint)
-    except Exception as error:
-        raise ConfigError(
-            f"the loader cannot be watched: at {recorder.given!r} it raised "
-            f"{error!r}; leave that tensor out of the routes"
-        ) from error
-    finally:
-        recorder.put_back(before)
-    return recorder
+    given = {one.name: list(one.names) for one in checkpoint}
+    while True:
+        recorder = _Recorder(checkpoint, given, live)
+        try:
+            with torch.no_grad(), recorder:
+                load(recorder.give())
+            recorder.miss()
+            return recorder
+        except Exception as error:
+            if _left_out(given, recorder.given, error):
+                continue
+            raise ConfigError(
+                f"the loader cannot be watched: at {recorder.given!r} it raised "
+                f"{error!r}; leave that tensor out of the routes"
+            ) from error
+        finally:
+            recorder.put_back(before)
+
+
+def _left_out(given: Mapping[str, list[str]], last: str, error: Exception) -> bool:
+    """Whether a name was taken off that the loader raises at, of a tensor that has another."""
+    for names in given.values():
+        for name in names if len(names) > 1 else ():
+            if name == last or f"{name!r}" in repr(error):
+                names.remove(name)
+                return True
+    return False
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,9 +166,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nothing is compiled here; torch would import its compiler, which takes a second."""
         return False
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        checkpoint: Sequence[CheckpointTensor],
+        names: Mapping[str, Sequence[str]],
+        live: Mapping[str, Tensor],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = ""
+        self._all = checkpoint
+        self._names = {name: tuple(given) for name, given in names.items()}
+        self._given = {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for one in checkpoint
+            for name in names[one.name]
+        }
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         # By storage: where live tensors begin and end in it, in order, and their names.
@@ -162,21 +200,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def give(
-        self, checkpoint: Sequence[CheckpointTensor], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def give(self) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of each, as the loader asks for them."""
-        for one, tensor in zip(checkpoint, tensors, strict=True):
-            self._checkpoint[one.name] = one
-            self.given = one.name
-            self._hold(tensor, Elements(one.name, 0, ((one.numel, 1),)))
-            yield one.name, tensor
+        for one in self._all:
+            for name in self._names[one.name]:
+                tensor = self._given[name]
+                self._checkpoint[name] = one
+                self.given = name
+                self._hold(tensor, Elements(name, 0, ((one.numel, 1),)))
+                yield name, tensor
 
-    def miss(self, checkpoint: Sequence[CheckpointTensor]) -> None:
+    def miss(self) -> None:
         """Refuse what the loader never asked for."""
-        self._refuse(
-            (c.name for c in checkpoint if c.name not in self._checkpoint), "is not asked for"
-        )
+        self._refuse((n for n in self._given if n not in self._checkpoint), "is not asked for")
+
+    def cast_of(self, one: CheckpointTensor) -> torch.dtype:
+        """The dtype that a checkpoint tensor was converted to, if it was one."""
+        found = {dtype for name in self._names[one.name] for dtype in self.casts.get(name, ())}
+        return found.pop() if len(found) == 1 else one.dtype
 
     def put_back(self, before: Mapping[str, Tensor]) -> None:
         """Undo what goes past the dispatcher: storage that was exchanged."""
@@ -188,10 +229,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recording(self) -> Recording:
         """What was found."""
         pieces = {
-            name: joined([p for p in self._pieces[name] if p.numel or not one.numel])
-            for name, one in self._checkpoint.items()
-            if name not in self._refused
+            one.name: self._pieces_of(one)
+            for one in self._all
+            if self._refused.keys().isdisjoint(self._names[one.name])
         }
+        pieces = {name: found for name, found in pieces.items() if name not in self._refused}
         regions: dict[str, list[Piece]] = defaultdict(list)
         for found in (*pieces.values(), *self._padding.values()):
             for piece in found:
@@ -205,12 +247,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._uncovered.setdefault(name, why)
         return Recording(
             pieces=pieces,
-            dtypes={name: _known(self._checkpoint[name].dtype) for name in pieces},
+            given=self._names,
+            dtypes={one.name: _known(one.dtype) for one in self._all if one.name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
             padding={name: joined(found) for name, found in self._padding.items()},
         )
+
+    def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
+        """Under whichever name. Refuses a tied tensor that the engine keeps in several places."""
+        found = {
+            name: joined([p for p in self._pieces[name] if p.numel or not one.numel])
+            for name in self._names[one.name]
+        }
+        places = set(found.values()) - {()}
+        if len(places) > 1:
+            lives = sorted({piece.live for pieces in places for piece in pieces})
+            tied = " and ".join(repr(name) for name in found if found[name])
+            self._refuse(
+                [one.name],
+                f"is tied at the trainer ({tied}), and kept apart by the engine, as "
+                f"{' and '.join(map(repr, lives))}: start the engine with tied weights, or untie "
+                "the trainer's",
+            )
+        return places.pop() if places else ()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -14,7 +14,8 @@ from deltasync.transports.address import Address
 
 WithoutRoutes = Literal["refuse", "reload"]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast()]
-Tensors = Annotated[tuple[tuple[str, str, Shape], ...], FailFast()]
+Names = Annotated[tuple[str, ...], Field(min_length=1), FailFast()]
+Tensors = Annotated[tuple[tuple[Names, str, Shape], ...], FailFast()]
 
 
 class Connection(BaseModel):
@@ -26,7 +27,7 @@ class Connection(BaseModel):
     engine: str = Field(
         max_length=64, description="what the trainer calls the engine, and no other"
     )
-    tensors: Tensors = Field(description="name, dtype and shape of each of the checkpoint's")
+    tensors: Tensors = Field(description="names, dtype and shape of each of the checkpoint's")
     without_routes: WithoutRoutes = Field(
         "refuse", description="what to do where no route leads; see `EngineSync`"
     )
@@ -38,8 +39,8 @@ class Connection(BaseModel):
         if unknown := {dtype for _, dtype, _ in self.tensors} - dtypes.BY_NAME.keys():
             raise UnknownDtype(f"no dtype is called {min(unknown)!r}")
         return [
-            CheckpointTensor(name, shape, torch_dtype(dtypes.BY_NAME[dtype]))
-            for name, dtype, shape in self.tensors
+            CheckpointTensor(names[0], shape, torch_dtype(dtypes.BY_NAME[dtype]), names[1:])
+            for names, dtype, shape in self.tensors
         ]
 
 

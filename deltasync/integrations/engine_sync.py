@@ -227,7 +227,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         return Connection(
             addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),
             engine=self._name,
-            tensors=tuple((spec.name, spec.dtype.name, spec.shape) for spec in specs),
+            tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
             without_routes=self._without_routes,
             max_staged_bytes=self._max_staged_bytes,
             timeout_s=self._timeout_s,

@@ -56,7 +56,7 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
             views.current()[name].copy_(tensor)
 
     checkpoint = [
-        CheckpointTensor(one.name, tuple(one.tensor.shape), one.tensor.dtype)
+        CheckpointTensor(one.name, tuple(one.tensor.shape), one.tensor.dtype, one.names[1:])
         for one in tied_tensors(iter(views.current().items()))
     ]
     return RoutedTarget(model, checkpoint, load=load)

@@ -23,7 +23,7 @@ from deltasync.sync.target import WeightTarget
 from deltasync.wire.messages import Failed, encode
 
 _TURN_S = 0.05
-_Tensors = frozenset[tuple[str, str, tuple[int, ...]]]
+_Tensors = frozenset[tuple[tuple[str, ...], str, tuple[int, ...]]]
 
 
 class Worker:

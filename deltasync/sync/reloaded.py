@@ -46,6 +46,8 @@ class ReloadedTarget:
         self._copy = {
             one.name: torch.empty(one.shape, dtype=one.dtype, device=device) for one in checkpoint
         }
+        self._names = {one.name: one.names for one in checkpoint}
+        self._given = dict(self._names)  # under which of them the engine takes each
         for tensor in self._copy.values():  # what no trainer has: the first sync is a full one
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
@@ -56,19 +58,21 @@ class ReloadedTarget:
         Raises LayoutMismatch for a tensor of another shape or dtype than the trainer's, and
         ConfigError for what the trainer alone has.
         """
-        missing = dict.fromkeys(self._copy)
+        own = {name: first for first, names in self._names.items() for name in names}
+        found: dict[str, tuple[str, ...]] = {}
         for name, tensor in weights:
-            kept = self._copy.get(name)
-            if kept is None:
+            if (first := own.get(name)) is None:
                 continue
-            missing.pop(name, None)
+            kept = self._copy[first]
+            found[first] = (*found.get(first, ()), name)
             if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
                 raise LayoutMismatch(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was loaded, the trainer has "
                     f"{kept.dtype} {tuple(kept.shape)}"
                 )
             kept.copy_(tensor)
-        if missing:
+        self._given |= found
+        if missing := self._copy.keys() - found.keys():
             raise ConfigError(
                 f"{len(missing)} tensors, {min(missing)!r} among them, are not in the checkpoint "
                 "that the engine was started on"
@@ -99,7 +103,7 @@ class ReloadedTarget:
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The checkpoint's tensors."""
         return tuple(
-            ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor))
+            ParameterSpec(self._names[name], tuple(tensor.shape), dtype_of(tensor))
             for name, tensor in self._copy.items()
         )
 
@@ -127,7 +131,11 @@ class ReloadedTarget:
                 "what the engine was loaded with is not known: it needs a full sync"
             )
         with torch.no_grad():
-            self._reload(iter(self._copy.items()))
+            self._reload(
+                (given, tensor)
+                for name, tensor in self._copy.items()
+                for given in self._given[name]
+            )
 
     def _sample(self) -> list[Tensor]:
         """A few bytes of each tensor."""

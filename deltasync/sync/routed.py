@@ -57,7 +57,7 @@ class RoutedTarget:
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
         self._copied, self._finish = frozenset(copied), finish
         self._watch = ModuleWatch(module)
-        self._own_name: dict[str, str] = {}  # by the sender's
+        self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
         self._known: tuple[ModuleWatch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -77,7 +77,9 @@ class RoutedTarget:
         refuse_overlap(tied_tensors(iter(live.items())))
         assert self._known is not None
         self._watch = self._known[0]
-        self._own_name = {layout[n].name: s.name for n, s in zip(numbers, held, strict=True)}
+        self._own_names = {
+            layout[n].name: recording.given[s.name] for n, s in zip(numbers, held, strict=True)
+        }
         pieces = recording.pieces
         return {
             number: _access(pieces[spec.name], live, spec)
@@ -91,22 +93,30 @@ class RoutedTarget:
         of that. Raises ConfigError, by name, for tensors that are not where it puts them.
         """
         layout = self.parameters()
-        missing = {spec.name: number for number, spec in enumerate(layout)}
+        numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
+        missing = {number: spec.name for number, spec in enumerate(layout)}
         held = self.bind(layout)
-        wrong = []
+        wrong: dict[int, str] = {}
+        right: set[int] = set()
         for name, tensor in weights:
-            number = missing.pop(name, None)
-            if number is not None and not _holds(held[number], tensor, layout[number]):
-                wrong.append(name)
+            if (number := numbers.get(name)) is None:
+                continue
+            missing.pop(number, None)
+            if _holds(held[number], tensor, layout[number]):
+                right.add(number)
+            else:
+                wrong.setdefault(number, name)
+        for number in right & wrong.keys():  # of several names the engine takes one
+            del wrong[number]
         if missing:
             raise ConfigError(
-                f"{len(missing)} tensors, {min(missing)!r} among them, are not in the checkpoint "
-                "that the engine was started on, so that nothing shows where it keeps them"
+                f"{len(missing)} tensors, {min(missing.values())!r} among them, are not in "
+                "the checkpoint that the engine was started on, so that nothing shows where it keeps them"
             )
         if wrong:
             raise ConfigError(
-                f"{len(wrong)} tensors, {wrong[0]!r} among them, are not where the loader puts "
-                "them: the engine changes its layout after loading; no route leads there"
+                f"{len(wrong)} tensors, {min(wrong.values())!r} among them, are not where the "
+                "loader puts them: the engine changes its layout after loading; no route leads there"
             )
 
     def check_unmoved(self) -> None:
@@ -120,7 +130,7 @@ class RoutedTarget:
 
     def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
         """Give the engine's loader what the sender calls by its names."""
-        self._load([(self._own_name[name], tensor) for name, tensor in weights])
+        self._load([(own, tensor) for name, tensor in weights for own in self._own_names[name]])
 
     def finish(self) -> None:
         """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""
@@ -132,7 +142,7 @@ class RoutedTarget:
 
     def _specs(self, recording: Recording) -> tuple[ParameterSpec, ...]:
         return tuple(
-            ParameterSpec((one.name,), one.shape, recording.dtypes[one.name])
+            ParameterSpec(one.names, one.shape, recording.dtypes[one.name])
             for one in self._checkpoint
             if recording.pieces[one.name]
         )

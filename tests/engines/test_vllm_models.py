@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deltasync import (
@@ -20,7 +21,10 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
+from deltasync.delta.bits import torch_dtype
 from deltasync.errors import ConfigError
+from deltasync.integrations.transformers import TransformersSource
+from deltasync.sync.layout import source_specs
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config
@@ -68,6 +72,33 @@ def follow(folder: Path, *, joins_equal: bool) -> None:
                 stats = here.sender.send_weights()
                 assert (stats.kind, stats.receivers, stats.lost) == ("delta", 1, {})
                 assert_as_loaded(model, fresh, weights)
+
+
+def follow_a_tied_trainer(_: int, folder: Path) -> None:
+    """Made by `from_pretrained`, which calls its tied weights by the head's name first."""
+    import transformers
+
+    weights = checkpoint(folder, 0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    source = TransformersSource(trainer)
+    tied = [tensor.names for tensor in source.tensors() if len(tensor.names) > 1]
+    assert tied == [("lm_head.weight", "model.embed_tokens.weight")]
+    with vllm_models(folder, 2) as (model, fresh), fleet(source) as here:
+        specs = source_specs(source.tensors())
+        tied_too = [
+            CheckpointTensor(s.name, s.shape, torch_dtype(s.dtype), s.names[1:]) for s in specs
+        ]
+        here.add(RoutedTarget(model, tied_too))
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        assert_as_loaded(model, fresh, weights)
+        change(weights, 0.1, torch.Generator().manual_seed(1))
+        live = dict(trainer.named_parameters())
+        for name, tensor in weights.items():
+            live[name].data.copy_(tensor)
+        assert here.sender.send_weights().kind == "delta"
+        assert_as_loaded(model, fresh, weights)
 
 
 def follow_in_parts(rank: int, folder: Path, port: int, setup: str) -> None:
@@ -134,6 +165,13 @@ def test_any_history_leaves_what_vllm_would_load(
     folder = write_config(architecture, tmp_path)
     run_ranks(follow_twice, 1, folder, timeout_s=280)
     found("vLLM", architecture, "1", "routed")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_tied_weights_of_from_pretrained(architecture: str, tmp_path: Path) -> None:
+    folder = write_config(architecture, tmp_path)
+    run_ranks(follow_a_tied_trainer, 1, folder, timeout_s=280)
 
 
 @pytest.mark.timeout(300)

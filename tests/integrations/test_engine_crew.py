@@ -310,4 +310,4 @@ def test_a_checkpoint_has_the_shapes_of_whole_tensors(tmp_path: Path) -> None:
     with EngineSync(Fused(), Server(random_model(SHAPES, 1)), link) as sync:
         with pytest.raises(EngineFailed):
             sync.connect()
-        assert asked[0]["tensors"] == [["q", "float32", [4, 4]]]
+        assert asked[0]["tensors"] == [[["q"], "float32", [4, 4]]]
