@@ -148,7 +148,16 @@ class Refused(SyncError):
 
 
 class SyncAborted(SyncError):
-    """No receiver took the version: none was decided, or all were lost after it. Send again."""
+    """No receiver took the version: none was decided, or all were lost after it. Send again.
+
+    Attributes:
+        may_follow: At a receiver: nothing was written, it is a member still, and the sender may try
+            the same version again at once, without whoever failed. Call `stage` again.
+    """
+
+    def __init__(self, message: str, *, may_follow: bool = False) -> None:
+        super().__init__(message)
+        self.may_follow = may_follow
 
 
 class NoReceivers(SyncError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -181,6 +182,7 @@ class Staging:
         *,
         max_bytes: int | None = None,
         in_place: bool = False,
+        writing: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a sync.
 
@@ -189,8 +191,9 @@ class Staging:
             ledger: Their digests now. Not changed.
             max_bytes: Raise LimitExceeded beyond; None when the sender's word is taken.
             in_place: Write what is staged, at once.
+            writing: Called before `stage_bucket` writes in place.
         """
-        self.in_place = in_place
+        self.in_place, self._writing = in_place, writing
         self._lines = lines
         self._runs: list[StagedRun] = []
         self._max_bytes = max_bytes
@@ -241,6 +244,8 @@ class Staging:
 
     def _take(self, runs: list[StagedRun]) -> None:
         if self.in_place:
+            if runs:
+                self._writing()
             for run in runs:
                 run.commit()
             return

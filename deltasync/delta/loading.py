@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -45,7 +45,13 @@ class Loading:
     in_place = True
 
     def __init__(
-        self, loader: Loader, flats: Mapping[int, Live], ledger: DigestLedger, measure: Measure
+        self,
+        loader: Loader,
+        flats: Mapping[int, Live],
+        ledger: DigestLedger,
+        measure: Measure,
+        *,
+        writing: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a sync.
 
@@ -54,8 +60,10 @@ class Loading:
             flats: Where routes say that its parameters are.
             ledger: Their digests now. Not changed.
             measure: Reads digests from `flats`.
+            writing: Called before something is loaded.
         """
         self.staged_bytes = 0
+        self._writing = writing
         self._loader, self._flats, self._measure = loader, flats, measure
         self._expected = ledger.copy()
         self._parts: dict[int, _Part] = {}
@@ -71,6 +79,7 @@ class Loading:
                 self._expect(number, bits)
                 ready.append((spec.name, bits.view(torch_dtype(spec.dtype)).view(spec.shape)))
         if ready:
+            self._writing()
             with torch.no_grad():
                 self._loader.load(ready)
 

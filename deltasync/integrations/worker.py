@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.loading import Loader
-from deltasync.errors import ConfigError, IllegalMessage, TransportError, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    IllegalMessage,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+)
 from deltasync.integrations.connection import Connection
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.receiver import WeightReceiver
@@ -130,18 +136,35 @@ class Worker:
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")
         deadline = time.monotonic() + self._timeout_s
-        while not self._staging.is_staged():
+        written = None
+        while written is None:
+            self._await(self._staging, version, deadline)
             if self._holds(version):
                 return  # it has joined with it
-            error = self._staging.last_error
-            if isinstance(error, ConfigError) and not self._holds_any():
-                raise error  # waiting does not mend it
-            self._staging.wait_staged(timeout_s=_TURN_S)
-            if time.monotonic() > deadline:
-                raise self._staging.last_error or self._too_late(version)
-        written = self._staging.commit()
+            written = self._written(self._staging)
         if written != version:
             raise IllegalMessage(f"v{written} was written, v{version} was asked for")
+
+    def _await(self, staging: StagingThread, version: int, deadline: float) -> None:
+        """Wait until a version is staged, or this one is held."""
+        while not (staging.is_staged() or self._holds(version)):
+            error = staging.last_error
+            if isinstance(error, ConfigError) and not self._holds_any():
+                raise error  # waiting does not mend it
+            staging.wait_staged(timeout_s=_TURN_S)
+            if time.monotonic() > deadline:
+                raise staging.last_error or self._too_late(version)
+
+    def _written(self, staging: StagingThread) -> int | None:
+        """Commit. None if the sender gave up before anything was written: it tries again, without
+        whoever failed.
+        """
+        try:
+            return staging.commit()
+        except SyncAborted as error:
+            if not error.may_follow:
+                raise
+            return None
 
     def _too_late(self, version: int) -> TransportTimeout:
         state = "outside" if self._receiver is None else self._receiver.state.name.lower()

@@ -235,6 +235,11 @@ class CrewWeights:
         trained = frozenset().union(*(declaration.trained for declaration in self._declared))
         return coverage_of([spec.name in trained for spec in specs], changed, full=full)
 
+    def next_attempt(self) -> int:
+        """See `round.Others`."""
+        self._attempt += 1
+        return self._attempt
+
     def start(
         self,
         receivers: Sequence[str],
@@ -242,9 +247,8 @@ class CrewWeights:
         base_version: int | None,
         *,
         timeout_s: float,
-    ) -> int:
+    ) -> None:
         """See `round.Others`."""
-        self._attempt += 1
         self._version = version
         self._crew.order(
             orders.Send(
@@ -257,7 +261,6 @@ class CrewWeights:
                 copies=_runs(self._asked),
             )
         )
-        return self._attempt
 
     def sent(self) -> SentBuckets:
         """See `round.Others`."""

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.apply import Applier, Staging, staged_bytes_of
-from deltasync.delta.batched import device_for_batches
-from deltasync.delta.bits import Live
+from deltasync.delta.apply import Applier
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
 from deltasync.delta.loading import Loading
-from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
     DirtyReceiver,
     IllegalMessage,
     LayoutMismatch,
-    LimitExceeded,
     PeerLost,
     SyncAborted,
     TransportClosed,
     TransportError,
     TransportTimeout,
 )
+from deltasync.sync.bound import BoundWeights
 from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.payloads import inflated
@@ -42,13 +34,7 @@ from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import EarlyCheck, WeightTarget
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages
-from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.frame import FORMAT_VERSION
-
-if TYPE_CHECKING:  # imports Triton, which need not be there
-    from deltasync.delta.batched.weights import BatchedWeights
-
-_MIN_STAGED_BYTES = 64 << 20
 
 
 class WeightReceiver:
@@ -85,13 +71,9 @@ class WeightReceiver:
         self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world, len(self._links))
-        self._lines = Lines({}, 0)
-        self._ledger = DigestLedger((), chunk_numel=1)
-        self._readers: list[BucketReader] = []
-        self._held_bytes = self._max_sync_bytes = 0
-        self._part_item_size: int | None = None
-        self._weights: BatchedWeights | None = None
         self._stream = OwnStream()
+        self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
+        self._readers: list[BucketReader] = []
         self._staging: Applier | None = None
         self._scrub = Scrub(self.options.scrub_every)
         self._scrub_is_due = False
@@ -136,8 +118,9 @@ class WeightReceiver:
         """
         self._is_undivided = True
         try:
-            if self.stage(timeout_s=timeout_s):
-                return self.commit()
+            while self.stage(timeout_s=timeout_s):
+                if (version := self._commit()) is not None:
+                    return version
         finally:
             self._is_undivided = False
             self._early.forget()
@@ -164,8 +147,6 @@ class WeightReceiver:
                 message = self._take_next(deadline)
                 if self._is_in_place:
                     return True
-                if self._is_aborted(message):
-                    raise SyncAborted("the sender gave up; the weights are as dirty as before")
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
                     deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and not self._is_waiting:
@@ -180,13 +161,24 @@ class WeightReceiver:
 
         Raises:
             TargetMoved: Live storage was replaced since `stage`; nothing was written.
-            SyncAborted: The sender gave up, or another rank of the engine failed.
+            SyncAborted: The sender gave up, or another rank of the engine failed. With
+                `may_follow` nothing was written, and `stage` hears of the next try.
             DigestMismatch: What was read back is not what was written.
         """
+        version = self._commit()
+        if version is None:
+            gave_up = "the sender gave up before anything was written; call stage again"
+            raise SyncAborted(gave_up, may_follow=True)
+        return version
+
+    def _commit(self) -> int | None:
+        """`commit`; None if the sender gave up while nothing was written in place."""
         with self._failing_safely():
             self._stream.join()
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
                 if isinstance(self._take_next(), messages.Abort):
+                    if self._session.state is not ReceiverState.OUTSIDE:
+                        return None
                     raise SyncAborted("the sender gave up; weights written in place are dirty")
             with self._lock:
                 begun, staging = self._session.begun, self._staging
@@ -206,8 +198,8 @@ class WeightReceiver:
         """
         with self._lock:
             self.check_serving()
-            specs, found = self._ledger.specs, self._ledger.by_parameter()
-            held = ((specs[number].names, int(found[number])) for number in self._lines.flats)
+            specs, found = self._weights.ledger.specs, self._weights.ledger.by_parameter()
+            held = ((specs[number].names, int(found[number])) for number in self._weights.flats)
             return {name: digest for names, digest in held for name in names}
 
     def invalidate(self) -> None:
@@ -220,8 +212,7 @@ class WeightReceiver:
         with self._lock:
             self._session.invalidate()
             self._stream.synchronize()  # kernels of a bucket may still read
-            if self._weights is not None:
-                self._weights.synchronize()
+            self._weights.synchronize()
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""
@@ -230,11 +221,6 @@ class WeightReceiver:
     @property
     def _is_waiting(self) -> bool:
         return self._session.state is ReceiverState.WAITING
-
-    def _is_aborted(self, message: messages.Message) -> bool:
-        """Whether an abort ended membership, as it does where weights are dirty."""
-        is_outside = self._session.state is ReceiverState.OUTSIDE
-        return is_outside and isinstance(message, messages.Abort)
 
     @property
     def _is_in_place(self) -> bool:
@@ -260,7 +246,7 @@ class WeightReceiver:
             if not self._scrub_is_due or self._session.state is not ReceiverState.READY:
                 return
             self._scrub_is_due = False
-            name = self._scrub.check(self._ledger, self._measure)
+            name = self._scrub.check(self._weights.ledger, self._weights.measure)
             if name is not None:
                 self._session.corrupted()
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
@@ -309,89 +295,28 @@ class WeightReceiver:
         flats = self._target.bind(specs)
         if specs and not flats and self._world == 1:
             raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
-        devices = {flat.line.device.type for flat in flats.values()}
-        chunk_numel = self.options.chunk_numel or chunk_numel_on(*devices)
-        self._ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
-        self._lines = Lines(flats, len(specs))
-        if self._weights is not None:
-            self._weights.synchronize()
-        self._weights = self._batched(flats, self._ledger)
-        self._ledger.sums[:] = self._measure(np.arange(len(self._ledger.sums)))
+        self._weights.synchronize()
+        self._weights = BoundWeights(specs, flats, self.options, self._stream)
         self._readers = [BucketReader(specs) for _ in range(len(self._links))]
-        # Every element once, with an index of its own.
-        parts = {n: f.numel for n, f in flats.items() if f.held(0, 0) is not None}
-        sizes = [flats[number].dtype.item_size for number in parts]
-        self._part_item_size = min(sizes, default=None)
-        self._held_bytes = sum(f.numel * f.dtype.item_size for f in flats.values())
-        self._max_sync_bytes = sum(
-            spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
-        )
         self._session.set_layout_hash(messages.layout_hash(specs))
-        digest = messages.digest_text(self._ledger.total)
-        if parts:
-            self._reply(messages.HeldParts(digest=digest, parts=tuple(parts.items())))
+        digest = messages.digest_text(self._weights.ledger.total)
+        if self._weights.parts:
+            self._reply(messages.HeldParts(digest=digest, parts=tuple(self._weights.parts.items())))
         else:
             self._reply(messages.Held(digest=digest))
 
-    def _batched(self, flats: Mapping[int, Live], ledger: DigestLedger) -> BatchedWeights | None:
-        device = device_for_batches(flats.values(), self.options.kernels)
-        if device is None:
-            return None
-        from deltasync.delta.batched.warm_up import warm_up
-        from deltasync.delta.batched.weights import BatchedWeights
-
-        formats = frozenset((flat.dtype, flat.dtype) for flat in flats.values())
-        weights = BatchedWeights(flats, ledger, device)
-        warm_up(formats, ledger.chunk_numel, device, box_dims=weights.boxes.dims)
-        self._stream.move_to(device)
-        return weights
-
-    def _measure(self, chunks: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Digests of chunks of the live weights."""
-        if self._weights is not None:
-            return self._weights.digests(chunks)
-        return self._ledger.measured(chunks, self._lines.flats)
-
     def _begin(self, begin: messages.Begin) -> None:
-        if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
-            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
         for reader in self._readers:
             reader.begin()
         loader = self._target.loader() if begin.base_version is None else None
-        if loader is None:
-            self._staging = self._applier(begin.sparse_bytes, begin.dense_bytes)
-        else:
-            self._staging = Loading(loader, self._lines.flats, self._ledger, self._measure)
+        self._staging = self._weights.applier(begin, loader, writing=self._session.writing)
         if self._is_undivided:
             self._early.make(max_age_s=_EARLY_S)
-
-    def _applier(self, sparse_bytes: int, dense_bytes: int) -> Applier:
-        limit = self._max_staged_bytes()
-        if self._weights is not None:
-            from deltasync.delta.batched.staging import BatchedStaging
-
-            needed = sparse_bytes + dense_bytes
-            return BatchedStaging(
-                self._weights, self._ledger, max_bytes=needed, in_place=needed > limit
-            )
-        needed = staged_bytes_of(
-            sparse_bytes=sparse_bytes,
-            dense_bytes=dense_bytes,
-            part_item_size=self._part_item_size,
-        )
-        return Staging(self._lines, self._ledger, max_bytes=needed, in_place=needed > limit)
-
-    def _max_staged_bytes(self) -> int:
-        if self.options.max_staged_bytes is not None:
-            return self.options.max_staged_bytes
-        return max(_MIN_STAGED_BYTES, self._held_bytes // 4)
 
     def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor, reader: BucketReader) -> None:
         assert self._staging is not None
         opened = reader.open(inflated(bucket, payload), bucket.num_rows)
         self._links.progress()
-        if self._is_in_place:
-            self._session.writing()
         self._staging.stage_bucket(opened)
         self._links.progress()
 
@@ -422,7 +347,7 @@ class WeightReceiver:
         except BaseException:
             self._undo(staging)
             raise
-        self._ledger = staging.ledger
+        self._weights.ledger = staging.ledger
         committed = messages.Committed(
             version=version,
             digest=messages.digest_text(digest),

@@ -70,6 +70,10 @@ class Moment:
 class Others(Protocol):
     """The other ranks of a trainer, which send to the same receivers what they hold."""
 
+    def next_attempt(self) -> int:
+        """Number the attempt that receivers are told of now, and the others by `start`."""
+        ...
+
     def start(
         self,
         receivers: Sequence[str],
@@ -77,8 +81,8 @@ class Others(Protocol):
         base_version: int | None,
         *,
         timeout_s: float,
-    ) -> int:
-        """Let them begin; receivers by their connections. Returns the number of the attempt."""
+    ) -> None:
+        """Let them begin; receivers by their connections."""
         ...
 
     def sent(self) -> SentBuckets:
@@ -135,11 +139,7 @@ class Round:
         if self._session.failures:
             return
         if self._others is not None:
-            receivers = [member.connection for member in self._session.participants.values()]
-            number = self._others.start(
-                receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
-            )
-            self._send(Attempt(number=number))
+            self._send(Attempt(number=self._others.next_attempt()))
         self._send(
             Begin(
                 stream_id=stream_id,
@@ -151,6 +151,13 @@ class Round:
                 timeout_s=self._link.timeout_s,
             )
         )
+        if self._has_lost():  # the others may write in place what would come now
+            return
+        if self._others is not None:
+            receivers = [member.connection for member in self._session.participants.values()]
+            self._others.start(
+                receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
+            )
         self._tell(self._moment(is_decided=False))
         num_buckets = self._send_buckets()
         if not self._session.failures:
@@ -159,6 +166,13 @@ class Round:
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
         self._result.transfer_s = time.perf_counter() - began
+
+    def _has_lost(self) -> bool:
+        """Whether a participant is gone."""
+        for peer in self._session.participants:
+            if not self._link.is_connected(peer):
+                self._session.failed(peer, "PeerLost: disconnected as the sync began")
+        return bool(self._session.failures)
 
     def _send_buckets(self) -> int:
         """Send our own, wait for the trainer's other ranks to send theirs. How many are ours."""

@@ -7,7 +7,7 @@ Receiver:
     READY, WAITING --Begin--> STAGING --Bucket--> STAGING --Prepare--> PREPARED
     PREPARED --Commit--> COMMITTING --committed--> READY, or with several ranks in the engine
     COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
-    STAGING, PREPARED --Abort--> where Begin found it
+    STAGING, PREPARED --Abort--> where Begin found it, or OUTSIDE if something was written in place
     any --failed, lost, invalidate--> OUTSIDE
 
 Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve.
@@ -77,6 +77,7 @@ class ReceiverSession:
     undone: bool = False
     begun: Begin | None = None
     _was_dirty: bool = False
+    _has_written: bool = False  # since Begin
     _next_bucket: list[int] = field(default_factory=list)
     _ended: frozenset[int] = frozenset()
     _resume: ReceiverState = ReceiverState.OUTSIDE
@@ -125,7 +126,9 @@ class ReceiverSession:
 
     def writing(self) -> None:
         """From here to `committed` or `restored` the weights mix two versions."""
-        self._was_dirty, self.dirty = self.dirty, True
+        if not self._has_written:
+            self._was_dirty = self.dirty
+        self.dirty = self._has_written = True
 
     def committed(self) -> None:
         """The version is written and read back."""
@@ -192,7 +195,7 @@ class ReceiverSession:
         if begin.base_version is not None and begin.version <= begin.base_version:
             raise IllegalMessage(f"v{begin.version} does not follow v{begin.base_version}")
         self._resume, self.state = self.state, ReceiverState.STAGING
-        self.undone = False
+        self.undone = self._has_written = False
         self.begun, self._next_bucket, self._ended = begin, [0] * self.lanes, frozenset()
 
     def _bucket(self, bucket: Bucket, lane: int) -> None:
@@ -222,8 +225,8 @@ class ReceiverSession:
         self.version, self.stream_id, self.dirty = begin.version, begin.stream_id, False
 
     def _abort(self) -> None:
-        """A dirty model stays outside: what was written in place cannot be taken back."""
-        self.state = ReceiverState.OUTSIDE if self.dirty else self._resume
+        """What was written in place cannot be taken back: only a full sync heals it."""
+        self.state = ReceiverState.OUTSIDE if self._has_written else self._resume
         self.begun = None
 
 

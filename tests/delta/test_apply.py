@@ -139,6 +139,24 @@ def test_stage_writes_nothing_commit_all_and_undo_takes_it_back(
 
 
 @given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
+def test_in_place_says_so_before_it_writes_and_only_then(sync: Sync, bucket_bytes: int) -> None:
+    before, said = copies(sync.live), list[bool]()
+    staging = staging_of(
+        sync.flats,
+        sync.ledger,
+        in_place=True,
+        writing=lambda: said.append(bool(said) or equal(sync.live, before)),
+    )
+    sync.stage(staging, bucket_bytes)
+    assert all(said)
+    assert said or equal(sync.live, before)
+    said.clear()
+    elsewhere = staging_of({}, sync.ledger, in_place=True, writing=lambda: said.append(True))
+    sync.stage(elsewhere, bucket_bytes)  # of a bucket nothing is held: nothing is written
+    assert not said
+
+
+@given(sync=syncs(), bucket_bytes=BUCKET_BYTES)
 def test_in_place_writes_each_bucket_as_it_comes(sync: Sync, bucket_bytes: int) -> None:
     in_place = staging_of(sync.flats, sync.ledger, in_place=True)
     sync.stage(in_place, bucket_bytes)

@@ -31,6 +31,7 @@ from deltasync.errors import (
     WireError,
     WrongStream,
 )
+from deltasync.sync.session import ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
 from deltasync.wire.compression import compress
@@ -406,11 +407,32 @@ def test_a_refusal_is_told_with_its_reason() -> None:
     hand.serve_honestly()
 
 
-def test_an_aborted_sync_leaves_a_dirty_receiver_dirty_and_it_rejoins_at_once() -> None:
+def test_an_aborted_sync_leaves_a_receiver_that_was_dirty_as_it_was_and_waiting() -> None:
+    """Nothing was written: the sender tries again, without whoever failed."""
     hand = Hand(OPTIONS.model_copy(update={"stall_timeout_s": 20.0}))
     hand.receiver._session.corrupted()
     began, gave_up = begin(base_version=None), Abort(version=NEXT, reason="")
     error = hand.say([layout(), welcome(full=True), began, gave_up])
+    assert type(error) is TransportTimeout
+    assert hand.receiver.is_dirty
+    assert hand.receiver.state is ReceiverState.WAITING
+    hand.transport.drop(hand.peer)
+    hand.serve_honestly()
+
+
+def test_a_sync_aborted_while_it_is_written_in_place_is_dirty_and_it_rejoins_at_once() -> None:
+    hand = Hand(OPTIONS.model_copy(update={"stall_timeout_s": 20.0, "max_staged_bytes": 0}))
+    error = hand.say([*STAGED, Abort(version=NEXT, reason="")])
     assert type(error) is SyncAborted
     assert hand.receiver.is_dirty
+    hand.serve_honestly()
+
+
+def test_a_sync_aborted_before_it_is_written_in_place_costs_nothing() -> None:
+    hand = Hand(OPTIONS.model_copy(update={"max_staged_bytes": 0}))
+    error = hand.say([*JOINED, begin(), Abort(version=NEXT, reason="")])
+    assert type(error) is TransportTimeout
+    assert (hand.receiver.state, hand.receiver.is_dirty) == (ReceiverState.READY, False)
+    assert hand.is_untouched()
+    hand.transport.drop(hand.peer)
     hand.serve_honestly()

@@ -226,6 +226,9 @@ def check_receiver_step(before: ReceiverSession, after: ReceiverSession, event: 
         assert isinstance(event, Finish | Welcome) or event in ("committed", "restored")
     if after.state is ReceiverState.COMMITTING:
         assert before.state is ReceiverState.PREPARED
+    if isinstance(event, Abort):  # only who has written in place since `begin` leaves
+        assert after.dirty == before.dirty
+        assert (after.state is ReceiverState.OUTSIDE) == before._has_written or after == before
 
 
 class SenderMachine(RuleBasedStateMachine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +95,7 @@ class BatchedStaging:
         *,
         max_bytes: int | None = None,
         in_place: bool = False,
+        writing: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a sync.
 
@@ -103,8 +104,10 @@ class BatchedStaging:
             ledger: Their digests now. Not changed.
             max_bytes: Raise LimitExceeded when indices and values take more; None for no limit.
             in_place: Write what is staged, at once.
+            writing: Called before `stage_bucket` writes in place.
         """
         self.staged_bytes = 0
+        self._writing = writing
         self._weights, self._before = weights, ledger
         self._max_bytes, self._data_bytes, self.in_place = max_bytes, 0, in_place
         self._staged: list[_Staged] = []
@@ -192,6 +195,8 @@ class BatchedStaging:
         for part in parts:
             if isinstance(part, _Sparse):
                 self._check(part, payload)
+        if parts:
+            self._writing()
         for part in parts:
             self._write(part, payload, self._written_sums)
 

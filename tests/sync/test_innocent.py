@@ -1,0 +1,215 @@
+"""Receivers that did nothing wrong keep their weights and their membership."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
+from deltasync.errors import SyncAborted
+from deltasync.integrations.connection import Connection
+from deltasync.integrations.worker import Worker
+from deltasync.sync.sender import WeightSender
+from deltasync.sync.session import ReceiverState
+from deltasync.transports import inprocess, shared_memory
+from deltasync.transports.address import Address
+from deltasync.transports.base import Frame, SendTransport
+from deltasync.wire.messages import decode
+from tests.sync.crew import rows_of, trainer_of
+from tests.sync.harness import (
+    Model,
+    Receivers,
+    ThroughSender,
+    bits_equal,
+    random_model,
+    step,
+    until,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"a": (40, 7), "b": (300,), "c": (1,)}
+STAGED, IN_PLACE = (
+    ReceiverOptions(stall_timeout_s=5),
+    ReceiverOptions(stall_timeout_s=5, max_staged_bytes=0),
+)
+
+
+class Watched(ThroughSender):
+    """A sender's link that notes what it sends, and does something before a message goes out."""
+
+    def __init__(self, inner: SendTransport) -> None:
+        super().__init__(inner)
+        self.sent: list[str] = []
+        self.before: Callable[[str], object] = lambda kind: None
+
+    def send(self, frame: Frame, *, timeout_s: float) -> None:
+        kind = decode(frame.header)[0].kind
+        self.before(kind)
+        self.sent.append(kind)
+        super().send(frame, timeout_s=timeout_s)
+
+    def lose_at(self, kind: str, receivers: Receivers, name: str) -> None:
+        """Lose a receiver, for good, when the next message of a kind goes out."""
+
+        def lose(going: str) -> None:
+            if going == kind:
+                self.before = lambda kind: None
+                receivers.serving[name].receiver.close()
+
+        self.before = lose
+        self.sent.clear()
+
+
+class Fleet(Receivers):
+    """A sender whose link is watched, and receivers of one process."""
+
+    def __init__(self, source: nn.Module) -> None:
+        link = inprocess.Sender()
+        super().__init__([link])
+        self.link = Watched(link)
+        self.sender = WeightSender(ModuleSource(source), self.link)
+
+
+def models(count: int) -> list[Model]:
+    return [random_model(SHAPES, seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+@pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
+def test_a_receiver_lost_at_begin_costs_the_others_nothing(
+    options: ReceiverOptions, kind: str
+) -> None:
+    source, good, bad = models(3)
+    here = Fleet(source)
+    try:
+        innocent = here.add(good, engine="good", options=options)
+        here.add(bad, engine="bad", options=options)
+        here.wait(2)
+        if kind == "delta":
+            here.sender.send_weights(timeout_s=5)
+            step(source, torch.Generator().manual_seed(1), 0.1)
+        here.link.lose_at("begin", here, "bad/0")
+        stats = here.sender.send_weights(timeout_s=5)
+        assert (stats.kind, stats.receivers, set(stats.lost)) == (kind, 1, {"bad[0/1]"})
+        first = here.link.sent[here.link.sent.index("begin") :]
+        assert first[:3] == ["begin", "abort", "begin"]  # no payload for nothing
+        assert bits_equal(source, good)
+        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+    finally:
+        here.close()
+
+
+def test_ranks_of_a_trainer_send_nothing_where_a_receiver_is_lost_at_begin() -> None:
+    source, good, bad = models(3)
+    links: list[Watched] = []
+
+    def watched(rank: int, inner: SendTransport) -> SendTransport:
+        links.append(Watched(inner))
+        return links[-1]
+
+    with trainer_of(source, rows_of(source, 2), wrap=watched) as here:
+        innocent = here.add(good, engine="good", options=IN_PLACE)
+        here.add(bad, engine="bad", options=IN_PLACE)
+        here.wait(2)
+        here.send()
+        step(source, torch.Generator().manual_seed(1), 0.1)
+        here.step()
+        links[1].sent.clear()
+        links[0].lose_at("begin", here, "bad/0")
+        assert here.send().receivers == 1
+        assert links[0].sent[:5] == ["upcoming", "attempt", "begin", "abort", "attempt"]
+        assert links[1].sent == ["attempt", "bucket", "prepare"]
+        assert bits_equal(source, good)
+        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+
+
+def test_an_engine_that_paused_for_a_sync_that_was_given_up_is_a_member_still() -> None:
+    """It writes in place: `commit` was called, and nothing had come yet."""
+    source, good, bad = models(3)
+    here = Fleet(source)
+    receiver = WeightReceiver(
+        ModuleTarget(good), here.links[0].receiver(), engine="good", options=IN_PLACE
+    )
+    outcomes: list[int | SyncAborted] = []
+
+    def engine(staging: StagingThread) -> None:
+        if not staging.wait_staged(timeout_s=0.05):
+            return
+        try:
+            outcomes.append(staging.commit())
+        except SyncAborted as error:
+            outcomes.append(error)
+
+    try:
+        here.add(bad, engine="bad", options=IN_PLACE)
+        with StagingThread(receiver) as staging, ThreadPoolExecutor(1) as threads:
+            here.wait(2)
+            here.link.lose_at("begin", here, "bad/0")
+            sent = threads.submit(here.sender.send_weights, timeout_s=5)
+            while not sent.done():
+                engine(staging)
+            assert sent.result(5).receivers == 1
+            assert receiver.state is ReceiverState.READY
+            assert staging.last_error is None
+        assert isinstance(outcomes.pop(), int)
+        assert all("before anything was written" in str(error) for error in outcomes)
+        assert bits_equal(source, good)
+    finally:
+        receiver.close()
+        here.close()
+
+
+def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    source, good, bad = models(3)
+    link = Watched(shared_memory.Sender(tmp_path / "socket"))
+    sender = WeightSender(ModuleSource(source), link)
+    dying = WeightReceiver(
+        ModuleTarget(bad), shared_memory.Receiver(tmp_path / "socket"), engine="bad"
+    )
+    worker = Worker()
+    to = Connection(
+        addresses=(Address(link="shared_memory", path=str(tmp_path / "socket")),),
+        engine="good",
+        tensors=(),
+        max_staged_bytes=0,
+        timeout_s=5.0,
+    )
+    worker.connect(to, ModuleTarget(good), torch.device("cpu"), rank=0, world=1)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            threads.submit(dying.stage, timeout_s=5)
+            sender.wait_for_receivers(2, timeout_s=5)
+            update = threads.submit(worker.commit, 1)
+            link.before = lambda kind: dying.close() if kind == "begin" else None
+            assert sender.send_weights(timeout_s=5).receivers == 1
+            update.result(5)
+            assert bits_equal(source, good)
+        finally:
+            worker.disconnect()
+            sender.close()
+
+
+def test_a_dirty_receiver_that_is_to_be_healed_is_not_sent_away_by_an_abort() -> None:
+    source, good, bad = models(3)
+    here = Fleet(source)
+    try:
+        innocent = here.add(good, engine="good", options=STAGED)
+        innocent.receiver._session.corrupted()
+        here.add(bad, engine="bad", options=STAGED)
+        here.wait(2)
+        here.link.lose_at("prepare", here, "bad/0")
+        stats = here.sender.send_weights(timeout_s=5)
+        assert (stats.receivers, stats.full_synced) == (1, 1)
+        assert innocent.errors == []
+        assert bits_equal(source, good)
+        until(lambda: not innocent.receiver.is_dirty)
+    finally:
+        here.close()
