@@ -9,14 +9,16 @@ running vLLM.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.http import Http
 
 BACKEND = "deltasync"
 PauseMode = Literal["abort", "wait", "keep"]
+_SCHEDULING = ["scheduling"]  # vLLM's resume, but for an engine of which a part sleeps
 
 
 def register() -> None:
@@ -28,7 +30,10 @@ def register() -> None:
 
 
 class Client(Protocol):
-    """The calls that reach every worker of a server, as vLLM's own clients have them."""
+    """The calls that reach every worker of a server, as vLLM's own clients have them.
+
+    And, for a `VllmServer` that clears caches, `clear_cache`.
+    """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
 
@@ -61,6 +66,11 @@ class OfflineClient:
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._llm.shutdown_weight_transfer_engine()
+
+    def clear_cache(self) -> None:
+        """Drop what weights have made: keys and values, cached or of requests, and encodings."""
+        _check_cleared(self._llm.reset_prefix_cache(True, True))
+        self._llm.llm_engine.reset_encoder_cache()
 
 
 class AsyncClient:
@@ -96,17 +106,22 @@ class AsyncClient:
     def shutdown_weight_transfer_engine(self) -> None:
         self._wait(self._engine.shutdown_weight_transfer_engine())
 
+    def clear_cache(self) -> None:
+        """As of `OfflineClient`. Requests go on, once their keys and values are computed again."""
+        _check_cleared(self._wait(self._engine.reset_prefix_cache(True, True)))
+        self._wait(self._engine.reset_encoder_cache())
+
     @contextmanager
-    def paused(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> Iterator[None]:
-        """Pause generation, and resume it. `mode` and `clear_cache` as vLLM's."""
-        self._wait(self._engine.pause_generation(mode=mode, clear_cache=clear_cache))
+    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
+        """Pause generation, and resume it unless a part of the engine sleeps. `mode` as vLLM's."""
+        self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
         try:
             yield
         finally:
-            self._wait(self._engine.resume_generation())
+            self._wait(self._engine.wake_up(_SCHEDULING))
 
-    def _wait(self, call: Coroutine[Any, Any, object]) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result(self._timeout_s)
+    def _wait(self, call: Coroutine[Any, Any, object]) -> object:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(self._timeout_s)
 
 
 class HttpClient:
@@ -142,31 +157,53 @@ class HttpClient:
         """How many processes of the server hold weights."""
         return int(self._http.get("get_world_size")["world_size"])
 
+    def clear_cache(self) -> None:
+        """As of `AsyncClient`."""
+        answer = self._http.post(
+            "reset_prefix_cache", reset_running_requests=True, reset_external=True
+        )
+        _check_cleared(answer["success"])
+        self._http.post("reset_encoder_cache")
+
     @contextmanager
-    def paused(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> Iterator[None]:
-        """Pause generation, and resume it. `mode` and `clear_cache` as vLLM's."""
-        self._http.post("pause", mode=mode, clear_cache=clear_cache)
+    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
+        """Pause generation, and resume it unless a part of the engine sleeps. `mode` as vLLM's."""
+        self._http.post("pause", mode=mode, clear_cache=False)
         try:
             yield
         finally:
-            self._http.post("resume")
+            self._http.post("wake_up", tags=_SCHEDULING[0])
 
 
 class VllmServer:
-    """vLLM as a `Server`. It neither pauses nor drops its prefix cache for an update.
+    """vLLM as a `Server`. It does not pause for an update.
 
     Args:
-        client: One of those above, or of vLLM's own.
+        client: One of those above, or of vLLM's own, which have no `clear_cache`.
+        clear_cache: In each update, drop what the old weights have made: cached prefixes, keys and
+            values of requests that are kept, which are computed again, and encodings of images.
+            Otherwise prompts go on with keys and values of old weights for as long as vLLM keeps
+            them.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, clear_cache: bool = True) -> None:
         self._client = client
+        self._is_stale = False  # something may be cached of other weights
+        self._clear_cache: Callable[[], object] | None = None
+        if clear_cache:
+            self._clear_cache = getattr(client, "clear_cache", None)
+            if self._clear_cache is None:
+                raise ConfigError(
+                    f"{type(client).__name__} has no clear_cache, so prompts would go on with keys "
+                    "and values of old weights: give it one, or say clear_cache=False"
+                )
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self._client.init_weight_transfer_engine({"connection": connection})
 
     def update(self, version: int, /) -> None:
         """An update that breaks off is finished: workers that did not fail wait for that."""
+        self._is_stale = True
         try:
             self._client.start_weight_update()
             self._client.update_weights({"version": version})
@@ -177,10 +214,25 @@ class VllmServer:
             except Exception as other:  # nobody has begun it, or the server is gone
                 raise error from other
             raise
+        self._clear()
 
     def name(self, version: int, /) -> None:
+        self._clear()  # unless the update has
         self._client.start_weight_update()
         self._client.finish_weight_update(weight_version=str(version))
 
     def disconnect(self) -> None:
         self._client.shutdown_weight_transfer_engine()
+
+    def _clear(self) -> None:
+        if self._is_stale and self._clear_cache is not None:
+            self._clear_cache()
+        self._is_stale = False
+
+
+def _check_cleared(is_cleared: object) -> None:
+    if not is_cleared:
+        raise EngineFailed(
+            "vLLM has not dropped its cached prefixes, which are of old weights: a connector for "
+            "keys and values still holds some; the next update tries again"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,23 @@ from deltasync.transports.base import Frame
 from tests.engines.checkpoints import Weights
 
 
+SHORT = {"prompt_token_ids": list(range(3, 20))}
+LONG = {"prompt_token_ids": list(range(3, 303))}  # of which blocks of keys and values are cached
+
+
 class Request:
     """A long request, token by token."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self.num_tokens = engine, 0
+    def __init__(self, engine: Any, prompt: Any = SHORT) -> None:
+        self._engine, self._prompt, self.num_tokens = engine, prompt, 0
         self.latest: Any = None
 
     async def run(self, count: int) -> None:
-        sampling = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False)
-        prompt = {"prompt_token_ids": list(range(3, 20))}
-        async for output in self._engine.generate(prompt, sampling, request_id=str(count)):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
+        )
+        name = uuid.uuid4().hex
+        async for output in self._engine.generate(self._prompt, sampling, request_id=name):
             self.latest = output.outputs[0]
             self.num_tokens = len(self.latest.token_ids)
 
@@ -72,6 +79,7 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await asyncio.to_thread(sync.connect)
         await asyncio.to_thread(sync.send_weights)
         await tokens_come_while_a_version_is_staged(engine, sync, transport, source)
+        await prompts_are_computed_with_the_weights_as_they_are(engine, sync, source)
         await a_link_that_is_gone_is_no_crash(engine, sync)
     engine.shutdown()
 
@@ -94,6 +102,33 @@ async def tokens_come_while_a_version_is_staged(
     assert [version for version, *_ in spans] == ["1", "2"]
     assert spans[0][2] == spans[1][1] > transport.num_sent
     assert spans[1][2] == 500
+
+
+async def prompts_are_computed_with_the_weights_as_they_are(
+    engine: Any, sync: EngineSync, source: Weights
+) -> None:
+    """Also one whose keys and values were cached, and one that is kept in the pause."""
+    before = await answer(engine, LONG)
+    kept = Request(engine)
+    running = asyncio.create_task(kept.run(400))
+    while not kept.num_tokens:
+        await asyncio.sleep(0.01)
+    for tensor in source.weights.values():
+        tensor.view(-1)[::3] *= 0.5
+    await asyncio.to_thread(sync.send_weights)
+    assert kept.num_tokens < 400
+    new = await answer(engine, LONG)
+    assert new != before
+    assert new == await answer(engine, LONG | {"cache_salt": "nothing is cached with this"})
+    await running
+    assert kept.num_tokens == 400
+
+
+async def answer(engine: Any, prompt: Any) -> list[int]:
+    """The tokens that follow a prompt."""
+    request = Request(engine, prompt)
+    await request.run(12)
+    return list(request.latest.token_ids)
 
 
 async def a_link_that_is_gone_is_no_crash(engine: Any, sync: EngineSync) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, islice
@@ -33,6 +33,7 @@ SQUARE: dict[str, Any] = {
     "quantization": "online",
     "quantization_config": {"targets": {"*.o_proj": "fp8_per_channel"}},
 }
+LONG = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]  # blocks of keys
 PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
 
 
@@ -42,15 +43,14 @@ def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
     from vllm import LLM
 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    default: dict[str, Any] = {"max_model_len": 64, "enable_prefix_caching": False}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=64,
         enforce_eager=True,
         weight_transfer_config={"backend": "deltasync"},
-        enable_prefix_caching=False,
-        **settings,
+        **(default | settings),
     )
 
 
@@ -59,11 +59,11 @@ def synced(source: WeightSource, llm: Any, folder: Path, **settings: Any) -> Eng
     return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
 
 
-def tokens(llm: Any) -> list[list[int]]:
+def tokens(llm: Any, prompts: Sequence[Any] = PROMPTS) -> list[list[int]]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, sampling)]
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, sampling)]
 
 
 def parameters_of(llm: Any) -> dict[str, Tensor]:
@@ -91,6 +91,32 @@ def follow(_: int, folder: Path) -> None:
         assert llm.get_weight_version() == str(stats.version)
         assert tokens(llm) == expected
         assert same_bits(parameters_of(llm), bits)
+
+
+def follow_prefixes(_: int, folder: Path) -> None:
+    """Keys and values that old weights made are dropped in each update, unless they are kept."""
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    cached: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": True}
+    expected = tokens(started(folder, new, **cached), LONG)  # of a cold load
+    llm = started(folder, old, **cached)
+    source = Weights({name: tensor.clone() for name, tensor in old.items()})
+    with synced(source, llm, folder) as sync:
+        sync.send_weights()
+        before = tokens(llm, LONG)
+        assert before != expected
+        source.take(new)
+        assert sync.send_weights().kind == "delta"
+        assert tokens(llm, LONG) == expected
+        source.take(old)
+        assert sync.send_weights().kind == "delta"
+        assert tokens(llm, LONG) == before
+    server = VllmServer(OfflineClient(llm), clear_cache=False)
+    with EngineSync(source, server, shared_memory.Sender(folder / "kept")) as sync:
+        sync.send_weights()
+        source.take(new)
+        sync.send_weights()
+        assert tokens(llm, LONG) != expected  # the prefixes are of old weights
 
 
 class Rows(WeightSource):
@@ -316,6 +342,7 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
     ("what", "architecture", "packs"),
     [
         (follow, "LlamaForCausalLM", False),
+        (follow_prefixes, "LlamaForCausalLM", False),
         (follow_ranks, "LlamaForCausalLM", False),
         (follow_checkpoints, "LlamaForCausalLM", False),
         (refuse_experts, "Qwen3MoeForCausalLM", False),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_s
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.vllm import VllmServer
+from deltasync.integrations.vllm import Client, VllmServer
 from deltasync.integrations.worker import Worker
 from deltasync.transports import inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal
 
-UPDATE = ["start", "update", "finish", "start", "finish"]  # the second names the version
+UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,7 +35,8 @@ class Server:
 
     def __init__(self, module: Model) -> None:
         self.module, self.calls, self.version = module, list[str](), "default"
-        self.fails_to_update = self.fails_to_start = self.is_updating = self.declines = False
+        self.fails_to_update = self.fails_to_start = self.fails_to_clear = False
+        self.is_updating = self.declines = False
         self.worker = Worker()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -72,6 +73,12 @@ class Server:
     def shutdown_weight_transfer_engine(self) -> None:
         self.calls.append("shutdown")
         self.worker.disconnect()
+
+    def clear_cache(self) -> None:
+        self.calls.append("clear")
+        assert not self.is_updating
+        if self.fails_to_clear:
+            raise EngineFailed("planted")
 
 
 @contextmanager
@@ -144,6 +151,41 @@ def test_an_update_that_is_not_made_is_told_and_made_up_for(what: str, tmp_path:
         stats = sync.send_weights()  # connects anew
         assert bits_equal(source, server.module)
         assert server.version == str(stats.version)
+
+
+def test_a_cache_that_is_not_cleared_is_an_error_and_made_up_for(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+        source.get_parameter("a").data.view(-1)[7] *= 2
+        server.fails_to_clear = True
+        with pytest.raises(EngineFailed, match="planted"):
+            sync.send_weights()
+        server.fails_to_clear = False
+        server.calls.clear()
+        sync.send_weights()  # the worker holds the weights already
+        assert server.calls == ["init", "clear", "start", "finish"]
+        assert bits_equal(source, server.module)
+
+
+def test_caches_are_kept_for_who_wants_that(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(1))
+    link = shared_memory.Sender(tmp_path / "socket")
+    with EngineSync(ModuleSource(source), VllmServer(server, clear_cache=False), link) as sync:
+        sync.send_weights()
+        server.worker.disconnect()
+    assert "clear" not in server.calls
+
+
+def test_a_client_that_cannot_clear_caches_is_refused() -> None:
+    """As vLLM's own cannot."""
+    with pytest.raises(ConfigError, match="Without has no clear_cache.* or say clear_cache=False"):
+        VllmServer(cast("Client", Without()))
+    VllmServer(cast("Client", Without()), clear_cache=False)
+
+
+class Without:
+    """Stands for a client of vLLM's own."""
 
 
 def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_good(

@@ -16,6 +16,7 @@ _CLASSES = {
     "_engine": "vllm.v1.engine.async_llm.AsyncLLM",
     "_llm": "vllm.entrypoints.llm.LLM",
     "current_platform": "vllm.platforms.interface.Platform",
+    "llm_engine": "vllm.v1.engine.llm_engine.LLMEngine",
     "loader": "vllm.model_executor.model_loader.default_loader.DefaultModelLoader",
     "parallel": "vllm.config.parallel.ParallelConfig",
     "parallel_config": "vllm.config.parallel.ParallelConfig",
