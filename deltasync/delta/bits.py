@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
+from deltasync.delta.overlap import repeats
 from deltasync.delta.route import Dims, merged, row_major
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -150,7 +151,8 @@ class Flat:
         dtype, bits = dtype_of(tensor), as_bits(tensor)
         if tensor.is_contiguous():
             return cls(tensor, dtype, bits.view(-1), is_contiguous=True)
-        _refuse_overlap(tensor, name)
+        if repeats(tensor):  # as one does that was expanded
+            raise ConfigError(f"{name}: elements share storage; make it contiguous")
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         return cls(tensor, dtype, bits.as_strided((extent,), (1,)), is_contiguous=False)
 
@@ -262,15 +264,3 @@ def _refuse_unplain(tensor: Tensor, name: str) -> None:
         or tensor.is_neg()
     ):
         raise ConfigError(f"{name}: a {type(tensor).__name__} has no plain dense storage")
-
-
-def _refuse_overlap(tensor: Tensor, name: str) -> None:
-    """A tensor whose elements share storage (`expand`) cannot be written element by element."""
-    if tensor.is_contiguous():
-        return
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                raise ConfigError(f"{name}: elements share storage; make it contiguous")
-            reach += (size - 1) * stride

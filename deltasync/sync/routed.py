@@ -14,7 +14,7 @@ from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.source import ModuleWatch, Registered, tied_tensors
+from deltasync.sync.source import ModuleWatch, Registered
 from deltasync.sync.target import match_parameters, refuse_overlap
 from deltasync.wire.messages import ParameterSpec
 
@@ -74,17 +74,15 @@ class RoutedTarget:
         held = self._specs(recording)
         numbers = match_parameters(held, layout)
         live = self._live()
-        refuse_overlap(tied_tensors(iter(live.items())))
+        pieces = recording.pieces
+        accesses = [_access(pieces[spec.name], live, spec) for spec in held]
+        refuse_overlap(held, accesses)
         assert self._known is not None
         self._watch = self._known[0]
         self._own_names = {
             layout[n].name: recording.given[s.name] for n, s in zip(numbers, held, strict=True)
         }
-        pieces = recording.pieces
-        return {
-            number: _access(pieces[spec.name], live, spec)
-            for number, spec in zip(numbers, held, strict=True)
-        }
+        return dict(zip(numbers, accesses, strict=True))
 
     def prove(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Read back what the engine holds of the checkpoint that it was started on.

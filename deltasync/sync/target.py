@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
 
 from deltasync.delta.bits import Flat, Live, dtype_of
 from deltasync.delta.loading import Loader
+from deltasync.delta.overlap import overlapping
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.source import (
     ModuleWatch,
@@ -37,7 +37,8 @@ class WeightTarget(Protocol):
         Returns it by the parameter's number. What was bound before is let go.
 
         Raises:
-            LayoutMismatch: A name, shape, dtype or tie does not fit.
+            LayoutMismatch: A name, shape, dtype or tie does not fit, or two parameters that are not
+                tied share a byte of memory.
         """
         ...
 
@@ -78,14 +79,13 @@ class ModuleTarget:
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
         """Find each parameter of the layout in the module."""
         tensors = self._tensors()
-        refuse_overlap(tensors)
-        numbers = match_parameters(tuple(_spec(tensor) for tensor in tensors), layout)
+        held = tuple(_spec(tensor) for tensor in tensors)
+        numbers = match_parameters(held, layout)
+        live = [Flat.of(tensor.tensor, name=tensor.name) for tensor in tensors]
+        refuse_overlap(held, live)
         self._places = places(self._module, self._rename)
         self._watch = ModuleWatch(self._module)
-        return {
-            number: Flat.of(tensor.tensor, name=tensor.name)
-            for number, tensor in zip(numbers, tensors, strict=True)
-        }
+        return dict(zip(numbers, live, strict=True))
 
     def check_unmoved(self) -> None:
         """Compare every tensor's address, size, strides and dtype with those bound."""
@@ -180,19 +180,17 @@ class EarlyCheck:
         self._made_at, self._found = -math.inf, None
 
 
-def refuse_overlap(tensors: Sequence[NamedTensor]) -> None:
-    """Raise LayoutMismatch for two tensors over the same bytes: a write to one changes the other.
+def refuse_overlap(specs: Sequence[ParameterSpec], live: Iterable[Live]) -> None:
+    """Raise LayoutMismatch for parameters over the same bytes: a write to one changes the other.
 
-    Strided views may interleave without sharing a byte, so only contiguous ones are compared.
+    Args:
+        specs: What is held.
+        live: Where each of them is.
     """
-    runs = sorted(
-        (t.tensor.data_ptr(), t.tensor.data_ptr() + t.tensor.nbytes, t.name)
-        for t in tensors
-        if t.tensor.is_contiguous() and t.tensor.numel()
-    )
-    for (_, end, left), (begin, _, right) in pairwise(runs):
-        if begin < end:
-            raise LayoutMismatch(f"{some_of([left, right])} share memory without being tied")
+    names = (spec.name for spec in specs)
+    if found := overlapping(zip(names, live, strict=True)):
+        both = some_of(sorted(set(found)))
+        raise LayoutMismatch(f"{both} share memory without being tied; give each its own")
 
 
 def some_of(names: Sequence[str]) -> str:

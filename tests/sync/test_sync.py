@@ -314,6 +314,33 @@ def test_models_that_differ_are_refused_by_name(change: object, said: str) -> No
         assert said in str(error)
 
 
+def test_strided_parameters_that_share_bytes_are_refused_by_name() -> None:
+    w = torch.zeros(8, 10)
+    with fleet(Model({"a": torch.ones(8, 6), "b": torch.full((8, 6), 2.0)})) as here:
+        serving = here.add(Model({"a": w[:, :6], "b": w[:, 4:]}))
+        here.wait(1)
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights()
+        wait_for(lambda: bool(serving.errors))
+        assert isinstance(serving.errors[0], LayoutMismatch)
+        assert "'a', 'b' share memory" in str(serving.errors[0])
+    assert not w.any()
+
+
+def test_strided_parameters_that_interleave_are_synced() -> None:
+    w = torch.zeros(8, 10)
+    views = {"a": w[::2, :6], "b": w[1::2, :6], "c": w[:, 6:]}
+    source, replica = Model({n: torch.randn(v.shape) for n, v in views.items()}), Model(views)
+    with fleet(source) as here:
+        here.add(replica)
+        here.wait(1)
+        here.sender.send_weights()
+        nudge(source)
+        assert here.sender.send_weights().kind == "delta"
+        assert bits_equal(source, replica)
+    assert w.all()
+
+
 def test_receivers_of_another_dtype_are_refused_and_an_override_settles_who_is_right() -> None:
     source = model(dtype=torch.float32)
     with fleet(source) as here:
