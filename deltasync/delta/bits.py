@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
@@ -40,12 +41,44 @@ _TORCH = {
 _DTYPES = {torch_name: dtypes.BY_NAME[name] for name, torch_name in _TORCH.items()}
 
 
-def dtype_of(tensor: Tensor) -> Dtype:
+def dtype_of(tensor: Tensor, *, name: str = "tensor") -> Dtype:
     """The dtype's entry in the closed table. Raises ConfigError for one that is not there."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:
-        raise ConfigError(f"{tensor.dtype} cannot be sent; one of {sorted(_TORCH)} can") from None
+        known = f"one of {sorted(_TORCH)} can"
+        raise ConfigError(f"{name}: {tensor.dtype} cannot be sent; {known}") from None
+
+
+def check_plain(tensor: Tensor, name: str) -> None:
+    """Raises ConfigError, by name, for a tensor whose elements do not lie in memory by strides."""
+    if (oddity := _oddity(tensor)) is not None:
+        way_on = "make it dense, or leave it out by `rename`"
+        raise ConfigError(f"{name}: {oddity} has no plain dense storage; {way_on}")
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether there is an address, and strides from there on."""
+    return not (
+        is_lazy(tensor)
+        or tensor.is_nested
+        or tensor.layout != torch.strided
+        or is_traceable_wrapper_subclass(tensor)
+    )
+
+
+def _oddity(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "a lazy parameter without data until the first forward pass"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}"
+    if tensor.is_meta:
+        return "a tensor on the meta device"
+    return "a view that is conjugated or negated" if tensor.is_conj() or tensor.is_neg() else None
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
@@ -147,8 +180,8 @@ class Flat:
     @classmethod
     def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
         """Raises ConfigError for a tensor whose elements have no storage of their own."""
-        _refuse_unplain(tensor, name)
-        dtype, bits = dtype_of(tensor), as_bits(tensor)
+        check_plain(tensor, name)
+        dtype, bits = dtype_of(tensor, name=name), as_bits(tensor)
         if tensor.is_contiguous():
             return cls(tensor, dtype, bits.view(-1), is_contiguous=True)
         if repeats(tensor):  # as one does that was expanded
@@ -253,14 +286,3 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
         nan = torch.full((1,), torch.nan, dtype=dtype, device=values.device)
         bits = torch.where(values.isnan(), as_bits(nan), bits)
     return bits
-
-
-def _refuse_unplain(tensor: Tensor, name: str) -> None:
-    if (
-        is_traceable_wrapper_subclass(tensor)
-        or tensor.is_meta
-        or tensor.layout != torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
-        raise ConfigError(f"{name}: a {type(tensor).__name__} has no plain dense storage")

@@ -181,7 +181,7 @@ def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool
 
 def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:
     """The parameters in the dtypes that the source has."""
-    return tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor)) for e in tensors)
+    return tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor, name=e.name)) for e in tensors)
 
 
 def specs_of(

@@ -103,7 +103,7 @@ class ReloadedTarget:
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The checkpoint's tensors."""
         return tuple(
-            ParameterSpec(self._names[name], tuple(tensor.shape), dtype_of(tensor))
+            ParameterSpec(self._names[name], tuple(tensor.shape), dtype_of(tensor, name=name))
             for name, tensor in self._copy.items()
         )
 

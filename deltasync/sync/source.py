@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import identity
+from deltasync.delta.bits import check_plain, has_storage, identity
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of
 from deltasync.errors import ConfigError
 
@@ -40,7 +40,9 @@ class NamedTensor:
     full_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a tensor that is not what its shard says."""
+        """Raises ConfigError for a tensor without plain storage, or not what its shard says."""
+        if not is_sharded(self.tensor):
+            check_plain(self.tensor, self.name)
         if self.shard is None:
             return
         if self.tensor.shape != self.shard.size or prod(self.shape) != prod(self.shard.shape):
@@ -208,7 +210,8 @@ class _Part:
         tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._sharded = [tensor for tensor in tensors if is_sharded(tensor)]
         self._locals = list(map(_LOCAL, self._sharded))
-        self._tensors = [t for t in tensors if not is_sharded(t)] + self._locals
+        plain = [t for t in tensors if has_storage(t) and not is_sharded(t)]
+        self._tensors = plain + self._locals
         self._with_buffers = [owner for owner in modules if owner._buffers]
         self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
         self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
@@ -299,6 +302,8 @@ def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
     tensors: list[Tensor] = []
     owners: dict[str, tuple[object, ...]] = {}
     for name, tensor in named:
+        if not is_sharded(tensor):
+            check_plain(tensor, name)
         # Empty tensors share the null pointer without being tied.
         key = identity(tensor) if tensor.numel() else (name,)
         if is_sharded(tensor):  # of which a rank may hold nothing

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, WireReader, dtype_of, torch_dtype
+from deltasync.delta.bits import Flat, WireReader, check_plain, dtype_of, torch_dtype
 from deltasync.delta.diff import Change, ModelDelta, compare
 from deltasync.delta.patch import Run
 from deltasync.delta.snapshot import Snapshot
@@ -101,7 +101,8 @@ class StreamedWeights(LocalWeights):
         for name, tensor in weights:
             if name in specs:
                 raise ConfigError(f"{name!r} came twice")
-            own = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor))
+            check_plain(tensor, name)
+            own = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
             (spec,) = specs_of([own], (), self.options.wire_dtypes)
             specs[name] = spec
             flats.append(self._copy(spec, tensor))

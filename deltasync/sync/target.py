@@ -143,7 +143,8 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
 
 
 def _spec(tensor: NamedTensor) -> ParameterSpec:
-    return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype_of(tensor.tensor))
+    dtype = dtype_of(tensor.tensor, name=tensor.name)
+    return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype)
 
 
 class EarlyCheck:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetM
 from deltasync.sync.layout import SourceLayout, check_coverage, source_specs, specs_of
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.source import Index, ModuleSource, NamedTensor
+from deltasync.sync.streamed import StreamedWeights
 from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
@@ -475,3 +476,70 @@ def test_tensors_that_share_bytes_without_being_tied_are_refused() -> None:
     halves.register_parameter("low", nn.Parameter(memory[:6]))
     halves.register_parameter("high", nn.Parameter(memory[6:]))
     assert len(ModuleTarget(halves).bind(ModuleTarget(halves).parameters())) == 2
+
+
+ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(4).to_sparse(), "layout sparse_coo"),
+    "csr": (lambda: torch.eye(4).to_sparse_csr(), "layout sparse_csr"),
+    "mkldnn": (lambda: torch.eye(4).to_mkldnn(), "layout _mkldnn"),
+    "nested": (lambda: nested(torch.strided), "a nested tensor"),
+    "jagged": (lambda: nested(torch.jagged), "a nested tensor"),
+    "meta": (lambda: torch.ones(4, 4, device="meta"), "meta device"),
+    "lazy": (lambda: nn.UninitializedParameter(), "first forward pass"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "qint8"),
+    "complex128": (lambda: torch.ones(4, 4, dtype=torch.complex128), "complex128"),
+    "conjugated": (lambda: torch.ones(4, 4, dtype=torch.complex64).conj(), "conjugated"),
+}
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+def module_with(odd: Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_parameter("plain", nn.Parameter(torch.ones(2)))
+    if isinstance(odd, nn.Parameter):
+        module.register_parameter("odd", odd)
+    else:
+        module.register_buffer("odd", odd)
+    return module
+
+
+class OneTensor:
+    """A source of a user's own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor(("odd",), self._tensor)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what is made here
+@pytest.mark.parametrize(("make", "words"), ODD.values(), ids=ODD.keys())
+def test_tensors_without_plain_storage_are_refused_by_name(
+    make: Callable[[], Tensor], words: str
+) -> None:
+    for source in (ModuleSource(module_with(make())), OneTensor(make())):
+        with pytest.raises(ConfigError, match=f"^odd: .*{words}"):
+            source_specs(source.tensors())
+    with pytest.raises(ConfigError, match=f"^odd: .*{words}"):
+        ModuleTarget(module_with(make())).parameters()
+    streamed = StreamedWeights()
+    with pytest.raises(ConfigError, match=f"^odd: .*{words}"):
+        streamed.take([("odd", make())])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [make for make, _ in ODD.values()], ids=ODD.keys())
+def test_tensors_without_plain_storage_can_be_left_out(make: Callable[[], Tensor]) -> None:
+    def rename(name: str) -> str | None:
+        return None if name == "odd" else name
+
+    module = module_with(make())
+    source, target = ModuleSource(module, rename=rename), ModuleTarget(module, rename=rename)
+    assert names_of(source.tensors()) == [("plain",)]
+    assert source.tensors() is source.tensors()
+    assert len(target.bind(target.parameters())) == 1
+    target.check_unmoved()
