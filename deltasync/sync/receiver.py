@@ -358,7 +358,8 @@ class WeightReceiver:
 
     def _undo(self, staging: Applier) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
-        with suppress(DeltaSyncError, RuntimeError):  # torch's own failures are RuntimeErrors
+        # torch's own failures are RuntimeErrors; memory may be what is lacking.
+        with suppress(DeltaSyncError, RuntimeError, MemoryError):
             staging.undo()
             self._target.finish()
             self._session.restored()
@@ -395,9 +396,11 @@ class WeightReceiver:
             reason=str(error)[:4096],
         )
         with suppress(TransportError):
-            if not isinstance(error, PeerLost | TransportClosed):
-                self._reply(failed)
-            self._links.disconnect()
+            try:
+                if not isinstance(error, PeerLost | TransportClosed):
+                    self._reply(failed)
+            finally:
+                self._links.disconnect()
 
 
 # Where no sync is under way: waiting longer loses nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,12 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.session import ReceiverState
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
+_LACK_OF_MEMORY = (
+    "allocate memory",  # torch on Linux
+    "not enough memory",  # torch elsewhere
+    "out of memory",  # pinned memory of a CUDA driver
+    "start new thread",  # which lacks room for its stack
+)
 _RETRY_S = 0.2  # between a failed sync and joining anew
 
 
@@ -31,12 +38,13 @@ class StagingThread:
         receiver: Used by this object alone from now on; not closed by it.
 
     Attributes:
-        last_error: Why the last sync or joining that failed here did so, or None: memory that was
-            lacking too. What `commit` raises is not kept.
+        last_error: Why the last sync or joining that failed here did so, or None. Memory that was
+            lacking, on a device or on the host, fails a sync too: the next one tries again. What
+            `commit` raises is not kept.
     """
 
     def __init__(self, receiver: WeightReceiver) -> None:
-        self.last_error: DeltaSyncError | torch.OutOfMemoryError | None = None
+        self.last_error: Exception | None = None
         self._receiver = receiver
         self._turn = threading.Condition()
         self._is_staged = self._is_stopping = False
@@ -107,7 +115,9 @@ class StagingThread:
             staged = self._receiver.stage(timeout_s=_TURN_S)
         except TransportClosed:
             raise
-        except (DeltaSyncError, torch.OutOfMemoryError) as error:
+        except (DeltaSyncError, MemoryError, RuntimeError, OSError) as error:
+            if not (isinstance(error, DeltaSyncError) or _is_lack_of_memory(error)):
+                raise
             is_idle = self._receiver.state is not ReceiverState.OUTSIDE
             if isinstance(error, TransportTimeout) and is_idle:
                 return  # no sync came; silence within one, or no sender, leaves it outside
@@ -119,3 +129,13 @@ class StagingThread:
             self._is_staged = staged
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._is_stopping or not self._is_staged)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether memory was lacking: of torch's on the host, only the text says so."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in text for words in _LACK_OF_MEMORY
+    )

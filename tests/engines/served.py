@@ -23,7 +23,6 @@ from deltasync.transports import shared_memory
 from deltasync.transports.base import Frame
 from tests.engines.checkpoints import Weights
 
-
 SHORT = {"prompt_token_ids": list(range(3, 20))}
 LONG = {"prompt_token_ids": list(range(3, 303))}  # of which blocks of keys and values are cached
 

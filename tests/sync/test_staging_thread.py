@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -215,6 +216,20 @@ def exhausted(_: Meddling, __: float) -> Frame:
     raise torch.OutOfMemoryError("there is no room to stage it")
 
 
+def without_host_memory(_: Meddling, __: float) -> Frame:
+    raise MemoryError
+
+
+def without_memory_for_tensors(_: Meddling, __: float) -> Frame:
+    torch.empty(1 << 60, dtype=torch.uint8)
+    raise AssertionError
+
+
+def without_memory_for_maps(_: Meddling, __: float) -> Frame:
+    mmap.mmap(-1, 1 << 60)
+    raise AssertionError
+
+
 def silent(_: Meddling, timeout_s: float) -> Frame:
     time.sleep(timeout_s)
     raise TransportTimeout("nothing came in time")
@@ -223,7 +238,14 @@ def silent(_: Meddling, timeout_s: float) -> Frame:
 @pytest.mark.parametrize("kind", ["layout", "begin", "bucket", "prepare", "commit"])
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [(damaged, "BadMagic"), (lost, "PeerLost"), (exhausted, "OutOfMemoryError")],
+    [
+        (damaged, "BadMagic"),
+        (lost, "PeerLost"),
+        (exhausted, "OutOfMemoryError"),
+        (without_host_memory, "MemoryError"),
+        (without_memory_for_tensors, "RuntimeError"),
+        (without_memory_for_maps, "OSError"),
+    ],
 )
 def test_a_failed_sync_is_kept_as_last_error_and_the_next_one_works(
     kind: str, fault: Callable[[Meddling, float], Frame], error: str

@@ -1,0 +1,109 @@
+"""A receiver without host memory: it serves what it held, says why, and recovers."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    StagingThread,
+    WeightReceiver,
+    WeightSender,
+)
+from deltasync.delta.bits import as_bits
+from deltasync.errors import SyncAborted
+from deltasync.testing.processes import Child
+from tests.sync.harness import Model
+from tests.sync.processes import connect, fingerprint, listen
+
+pytestmark = pytest.mark.timeout(120)
+
+NUMEL = 24 << 20
+MARGIN_BYTES = 12 << 20
+
+
+def model() -> Model:
+    return Model({"w": torch.zeros(NUMEL, dtype=torch.bfloat16)})
+
+
+@contextmanager
+def no_more_memory() -> Iterator[None]:
+    """The address space of this process cannot grow by more than the margin."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + MARGIN_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def serve(kind: str, folder: str) -> None:
+    replica = model()
+    options = ReceiverOptions(max_staged_bytes=1 << 30)
+    receiver = WeightReceiver(ModuleTarget(replica), connect(kind, folder), options=options)
+    with StagingThread(receiver) as staging:
+        until(lambda: staging.wait_staged(timeout_s=1))
+        assert staging.commit() == 2
+        held = fingerprint(replica)
+        with no_more_memory():
+            Path(folder, "lacking").touch()
+            until(Path(folder, "aborted").exists)
+            assert not staging.is_staged()
+            assert staging.last_error is not None
+            receiver.check_serving()
+        assert fingerprint(replica) == held
+        Path(folder, "recovered").touch()
+        until(lambda: staging.wait_staged(timeout_s=1))
+        staging.commit()
+        Path(folder, "holds").write_text(fingerprint(replica))
+    receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "collective"])
+def test_a_staging_thread_outlives_a_lack_of_host_memory(kind: str, tmp_path: Path) -> None:
+    source = model()
+    bits = as_bits(source.get_parameter("w").data)
+    with sending(kind, tmp_path, source) as sender, Child(serve, kind, str(tmp_path)) as child:
+        sender.wait_for_receivers(1, timeout_s=60)
+        sender.send_weights(timeout_s=30)  # which joins by digest
+        bits[7] += 1
+        sender.send_weights(timeout_s=30)
+        until(lambda: child.traceback or Path(tmp_path, "lacking").exists())
+        assert not child.traceback, child.traceback
+        bits += 1
+        with pytest.raises(SyncAborted):
+            sender.send_weights(timeout_s=10)
+        Path(tmp_path, "aborted").touch()
+        until(lambda: child.traceback or Path(tmp_path, "recovered").exists())
+        assert not child.traceback, child.traceback
+        sender.wait_for_receivers(1, timeout_s=30)
+        assert sender.send_weights(timeout_s=30).receivers == 1
+        child.wait(timeout_s=30)
+        assert Path(tmp_path, "holds").read_text() == fingerprint(source)
+
+
+@contextmanager
+def sending(kind: str, folder: Path, source: Model) -> Iterator[WeightSender]:
+    sender = WeightSender(ModuleSource(source), listen(kind, str(folder)))
+    try:
+        yield sender
+    finally:
+        sender.close()
