@@ -76,6 +76,11 @@ class BoundWeights:
             return self._batched.digests(chunks)
         return self.ledger.measured(chunks, self._lines.flats)
 
+    def are_as_measured(self) -> bool:
+        """Whether the live weights have the digests of the ledger, all of them."""
+        now = self.measure(np.arange(len(self.ledger.sums)))
+        return bool(np.array_equal(now, self.ledger.sums))
+
     def applier(
         self, begin: Begin, loader: Loader | None, *, writing: Callable[[], None]
     ) -> Applier:

@@ -20,6 +20,7 @@ from deltasync.errors import (
     LayoutMismatch,
     PeerLost,
     SyncAborted,
+    TargetMoved,
     TransportClosed,
     TransportError,
     TransportTimeout,
@@ -79,6 +80,10 @@ class WeightReceiver:
         self._scrub_is_due = False
         self._is_undivided = False  # from the begin of a sync to its commit, in one call
         self._early = EarlyCheck(target)
+        self._attached = threading.Event()
+        self._attached.set()
+        self._is_closed = False
+        self._is_unproved = False  # whether weights that were detached are as they were
         self._lock = threading.RLock()  # held while weights are looked at or written
 
     @property
@@ -90,6 +95,11 @@ class WeightReceiver:
     def state(self) -> ReceiverState:
         """Where this receiver stands in a sync."""
         return self._session.state
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the weights are not looked at: from `detach` to `attach`."""
+        return self._session.detached
 
     @property
     def is_dirty(self) -> bool:
@@ -140,6 +150,7 @@ class WeightReceiver:
             if self._is_in_place:
                 raise IllegalMessage("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
+            self._look_after_attach()
             if self._session.state is ReceiverState.OUTSIDE:
                 self._greet(deadline)
             self._scrub_after_sync()
@@ -186,7 +197,7 @@ class WeightReceiver:
                 if state is not ReceiverState.COMMITTING or begun is None or staging is None:
                     raise IllegalMessage(f"commit while {state.name}; call stage first")
                 self._write(begun.version, staging)
-            if self._session.state is ReceiverState.COMMITTED:
+            if self._world > 1:
                 self._wait_for_engine(staging)
             self._staging, self._scrub_is_due = None, True
             return begun.version
@@ -205,17 +216,44 @@ class WeightReceiver:
     def invalidate(self) -> None:
         """Say that the weights were released, reloaded or written by somebody else.
 
-        May be called from any thread; when it returns the weights are not looked at any more.
-        Deltas are refused until the receiver has joined anew, which the next `stage` or
-        `receive_weights` does.
+        May be called from any thread. Deltas are refused until the receiver has rejoined, which the
+        next `stage` or `receive_weights` does, and a `StagingThread` at once: it reads the weights
+        then. Call `detach` first if that must not be.
         """
         with self._lock:
             self._session.invalidate()
-            self._stream.synchronize()  # kernels of a bucket may still read
-            self._weights.synchronize()
+            self._synchronize()
+
+    def detach(self) -> None:
+        """Leave the weights alone until `attach`: for an engine that sleeps or moves them.
+
+        May be called from any thread; when it returns nothing here reads or writes the weights, and
+        a sync that was under way has failed. A receiver that was up to date stays a member as long
+        as no sync is sent; one that is sent fails here at once, and the others get it. `stage` and
+        `receive_weights` wait. Idempotent.
+        """
+        with self._lock:
+            self._session.detach()
+            self._attached.clear()
+            self._synchronize()
+
+    def attach(self) -> None:
+        """Look at the weights again: they are where they were, or the engine has loaded others.
+
+        May be called from any thread, once the weights can be read. They are compared with the
+        digests held, by the next `stage` or when a sync begins: if they have changed or moved, the
+        receiver rejoins. Call `invalidate` before if it is known that they have. Idempotent.
+        """
+        with self._lock:
+            if self._session.detached:
+                self._session.attach()
+                self._is_unproved = True
+            self._attached.set()
 
     def close(self) -> None:
         """End the connection. The weights stay as they are."""
+        self._is_closed = True
+        self._attached.set()
         self._links.close()
 
     @property
@@ -224,9 +262,32 @@ class WeightReceiver:
 
     @property
     def _is_in_place(self) -> bool:
-        return self._staging is not None and self._staging.in_place
+        is_under_way = self._session.state in (ReceiverState.STAGING, ReceiverState.PREPARED)
+        return is_under_way and self._staging is not None and self._staging.in_place
+
+    def _synchronize(self) -> None:
+        self._stream.synchronize()  # kernels of a bucket may still read
+        self._weights.synchronize()
+
+    def _look_after_attach(self) -> None:
+        """Leave membership if weights are not what they were when they were detached."""
+        with self._lock:
+            if not self._session.detached and not self._are_kept():
+                self._session.lost()
+
+    def _are_kept(self) -> bool:
+        """Whether weights that were detached are those that are held; looked at once."""
+        is_held = self._session.state in (ReceiverState.READY, ReceiverState.STAGING)
+        is_due, self._is_unproved = self._is_unproved and is_held, False
+        try:
+            if is_due:
+                self._target.check_unmoved()
+        except TargetMoved:
+            return False
+        return not is_due or self._weights.are_as_measured()
 
     def _greet(self, deadline: float) -> None:
+        parameters = self._parameters(deadline)
         hello = messages.Hello(
             engine=self._engine,
             rank=self._rank,
@@ -234,16 +295,29 @@ class WeightReceiver:
             format_versions=(FORMAT_VERSION,),
             stream_id=self._session.stream_id,
             version=self._session.version,
-            parameters=messages.entries(self._target.parameters()),
+            parameters=parameters,
         )
         self._staging = None
         self._links.connect(hello, timeout_s=_rest(deadline))
         self._session.greet()
 
+    def _parameters(self, deadline: float) -> tuple[messages.Entry, ...]:
+        """What the target holds, when it may be asked. Raises TransportTimeout, TransportClosed."""
+        if self._session.detached:
+            self._links.disconnect()  # nobody is to wait for this receiver
+        self._attached.wait(_rest(deadline))
+        with self._lock:
+            if self._is_closed:
+                raise TransportClosed("this receiver was closed")
+            if self._session.detached:
+                raise TransportTimeout("the weights are detached: no sync comes before `attach`")
+            return messages.entries(self._target.parameters())
+
     def _scrub_after_sync(self) -> None:
         """Once between two syncs: the sender is busy comparing meanwhile."""
         with self._lock:
-            if not self._scrub_is_due or self._session.state is not ReceiverState.READY:
+            is_ready = self._session.state is ReceiverState.READY and not self._session.detached
+            if not self._scrub_is_due or not is_ready:
                 return
             self._scrub_is_due = False
             name = self._scrub.check(self._weights.ledger, self._weights.measure)
@@ -278,7 +352,7 @@ class WeightReceiver:
         match message:
             case messages.Layout():
                 self._bind(message)
-            case messages.Upcoming() if self._is_undivided:
+            case messages.Upcoming() if self._is_undivided and not self._session.detached:
                 self._early.make()
             case messages.Begin():
                 self._begin(message)
@@ -297,6 +371,7 @@ class WeightReceiver:
             raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
         self._weights.synchronize()
         self._weights = BoundWeights(specs, flats, self.options, self._stream)
+        self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(len(self._links))]
         self._session.set_layout_hash(messages.layout_hash(specs))
         digest = messages.digest_text(self._weights.ledger.total)
@@ -306,6 +381,8 @@ class WeightReceiver:
             self._reply(messages.Held(digest=digest))
 
     def _begin(self, begin: messages.Begin) -> None:
+        if not self._are_kept():
+            raise DigestMismatch("weights changed or moved while they were detached; rejoin")
         for reader in self._readers:
             reader.begin()
         loader = self._target.loader() if begin.base_version is None else None
@@ -368,10 +445,13 @@ class WeightReceiver:
         """Learn whether the engine's other ranks have committed too."""
         before = self._session.version
         self._take_next()
-        if self._session.undone:
-            self._undo(staging)
-            outcome = "weights are dirty" if self._session.dirty else f"v{before} was put back"
-            raise SyncAborted(f"another rank of the engine failed: {outcome}")
+        with self._lock:
+            if self._session.state is ReceiverState.READY:
+                return
+            if self._session.undone:
+                self._undo(staging)
+        outcome = "weights are dirty" if self._session.dirty else f"v{before} was put back"
+        raise SyncAborted(f"another rank of the engine failed: {outcome}")
 
     def _reply(self, message: messages.Message) -> None:
         self._links.reply(message, timeout_s=_REPLY_TIMEOUT_S)

@@ -9,8 +9,10 @@ Receiver:
     COMMITTING --committed--> COMMITTED --Finish--> READY or OUTSIDE
     STAGING, PREPARED --Abort--> where Begin found it, or OUTSIDE if something was written in place
     any --failed, lost, invalidate--> OUTSIDE
+    READY --detach, attach--> READY; any other --detach--> OUTSIDE
 
-Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve.
+Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve. A
+*detached* one takes no message that needs its weights.
 An illegal message raises and changes nothing.
 
 Sender, for each sync: begin, prepared for every participant, decide, committed for each, finish.
@@ -65,6 +67,7 @@ class ReceiverSession:
         stream_id: The training run it belongs to.
         dirty: The weights are a mixture and must not serve.
         undone: The last sync was committed here and has to be taken back.
+        detached: The weights must not be looked at.
     """
 
     engine: str
@@ -75,6 +78,7 @@ class ReceiverSession:
     stream_id: str | None = None
     dirty: bool = False
     undone: bool = False
+    detached: bool = False
     begun: Begin | None = None
     _was_dirty: bool = False
     _has_written: bool = False  # since Begin
@@ -86,6 +90,10 @@ class ReceiverSession:
 
     def on(self, message: Message, *, lane: int = 0) -> None:
         """Advance, or raise and leave everything as it was."""
+        if self.detached and not isinstance(message, Upcoming | Abort | Finish):
+            raise IllegalMessage(
+                f"{message.kind} while the weights are detached: attach them before a sync"
+            )
         match message:
             case Layout() if self.state is ReceiverState.JOINING and self._offered is None:
                 self._offered = message
@@ -159,12 +167,23 @@ class ReceiverSession:
         version too, so that the engine must not serve.
         """
         self.dirty = self.dirty or self.state is ReceiverState.COMMITTED
+        self.undone = False
         self.failed()
 
     def invalidate(self) -> None:
         """Somebody else wrote the weights: no delta fits them until the receiver has rejoined."""
-        self.failed()
+        self.lost()
         self.version = None
+
+    def detach(self) -> None:
+        """The weights must not be looked at until `attach`. A sync under way has failed."""
+        if self.state is not ReceiverState.READY:
+            self.lost()
+        self.detached = True
+
+    def attach(self) -> None:
+        """They may be, and hold the version still if the state is READY."""
+        self.detached = False
 
     def _in(self, state: ReceiverState, version: int) -> bool:
         return self.state is state and self.begun is not None and self.begun.version == version

@@ -47,7 +47,7 @@ class StagingThread:
         self.last_error: Exception | None = None
         self._receiver = receiver
         self._turn = threading.Condition()
-        self._is_staged = self._is_stopping = False
+        self._is_staged = self._is_committing = self._is_stopping = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
 
@@ -76,24 +76,32 @@ class StagingThread:
     def wait_staged(self, *, timeout_s: float) -> bool:
         """Wait for that; False when it did not come in time."""
         with self._turn:
-            self._turn.wait_for(lambda: self._is_staged or self._crash, timeout_s)
+            self._turn.wait_for(lambda: self._has_staged or self._crash, timeout_s)
             if self._crash is not None:
                 raise self._crash
-            return self._is_staged
+            return self._has_staged
 
     def commit(self) -> int:
         """`WeightReceiver.commit` in the calling thread; call it in the engine's pause.
 
         Raises IllegalMessage when nothing is staged.
         """
-        if not self.is_staged():
-            raise IllegalMessage("nothing is staged; ask is_staged first")
+        with self._turn:
+            if not self.is_staged():
+                raise IllegalMessage("nothing is staged; ask is_staged first")
+            self._is_committing = True
         try:
             return self._receiver.commit()
         finally:
             with self._turn:
-                self._is_staged = False
+                self._is_staged = self._is_committing = False
                 self._turn.notify_all()
+
+    @property
+    def _has_staged(self) -> bool:
+        """Whether there is something to commit: not after `detach` or `invalidate`."""
+        is_outside = self._receiver.state is ReceiverState.OUTSIDE
+        return self._is_staged and (self._is_committing or not is_outside)
 
     def _run(self) -> None:
         try:
@@ -118,7 +126,8 @@ class StagingThread:
         except (DeltaSyncError, MemoryError, RuntimeError, OSError) as error:
             if not (isinstance(error, DeltaSyncError) or _is_lack_of_memory(error)):
                 raise
-            is_idle = self._receiver.state is not ReceiverState.OUTSIDE
+            is_outside = self._receiver.state is ReceiverState.OUTSIDE
+            is_idle = self._receiver.is_detached or not is_outside
             if isinstance(error, TransportTimeout) and is_idle:
                 return  # no sync came; silence within one, or no sender, leaves it outside
             self.last_error = error
@@ -128,7 +137,9 @@ class StagingThread:
         with self._turn:
             self._is_staged = staged
             self._turn.notify_all()
-            self._turn.wait_for(lambda: self._is_stopping or not self._is_staged)
+            while self._has_staged and not self._is_stopping:
+                self._turn.wait(_TURN_S)
+            self._is_staged = self._is_staged and self._is_stopping
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

@@ -184,6 +184,32 @@ def test_invalidate_forgets_the_version() -> None:
         session.on(begin(4, 3))
 
 
+@pytest.mark.parametrize("leave", ["lost", "invalidate", "detach"])
+@pytest.mark.parametrize(("world", "dirty"), [(1, False), (2, True)])
+def test_leaving_between_commit_and_finish_is_dirty_where_other_ranks_may_differ(
+    world: int, dirty: bool, leave: str
+) -> None:
+    session = ready(1, world)
+    for message in (begin(2, 1), Prepare(version=2, num_buckets=0), Commit(version=2)):
+        session.on(message)
+    session.committed()
+    getattr(session, leave)()
+    assert session.dirty == dirty
+
+
+def test_a_detached_receiver_stays_a_member_and_takes_no_sync() -> None:
+    session = ready(1)
+    session.detach()
+    session.on(messages.Upcoming(version=2))
+    with pytest.raises(IllegalMessage, match="detached"):
+        session.on(begin(2, 1))
+    assert (session.state, session.version) == (ReceiverState.READY, 1)
+    session.attach()
+    session.on(begin(2, 1))
+    session.detach()
+    assert (session.state, session.version) == (ReceiverState.OUTSIDE, 1)
+
+
 any_version = st.integers(0, 4)
 any_message = st.one_of(
     st.builds(layout, any_version, st.sampled_from(["run", "other"])),
@@ -197,7 +223,10 @@ any_message = st.one_of(
     st.just(messages.Held(digest="0" * 16)),
 )
 local_event = st.sampled_from(
-    ["greet", "writing", "restored", "committed", "failed", "lost", "invalidate", "corrupted"]
+    [
+        *("greet", "writing", "restored", "committed", "failed", "lost", "invalidate", "corrupted"),
+        *("detach", "attach"),
+    ]
 )
 
 
@@ -226,6 +255,8 @@ def check_receiver_step(before: ReceiverSession, after: ReceiverSession, event: 
         assert isinstance(event, Finish | Welcome) or event in ("committed", "restored")
     if after.state is ReceiverState.COMMITTING:
         assert before.state is ReceiverState.PREPARED
+    if before.detached and not isinstance(event, str):
+        assert after.state is before.state
     if isinstance(event, Abort):  # only who has written in place since `begin` leaves
         assert after.dirty == before.dirty
         assert (after.state is ReceiverState.OUTSIDE) == before._has_written or after == before
