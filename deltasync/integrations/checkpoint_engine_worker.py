@@ -7,28 +7,21 @@ from collections.abc import Callable, Iterable
 from sglang.srt.checkpoint_engine.checkpoint_engine_worker import (
     SGLangCheckpointEngineWorkerExtensionImpl,
 )
-from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
 from deltasync.errors import EngineFailed
-from deltasync.integrations.checkpoint_engine import NOT_YET, ORDER
-from deltasync.integrations.connection import Order
-from deltasync.integrations.sglang import obey, worker_of
+from deltasync.integrations.sglang import ORDER, take_order, worker_of
 
 
 class Extension(SGLangCheckpointEngineWorkerExtensionImpl):
-    """Obeys orders of a trainer, and loads checkpoints of a ParameterServer. Made for each update.
-
-    A server is ready when an update succeeds, so one that brings no weights must not.
-    """
+    """Takes orders of a trainer, and checkpoints of a ParameterServer. Made for each update."""
 
     _failure: Exception | None = None
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str]) -> None:
         """Of a trainer, or a ParameterServer. What it raises is answered, and ends nothing."""
         if ORDER in zmq_handles:
-            if not self.model_runner.is_draft_worker:  # which keeps its weights
-                self._obey(Order.model_validate_json(zmq_handles[ORDER]))
+            take_order(self.model_runner, zmq_handles[ORDER])
             return
         worker_of(self.model_runner.model).reloaded()
         super().update_weights_from_ipc(zmq_handles)
@@ -47,8 +40,3 @@ class Extension(SGLangCheckpointEngineWorkerExtensionImpl):
                 raise
 
         return load_and_note
-
-    def _obey(self, order: Order) -> None:
-        obey(self.model_runner.model, order)
-        if order.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
-            raise EngineFailed(NOT_YET)

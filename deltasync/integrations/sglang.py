@@ -1,16 +1,14 @@
-"""SGLang's custom weight loader, and the trainer's end, which does not import SGLang.
+"""SGLang's workers, and the trainer's end, which does not import SGLang.
 
-A server is started with `--custom-weight-loader deltasync.integrations.sglang.load`. The trainer
-drives it by an `EngineSync` of a `SglangServer`. What goes through SGLang's own update of weights
-is no more than an order of a few bytes; weights go from the trainer to each worker directly.
+A server that has deltasync installed beside it takes orders of a few bytes by its route
+`/update_weights_from_ipc`, which neither opens a session of updates nor works on weights
+afterwards. The trainer drives it by an `EngineSync` of a `SglangServer`. Weights go from the
+trainer to each worker directly.
 """
 
 from __future__ import annotations
 
-import base64
-import logging
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,30 +20,55 @@ from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.http import Http
 from deltasync.integrations.worker import Worker
 
-LOADER = "deltasync.integrations.sglang.load"
 PauseMode = Literal["abort", "retract", "in_place"]
 
-logger = logging.getLogger(__name__)
+ORDER = "deltasync"
+"""In the place of a device's uuid, of which ParameterServers send a socket."""
+
+NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
+
 _WORKER = "_deltasync_worker"
+# What servers answer whose workers take no orders: of a route, a package or a device that is not
+# there.
+_WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
 
 
-def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader. It never raises: that would end the server.
-
-    The trainer learns of failures from the worker itself: one that cannot take part says so when
-    it should connect, and one that does not write a version leaves.
+class Extension:
+    """Takes orders, where SGLang looks for its own extension. Made for each update.
 
     Args:
-        model: The worker's.
-        named_tensors: One: uint8[n], an `Order` as JSON.
+        model_runner: The worker's, of SGLang.
     """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._model_runner = model_runner
+
+    def update_weights_from_ipc(self, zmq_handles: Mapping[str, str]) -> None:
+        """Of a trainer. What it raises is answered, and ends nothing."""
+        if ORDER not in zmq_handles:
+            raise EngineFailed(
+                "checkpoint-engine cannot be imported beside SGLang: install it there to take the "
+                "checkpoints of a ParameterServer"
+            )
+        take_order(self._model_runner, zmq_handles[ORDER])
+
+
+def take_order(model_runner: Any, text: str) -> None:
+    """Carry out an `Order` as JSON in a worker. Raises EngineFailed, which says what was raised.
+
+    A server is ready when an update succeeds, so one that brings no weights must not.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    if model_runner.is_draft_worker:  # which keeps its weights
+        return
     try:
-        [(_, data)] = named_tensors
-        if not isinstance(data, Tensor) or (data.dtype, data.dim()) != (torch.uint8, 1):
-            raise ConfigError("an order is a tensor uint8[n]")
-        obey(model, Order.model_validate_json(bytes(data.cpu().numpy())))
-    except Exception:
-        logger.exception("deltasync: the order was not carried out, weights are as they were")
+        order = Order.model_validate_json(text)
+        obey(model_runner.model, order)
+    except Exception as error:
+        raise EngineFailed(f"deltasync: {type(error).__name__}: {error}") from error
+    if order.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
+        raise EngineFailed(NOT_YET)
 
 
 def worker_of(model: nn.Module) -> Worker:
@@ -117,7 +140,7 @@ def _started_on(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class SglangServer:
-    """SGLang as a `Server`, over HTTP. Versions before 0.5.21 have no sessions: it finds that out.
+    """SGLang as a `Server`, over HTTP.
 
     SGLang lets an update wait until no request runs, unless generation is paused: give the
     `EngineSync` this object's `paused`.
@@ -141,23 +164,16 @@ class SglangServer:
         self._http = Http(url, headers=headers, timeout_s=timeout_s)
         self._flush_cache = flush_cache
         info = self._http.get("server_info")
-        self._check_started(info)
         if info["dp_size"] != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
-        self._tensor_parallel = int(info["tp_size"])
-        self.workers = self._tensor_parallel * int(info["pp_size"])
-
-    def _check_started(self, info: dict[str, Any]) -> None:
-        """Whether its workers take orders. Raises ConfigError."""
-        if LOADER not in (info.get("custom_weight_loader") or ()):
-            raise ConfigError(f"start SGLang with --custom-weight-loader {LOADER}")
+        self.workers = int(info["tp_size"]) * int(info["pp_size"])
 
     def connect(self, connection: dict[str, Any], /) -> None:
         """Let each worker connect. One that cannot says so to the trainer itself."""
         self._give(Order(connection=Connection.model_validate(connection)))
 
     def update(self, version: int, /) -> None:
-        self._give(Order(version=version))
+        self._give(Order(version=version), flush_cache=self._flush_cache)
 
     def name(self, version: int, /) -> None:
         named = {"new_version": str(version), "abort_all_requests": False}
@@ -175,48 +191,23 @@ class SglangServer:
         finally:
             self._http.post("continue_generation", {})
 
-    def _give(self, order: Order) -> None:
-        """Hand an order to the loader of each worker. Raises EngineFailed."""
-        text = base64.b64encode(_named_tensor(order.model_dump_json().encode())).decode()
+    def _give(
+        self, order: Order, *, flush_cache: bool = False, weight_version: str | None = None
+    ) -> None:
+        """Hand an order to each worker. Raises EngineFailed, ConfigError if they take none."""
         body = {
-            "serialized_named_tensors": [text] * self._tensor_parallel,
-            "load_format": LOADER,
-            "flush_cache": self._flush_cache,
-            "selector": "target",  # not the draft model; what that was called before follows
-            "disable_draft_model": True,
+            "zmq_handles": {ORDER: order.model_dump_json()},
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
         }
-        with self._session():
-            self._http.post("update_weights_from_tensor", body)
-
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        """Where there are sessions, in one."""
         try:
-            self._http.post("begin_weight_update", {"selector": "target"})
+            self._http.post("update_weights_from_ipc", body)
         except EngineFailed as error:
-            if error.status != 404:
-                raise
-            yield
-            return
-        try:
-            yield
-        finally:
-            self._http.post("end_weight_update", {})
-
-
-def _named_tensor(data: bytes) -> bytes:
-    """[("deltasync", torch.ByteTensor(bytearray(data)))] as SGLang reads it: in a pickle's format.
-
-    Its operations, as Python's pickletools names them: PROTO, EMPTY_LIST, BINUNICODE, GLOBAL,
-    BYTEARRAY8, TUPLE1, REDUCE, TUPLE2, APPEND, STOP.
-    """
-    name = b"deltasync"
-    return b"".join(
-        (
-            b"\x80\x05]",
-            b"X" + struct.pack("<I", len(name)) + name,
-            b"ctorch\nByteTensor\n",
-            b"\x96" + struct.pack("<Q", len(data)) + data,
-            b"\x85R\x86a.",
-        )
-    )
+            if NOT_YET in str(error):
+                return
+            if any(said in str(error) for said in _WITHOUT_US):
+                raise ConfigError(
+                    "the server takes no orders: install deltasync in SGLang's environment, and "
+                    f"name it in SGLANG_PLUGINS if that is set there ({error})"
+                ) from error
+            raise

@@ -175,15 +175,24 @@ def test_a_server_is_ready_when_it_holds_a_version(
             assert generate(trainer.http)["output_ids"] != before
 
 
-def test_a_server_starts_as_ever_where_checkpoint_engine_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_takes_orders_where_checkpoint_engine_is_broken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_sglang(monkeypatch)
-    (tmp_path / "checkpoint_engine.py").write_text('raise ImportError("planted")')
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    (folder / "checkpoint_engine.py").write_text('raise ImportError("planted")')
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ['PYTHONPATH']}")
+    monkeypatch.delenv("TESTED_DEVICE")
+    old = load_file(folder / "model.safetensors")
+    with served(folder, old) as url:
+        trainer = Trainer(url, folder, old)
+        with trainer.sync() as sync:
+            assert sync.send_weights().full_synced == 0
+            trainer.source.take(changed(old, 0.3, seed=1))
+            assert sync.send_weights().kind == "delta"
+        with pytest.raises(EngineFailed, match="checkpoint-engine cannot be imported"):
+            trainer.http.post("update_weights_from_ipc", {"zmq_handles": {"GPU-0": "ipc://a"}})
     plugin = "from deltasync.integrations.checkpoint_engine import register; register()"
     with Program("-c", plugin) as program:
-        assert "takes no orders beside checkpoint-engine" in program.wait()
+        assert "no checkpoints of checkpoint-engine: planted" in program.wait()
 
 
 def test_the_example(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A whole SGLang server on the CPU, with our loader by configuration alone."""
+"""A whole SGLang server on the CPU, with deltasync beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
-from deltasync.integrations.sglang import LOADER, SglangServer
+from deltasync.integrations.sglang import SglangServer
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, write_config, write_model
 from tests.engines.environment import use_sglang
@@ -31,17 +31,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
-def test_a_server_by_configuration_alone(
+def test_a_server_without_configuration(
     version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of matrices that SGLang must not work on again: no order of ours makes it do so."""
     use_sglang(monkeypatch, version)
+    monkeypatch.setenv("TESTED_PROCESSING", "1")
     old = load_file(folder / "model.safetensors")
     new = changed(old, 0.3, seed=1)
     with served(folder, new) as url:
         expected = generate(Http(url))["output_ids"]
-        with pytest.raises(ConfigError, match="custom-weight-loader"):
-            SglangServer(url)
-    with served(folder, old, "--custom-weight-loader", LOADER) as url:
+    with served(folder, old) as url:
         http, server = Http(url), SglangServer(url)
         another_model_is_refused(url, folder)
         before = generate(http)["output_ids"]
@@ -50,6 +50,7 @@ def test_a_server_by_configuration_alone(
         link = shared_memory.Sender(folder / "socket")
         with EngineSync(source, server, link, paused=server.paused) as sync:
             sync.connect()
+            assert generate(http)["output_ids"] == before
             assert sync.send_weights().full_synced == 0
             source.take(new)
             assert sync.send_weights().kind == "delta"
@@ -60,6 +61,22 @@ def test_a_server_by_configuration_alone(
             source.take(old)
             assert sync.send_weights().full_synced == 1
             assert generate(http)["output_ids"] == before
+        assert generate(http)["output_ids"] == before  # disconnected
+
+
+def test_a_server_without_the_plugin_is_told_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sglang(monkeypatch)
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    weights = load_file(folder / "model.safetensors")
+    with served(folder, weights) as url:
+        link = shared_memory.Sender(folder / "socket")
+        with (
+            EngineSync(Weights(weights), SglangServer(url), link) as sync,
+            pytest.raises(ConfigError, match="install deltasync in SGLang's environment"),
+        ):
+            sync.connect()
 
 
 def another_model_is_refused(url: str, folder: Path) -> None:
