@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -26,6 +26,10 @@ class Loader(Protocol):
         """Take a few checkpoint tensors, under the layout's names. Each comes once, whole."""
         ...
 
+    def together(self) -> Sequence[Sequence[str]]:
+        """Groups of tensors that `load` needs in one call, in this order, by the layout's names."""
+        ...
+
     def finish(self) -> None:
         """All have been loaded."""
         ...
@@ -36,10 +40,12 @@ class Loading:
 
     The engine must be paused. There is no undo: broken off, the model is dirty. Of tensors that
     several buckets bring, those are held that are not complete: one, or with several ranks that
-    send, those of which some have come further than others; see `is_crowded`.
+    send, those of which some have come further than others; see `is_crowded`. Tensors that the
+    loader needs in one call are held until all of their group have come: at most the groups of
+    which the first has come and the last has not, in the order in which tensors are sent.
 
     Attributes:
-        staged_bytes: The most memory that these took.
+        staged_bytes: The most memory that all these took.
     """
 
     in_place = True
@@ -67,29 +73,51 @@ class Loading:
         self._loader, self._flats, self._measure = loader, flats, measure
         self._expected = ledger.copy()
         self._parts: dict[int, _Part] = {}
+        numbers = {spec.name: number for number, spec in enumerate(ledger.specs)}
+        groups = [tuple(map(numbers.__getitem__, names)) for names in loader.together()]
+        self._groups = {number: group for group in groups for number in group}
+        self._waiting: dict[int, Tensor] = {}  # whole, for others of their group
         self._payload_bytes = 0
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Load the tensors that it completes. Raises InvalidTable for more than all of one."""
         self._payload_bytes = max(self._payload_bytes, len(bucket.payload))
-        ready: list[tuple[str, Tensor]] = []
+        whole: dict[int, Tensor] = {}
         for number, run in bucket.runs():
             if number in self._flats and (bits := self._completed(number, run)) is not None:
-                spec = self._expected.specs[number]
                 self._expect(number, bits)
-                ready.append((spec.name, bits.view(torch_dtype(spec.dtype)).view(spec.shape)))
-        if ready:
+                whole[number] = bits
+        if ready := [self._named(number, bits) for number, bits in self._due(whole)]:
             self._writing()
             with torch.no_grad():
                 self._loader.load(ready)
 
+    def _due(self, whole: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Of int[numel] bits that have come those that can be loaded; others are kept."""
+        for number, bits in whole.items():
+            group = self._groups.get(number, (number,))
+            if any(n not in whole and n not in self._waiting for n in group):
+                self._waiting[number] = bits.clone()  # they may lie in the payload
+            elif number == next(n for n in reversed(group) if n in whole):
+                for n in group:
+                    yield n, whole[n] if n in whole else self._waiting.pop(n)
+        self.staged_bytes = max(self.staged_bytes, self._held_bytes)
+
+    def _named(self, number: int, bits: Tensor) -> tuple[str, Tensor]:
+        spec = self._expected.specs[number]
+        return spec.name, bits.view(torch_dtype(spec.dtype)).view(spec.shape)
+
     def is_crowded(self, senders: int) -> bool:
         """Whether more waits to be completed than two payloads of each of so many ranks bring."""
-        return self._held_bytes > 2 * senders * self._payload_bytes and len(self._parts) > 1
+        return self._part_bytes > 2 * senders * self._payload_bytes and len(self._parts) > 1
+
+    @property
+    def _part_bytes(self) -> int:
+        return sum(part.bits.nbytes for part in self._parts.values())
 
     @property
     def _held_bytes(self) -> int:
-        return sum(part.bits.nbytes for part in self._parts.values())
+        return self._part_bytes + sum(bits.nbytes for bits in self._waiting.values())
 
     def _expect(self, number: int, bits: Tensor) -> None:
         """What is held of int[numel] bits is to be found where it is held."""
@@ -100,8 +128,8 @@ class Loading:
     @cached_property
     def ledger(self) -> DigestLedger:
         """The digests of the weights as they were re-read. Raises DigestMismatch, InvalidTable."""
-        if self._parts:
-            name = self._expected.specs[min(self._parts)].name
+        if left := self._parts.keys() | self._waiting.keys():
+            name = self._expected.specs[min(left)].name
             raise InvalidTable(f"{name}: a full sync leaves out some of it")
         self._loader.finish()
         found = self._expected.copy()

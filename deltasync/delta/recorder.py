@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
+from deltasync.delta.operations import as_returned, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
+from deltasync.delta.together import Held, Names, Watch
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -64,6 +66,7 @@ class Recording:
         pieces: Where the elements of each checkpoint tensor go: for each that is only copied. A
             tensor that this rank takes nothing of has none.
         given: The names under which the loader takes each checkpoint tensor, or ignores it.
+        together: Groups of checkpoint tensors that the loader needs in one call, in this order.
         dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
         refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
@@ -73,6 +76,7 @@ class Recording:
 
     pieces: dict[str, tuple[Piece, ...]]
     given: dict[str, tuple[str, ...]]
+    together: tuple[Names, ...]
     dtypes: dict[str, Dtype]
     refused: dict[str, str]
     uncovered: dict[str, str]
@@ -116,38 +120,58 @@ def record(
     if recorder.casts:
         again = [replace(one, dtype=recorder.cast_of(one)) for one in checkpoint]
         recorder = _run(load, again, live)
-    return recorder.recording()
+
+    def watch(calls: Sequence[Names]) -> Mapping[str, object] | None:
+        other = recorder.anew()
+        try:
+            _watch(load, other, live, calls)
+        except ConfigError:
+            return None
+        return other.places()
+
+    return recorder.recording(watch)
 
 
 def _run(
     load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
 ) -> _Recorder:
-    """Raises ConfigError if the loader raises at a tensor, under all of its names."""
-    before = {name: tensor.detach() for name, tensor in live.items()}
+    """All in one call. Raises ConfigError if the loader raises at all names of a tensor."""
     given = {one.name: list(one.names) for one in checkpoint}
     while True:
         recorder = _Recorder(checkpoint, given, live)
         try:
-            with torch.no_grad(), recorder:
-                load(recorder.give())
+            _watch(load, recorder, live, [tuple(given)])
+        except ConfigError as error:
+            if not _left_out(given, recorder.given, error):
+                raise
+        else:
             recorder.miss()
             return recorder
-        except Exception as error:
-            if _left_out(given, recorder.given, error):
-                continue
-            raise ConfigError(
-                f"the loader cannot be watched: at {recorder.given!r} it raised "
-                f"{error!r}; leave that tensor out of the routes"
-            ) from error
-        finally:
-            recorder.put_back(before)
 
 
-def _left_out(given: Mapping[str, list[str]], last: str, error: Exception) -> bool:
+def _watch(
+    load: Load, recorder: _Recorder, live: Mapping[str, Tensor], calls: Sequence[Names]
+) -> None:
+    """Raises ConfigError if the loader does."""
+    before = {name: tensor.detach() for name, tensor in live.items()}
+    try:
+        with torch.no_grad(), recorder:
+            for names in calls:
+                load(recorder.give(names))
+    except Exception as error:
+        raise ConfigError(
+            f"the loader cannot be watched: at {recorder.given!r} it raised "
+            f"{error!r}; leave that tensor out of the routes"
+        ) from error
+    finally:
+        recorder.put_back(before)
+
+
+def _left_out(given: Mapping[str, list[str]], last: str, error: ConfigError) -> bool:
     """Whether a name was taken off that the loader raises at, of a tensor that has another."""
     for names in given.values():
         for name in names if len(names) > 1 else ():
-            if name == last or f"{name!r}" in repr(error):
+            if name == last or f"{name!r}" in repr(error.__cause__):
                 names.remove(name)
                 return True
     return False
@@ -174,13 +198,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = ""
-        self._all = checkpoint
+        self._all = {one.name: one for one in checkpoint}
         self._names = {name: tuple(given) for name, given in names.items()}
         self._given = {
             name: torch.empty(one.shape, dtype=one.dtype, device="meta")
             for one in checkpoint
             for name in names[one.name]
         }
+        self._back = Held()
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         # By storage: where live tensors begin and end in it, in order, and their names.
@@ -200,9 +225,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def give(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, meta tensor) of each, as the loader asks for them."""
-        for one in self._all:
+    def anew(self) -> _Recorder:
+        """Another one, of the same."""
+        return _Recorder(tuple(self._all.values()), self._names, self._live)
+
+    def give(self, names: Names) -> Iterator[tuple[str, Tensor]]:
+        """(name, meta tensor) of these, as the loader asks for them."""
+        for one in map(self._all.__getitem__, names):
             for name in self._names[one.name]:
                 tensor = self._given[name]
                 self._checkpoint[name] = one
@@ -226,13 +255,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._live[name].data = tensor
                 self._uncovered[name] = "the loader replaces its storage"
 
-    def recording(self) -> Recording:
-        """What was found."""
-        pieces = {
-            one.name: self._pieces_of(one)
-            for one in self._all
-            if self._refused.keys().isdisjoint(self._names[one.name])
+    def places(self) -> dict[str, tuple[Piece, ...]]:
+        """Where each tensor goes that is not refused, by its first name."""
+        return {
+            name: self._pieces_of(one)
+            for name, one in self._all.items()
+            if self._refused.keys().isdisjoint(self._names[name])
         }
+
+    def recording(self, watch: Watch) -> Recording:
+        """What was found. `watch` records other calls of the loader."""
+        pieces = self.places()
         pieces = {name: found for name, found in pieces.items() if name not in self._refused}
         regions: dict[str, list[Piece]] = defaultdict(list)
         for found in (*pieces.values(), *self._padding.values()):
@@ -248,7 +281,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Recording(
             pieces=pieces,
             given=self._names,
-            dtypes={one.name: _known(one.dtype) for one in self._all if one.name in pieces},
+            together=self._back.together(tuple(self._all), pieces, watch) if pieces else (),
+            dtypes={name: _known(self._all[name].dtype) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
@@ -280,15 +314,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten.copy_.default and args[1].is_meta and _storage(args[0]) in self._live_in:
             self._copy(args[0], args[1])  # what a loader does most
             return args[0]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(_storage(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
-            return _as_returned(func, written)
-        given = [*_tensors(args), *_tensors(kwargs)]
+            return as_returned(func, written)
+        given = [*tensors_in(args), *tensors_in(kwargs)]
         sources = self._sources(given)
         if sources and written:
             self._refuse(sources, f"is changed in place, or put into a buffer, by {func}")
-            return _as_returned(func, written)
+            return as_returned(func, written)
         if func in _COPIES and _storage(args[0]) in self._is:
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
@@ -298,7 +332,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             earlier = (
                 self._made_of[key][1] for key in map(_storage, given) if key in self._made_of
             )
-            self._derive(_tensors(result), sources, next(earlier, str(func)))
+            self._derive(tensors_in(result), sources, next(earlier, str(func)))
         return result
 
     def _joined(self, is_stack: bool, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
@@ -350,7 +384,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a write to live tensors, which is not done."""
         if not any(tensor.numel() for tensor in written):
             pass  # padding where there is none
-        elif sources := self._sources(_tensors(args)):
+        elif sources := self._sources(tensors_in(args)):
             self._refuse(sources, f"is not only copied: {func}")
             for tensor in written:
                 self._spoil(tensor, f"the loader computes it: {func}")
@@ -363,10 +397,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, target: Tensor, source: Tensor) -> None:
         join = self._joins.get(_storage(source))
         if join is not None and (copies := join.split(source, target)) is not None:
+            self._back.joined(self._checkpoint[n].name for n in self._sources([source]))
             for there, part in copies:
                 self._copy(there, part)
             return
         held = self._is.get(_storage(source))
+        if held is not None and held.name != self.given:
+            self._back.copied(self._checkpoint[held.name].name, self._checkpoint[self.given].name)
         region = self._region(target)
         if held is None:
             names, how = self._made_of.get(
@@ -443,38 +480,3 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     begin = int(tensor.storage_offset())
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (reach if tensor.numel() else 0)
-
-
-def _tensors(value: object) -> list[Tensor]:
-    """The tensors in the arguments or results of an operation."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for one in value for t in _tensors(one)] if isinstance(value, list | tuple) else []
-
-
-@cache
-def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operation writes, by its schema: places and names."""
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes."""
-    places = _places_written(func)
-    return [
-        tensor
-        for place, name in places
-        for tensor in _tensors(args[place] if place < len(args) else kwargs.get(name))
-    ]
-
-
-def _as_returned(func: Any, written: Sequence[Tensor]) -> Any:
-    """What a call that writes would return."""
-    count = len(func._schema.returns)
-    return None if count == 0 else written[0] if count == 1 else tuple(written)

@@ -109,12 +109,14 @@ class RoutedTarget:
         if missing:
             raise ConfigError(
                 f"{len(missing)} tensors, {min(missing.values())!r} among them, are not in "
-                "the checkpoint that the engine was started on, so that nothing shows where it keeps them"
+                "the checkpoint that the engine was started on, so that nothing shows where it "
+                "keeps them"
             )
         if wrong:
             raise ConfigError(
                 f"{len(wrong)} tensors, {min(wrong.values())!r} among them, are not where the "
-                "loader puts them: the engine changes its layout after loading; no route leads there"
+                "loader puts them: the engine changes its layout after loading; no route leads "
+                "there"
             )
 
     def check_unmoved(self) -> None:
@@ -129,6 +131,14 @@ class RoutedTarget:
     def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
         """Give the engine's loader what the sender calls by its names."""
         self._load([(own, tensor) for name, tensor in weights for own in self._own_names[name]])
+
+    def together(self) -> list[list[str]]:
+        """The groups that the loader needs in one call, of what is bound, by the sender's names."""
+        names = {given: name for name, given in self._own_names.items()}
+        assert self._known is not None
+        recording = self._known[1]
+        groups = ([names.get(recording.given[n]) for n in g] for g in recording.together)
+        return [[name for name in group if name is not None] for group in groups]
 
     def finish(self) -> None:
         """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""

@@ -85,6 +85,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
         "routed_scaling_factor": 1.0,
     },
+    # The same, with a low rank of queries too.
+    "DeepseekV3ForCausalLM": _LLAMA
+    | {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
     "OPTForCausalLM": _SMALL
     | {"model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 256}
     | {"do_layer_norm_before": True, "activation_function": "relu", "tie_word_embeddings": True},

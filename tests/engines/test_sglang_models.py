@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import CheckpointTensor, RoutedTarget
+from deltasync import CheckpointTensor, RoutedTarget, SenderOptions
 from deltasync.testing.processes import free_port, run_ranks
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
@@ -25,6 +25,7 @@ ARCHITECTURES = [
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "OPTForCausalLM",
+    "DeepseekV3ForCausalLM",  # two projections have to come in one call
 ]
 
 
@@ -67,7 +68,7 @@ def follow(_: int, folder: Path) -> None:
     target = RoutedTarget(
         model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
     )
-    with fleet(Weights(weights)) as here:
+    with fleet(Weights(weights), options=SenderOptions(bucket_bytes=1 << 14)) as here:
         here.add(target)
         here.wait(1)
         assert here.sender.send_weights().full_synced == 1
