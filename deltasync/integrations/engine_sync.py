@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import SendTransport
+from deltasync.wire.messages import ParameterSpec
 
 # What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
 _STAGED_PER_BYTE = 10
@@ -124,8 +125,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         with suppress(EngineFailed):  # said by workers that were asked before
             self.sender.wait_for_receivers(0, timeout_s=0)
         self._name = f"engine-{uuid.uuid4().hex[:8]}"
-        self._server.connect(self._connection().model_dump(mode="json"))
+        specs = self.sender.declared(timeout_s=self._timeout_s)
+        self._server.connect(self._connection(specs).model_dump(mode="json"))
         self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
+        self.sender.check_newcomers(specs)
         self._is_behind = False
 
     @property
@@ -221,8 +224,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._is_behind = bool(problems)
         return problems
 
-    def _connection(self) -> Connection:
-        specs = self.sender.declared(timeout_s=self._timeout_s)
+    def _connection(self, specs: Sequence[ParameterSpec]) -> Connection:
         others = sorted(self._crew.addresses.items()) if self._crew else []
         return Connection(
             addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),

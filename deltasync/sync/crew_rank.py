@@ -70,7 +70,7 @@ class CrewRank:
         self.version = 0
         self.options = options or SenderOptions()
         self.world = world
-        self._source, self._rank = source, rank
+        self._rank = rank
         self._weights = OwnWeights(source, self.options)
         self._lanes = LaneSender(transport, self.options.compression)
         self._address = Address.of(transport)
@@ -189,7 +189,7 @@ class CrewRank:
             raise SyncAborted("training goes on meanwhile; the next sync covers this one")
         match order:
             case orders.Declare():
-                self._declared = Declaration.of(self._source.tensors())
+                self._declared = Declaration.of(self._weights.source.tensors())
                 return self._declared.said()
             case orders.Capture():
                 self._capture(order)

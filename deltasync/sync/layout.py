@@ -14,8 +14,9 @@ from deltasync.delta.bits import WireReader, dtype_of, identity
 from deltasync.delta.shard import ShardSpec, Share, is_sharded, local_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
+from deltasync.sync.naming import suggested
 from deltasync.sync.source import NamedTensor, WeightSource
-from deltasync.sync.target import match_parameters
+from deltasync.sync.target import match_parameters, some_of
 from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, layout_hash
 
 
@@ -43,12 +44,7 @@ class SentLayout:
         if hello.world == 1 and not hello.parameters:
             return None
         numbers = frozenset(match_parameters(hello.specs(), self.specs))
-        if len(numbers) == len(self.specs):
-            return None
-        if hello.world == 1:
-            missing = next(s.name for n, s in enumerate(self.specs) if n not in numbers)
-            raise LayoutMismatch(f"{hello.engine} has no parameter {missing!r}")
-        return numbers
+        return None if len(numbers) == len(self.specs) else numbers
 
 
 class SourceLayout(SentLayout):
@@ -158,16 +154,28 @@ class SourceLayout(SentLayout):
         return coverage_of(trained, changed, full=full)
 
 
-def check_coverage(
-    specs: Sequence[ParameterSpec], held: Sequence[frozenset[int] | None], *, engine: str
-) -> None:
-    """Raises LayoutMismatch unless the ranks of an engine together hold every parameter."""
+def check_engine(
+    layout: SentLayout, hellos: Collection[Hello | HelloLanes]
+) -> list[frozenset[int] | None]:
+    """Which parameters each rank of an engine holds; None for all.
+
+    Raises LayoutMismatch, by name, unless these fit and together are all that is sent.
+    """
+    held = [layout.numbers_held(hello) for hello in hellos]
     if any(numbers is None for numbers in held):
-        return
+        return held
     covered = frozenset().union(*(numbers for numbers in held if numbers is not None))
-    for number, spec in enumerate(specs):
-        if number not in covered:
-            raise LayoutMismatch(f"no rank of {engine} has the parameter {spec.name!r}")
+    missing = [spec.name for number, spec in enumerate(layout.specs) if number not in covered]
+    if missing:
+        engine = next(iter(hellos)).engine
+        theirs = {name for hello in hellos for spec in hello.specs() for name in spec.names}
+        rest = theirs - {name for spec in layout.specs for name in spec.names}
+        raise LayoutMismatch(
+            f"{engine} takes nothing of {some_of(missing)}"
+            f"{suggested(missing, rest, are_sent=True)}; if it has no use for that, leave it out: "
+            f"SenderOptions(leave_out=[{missing[0]!r}])"
+        )
+    return held
 
 
 def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool) -> dict[str, int]:

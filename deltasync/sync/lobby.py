@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.errors import ConfigError, DeltaSyncError, LayoutMismatch, TransportError, WireError
-from deltasync.sync.layout import SentLayout, check_coverage
+from deltasync.sync.layout import SentLayout, check_engine
 from deltasync.sync.link import SenderLink
 from deltasync.sync.proof import Digests, copies, mistaken
 from deltasync.sync.session import Member
@@ -107,9 +107,7 @@ class Lobby:
     def take(self, hellos: dict[int, Greeting], layout: SentLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""
         try:
-            held = {peer: layout.numbers_held(hello) for peer, hello in hellos.items()}
-            engine = next(iter(hellos.values())).engine
-            check_coverage(layout.specs, list(held.values()), engine=engine)
+            held = dict(zip(hellos, check_engine(layout, hellos.values()), strict=True))
         except (LayoutMismatch, WireError) as error:
             self.refuse_all(hellos, error)
             return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltasync.delta.batched import Kernels
@@ -31,6 +33,11 @@ class SenderOptions(BaseModel):
         default_factory=dict,
         description="dtype name by parameter name pattern, where receivers disagree",
     )
+    leave_out: tuple[str, ...] = Field(
+        (),
+        description="name patterns (as in fnmatch) of tensors that are not sent, since engines "
+        "have no use for them. Names that are tied to others are left out alone",
+    )
     snapshot_device: str | None = Field(
         None, description="where the snapshot lives; None for each parameter's own device"
     )
@@ -38,6 +45,10 @@ class SenderOptions(BaseModel):
         "auto", description="what compares: Triton on GPUs, torch elsewhere, or one of them always"
     )
     stream_id: str | None = Field(None, description="names the training run; None for a new one")
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a tensor of this name is not sent."""
+        return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
 
 
 class ReceiverOptions(BaseModel):

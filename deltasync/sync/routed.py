@@ -14,8 +14,9 @@ from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.naming import suggested
 from deltasync.sync.source import ModuleWatch, Registered
-from deltasync.sync.target import match_parameters, refuse_overlap
+from deltasync.sync.target import match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
 _BLOCK = 1 << 20  # elements that are compared together
@@ -169,6 +170,12 @@ class RoutedTarget:
             for piece in pieces
             if piece.live in self._copied
         }
+        if self._checkpoint and not whys and not any(recording.pieces.values()):
+            names = [one.name for one in self._checkpoint]
+            raise ConfigError(
+                f"the loader takes nothing of any tensor that is sent, {some_of(names)}"
+                f"{suggested(names, self._live().keys(), are_sent=True)}"
+            )
         if whys:
             raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
         self._known = ModuleWatch(self._module), recording

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from deltasync.errors import (
     ConfigError,
     EngineFailed,
+    LayoutMismatch,
     NoReceivers,
     SyncAborted,
     TransportTimeout,
@@ -18,7 +19,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.crew import Crew
 from deltasync.sync.crew_weights import CrewWeights
-from deltasync.sync.layout import SentLayout
+from deltasync.sync.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Greeting, Lobby, greet_back
 from deltasync.sync.options import SenderOptions
@@ -146,6 +147,23 @@ class WeightSender:
                     raise TransportTimeout(f"{here} of {count} receivers came in {timeout_s} s")
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
+
+    def check_newcomers(self, declared: Sequence[ParameterSpec]) -> None:
+        """Look whether engines that have greeted could join.
+
+        Args:
+            declared: What is sent, as `declared` says.
+
+        Raises ConfigError, by name, for what does not fit or what an engine does not take.
+        """
+        with self._exclusive():
+            for hellos in self._lobby.engines():
+                held = [spec for hello in hellos.values() for spec in hello.specs()]
+                specs = specs_of(declared, held, self.options.wire_dtypes)
+                try:
+                    check_engine(SentLayout(specs), hellos.values())
+                except LayoutMismatch as error:
+                    raise ConfigError(str(error)) from error
 
     def retain(self, engines: Collection[str]) -> None:
         """Go on with these engines alone, until this is called again. Nobody else is let in.

@@ -54,7 +54,7 @@ class StreamedWeights(LocalWeights):
             ConfigError: A name came twice, or a tensor cannot be sent.
         """
         self._found = None
-        rest = iter(weights)
+        rest = ((name, t) for name, t in weights if not self.options.leaves_out(name))
         try:
             if self._snapshot is None:
                 self._fill(rest)

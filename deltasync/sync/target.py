@@ -14,6 +14,7 @@ from deltasync.delta.bits import Flat, Live, dtype_of
 from deltasync.delta.loading import Loader
 from deltasync.delta.overlap import overlapping
 from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.sync.naming import suggested
 from deltasync.sync.source import (
     ModuleWatch,
     NamedTensor,
@@ -120,7 +121,8 @@ def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSp
     for spec in held:
         known = {numbers[name] for name in spec.names if name in numbers}
         if not known:
-            raise LayoutMismatch(f"the sender has no parameter {spec.name!r}")
+            more = suggested([spec.name], numbers.keys(), are_sent=False)
+            raise LayoutMismatch(f"the sender has no parameter {spec.name!r}{more}")
         if len(known) > 1:
             raise LayoutMismatch(f"{some_of(list(spec.names))} are tied here, not at the sender")
         number = known.pop()

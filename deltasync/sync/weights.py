@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from deltasync.sync.layout import SentLayout, SourceLayout, source_specs, specs_
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.proof import Digests
-from deltasync.sync.source import WeightSource
+from deltasync.sync.source import NamedTensor, WeightSource
 from deltasync.sync.streams import OwnStream
 from deltasync.wire.messages import ParameterSpec
 
@@ -133,7 +134,7 @@ class OwnWeights(LocalWeights):
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
-        self.source = source
+        self.source = _Kept(source, options) if options.leave_out else source
         self._is_looked_up = False
 
     def declared(self) -> tuple[ParameterSpec, ...]:
@@ -210,3 +211,24 @@ class OwnWeights(LocalWeights):
     def _bucket_bytes(self, snapshot: Snapshot) -> int:
         on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
         return self.options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
+
+
+class _Kept(WeightSource):
+    """A source without what the options leave out."""
+
+    def __init__(self, source: WeightSource, options: SenderOptions) -> None:
+        self._source, self._options = source, options
+        self._all: list[NamedTensor] | None = None
+        self._tensors: list[NamedTensor] = []
+
+    def tensors(self) -> list[NamedTensor]:
+        tensors = self._source.tensors()
+        if tensors is not self._all:
+            names = [[n for n in t.names if not self._options.leaves_out(n)] for t in tensors]
+            self._tensors = [
+                replace(tensor, names=tuple(kept))
+                for tensor, kept in zip(tensors, names, strict=True)
+                if kept
+            ]
+            self._all = tensors
+        return self._tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource
+from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
-from tests.sync.harness import Model
+from tests.sync.harness import Model, random_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,3 +126,73 @@ def test_an_engine_that_does_not_tie_what_the_trainer_ties_is_refused(tmp_path: 
         pytest.raises((ConfigError, EngineFailed), match=why),
     ):
         sync.connect()
+
+
+def with_names(**shapes: tuple[int, ...]) -> Model:
+    return random_model(shapes, 0)
+
+
+def refused(source: WeightSource, folder: Path, **options: Any) -> str:
+    """What is said when an engine that takes `embed` and `norm` is let connect."""
+    started_on = {"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}
+    link = shared_memory.Sender(folder / "socket")
+    server = Server(Engine("embed"), started_on)
+    with EngineSync(source, server, link, timeout_s=20, **options) as sync:
+        with pytest.raises(ConfigError) as raised:
+            sync.connect()
+        server.worker.disconnect()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_the_engine_does_not_take_is_said_when_it_connects(tmp_path: Path) -> None:
+    source = with_names(embed=(6, 4), norm=(4,), mtp=(3,), bias=(2,))
+    said = refused(ModuleSource(source), tmp_path)
+    assert "takes nothing of 'mtp', 'bias'; if it has no use for that, leave it out" in said
+    assert "SenderOptions(leave_out=['mtp'])" in said
+
+
+def test_named_tensors_can_be_left_out(tmp_path: Path) -> None:
+    source = with_names(embed=(6, 4), norm=(4,), mtp_a=(3,), mtp_b=(2,))
+    engine = Engine("embed", "refused")
+    started_on = {"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}
+    options = SenderOptions(leave_out=["mtp_*"])
+    with syncing(source, Server(engine, started_on), tmp_path, options=options) as sync:
+        assert sync.send_weights().full_synced == 1
+        for weights in source.parameters():
+            weights.data += 1
+        stats = sync.send_weights()
+        assert (stats.kind, sum(stats.parameters.values())) == ("delta", 2)
+        assert torch.equal(engine.table, source.get_parameter("embed"))
+
+
+def test_of_a_tied_tensor_the_names_are_left_out_alone(tmp_path: Path) -> None:
+    source, engine = tied("head", "embed"), Engine("embed", "refused")
+    started_on = {"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}
+    options = SenderOptions(leave_out=["head"])
+    with syncing(source, Server(engine, started_on), tmp_path, options=options) as sync:
+        assert sync.send_weights().full_synced == 1
+        assert torch.equal(engine.table, source.get_parameter("embed"))
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "wrapped", "below another"])
+def test_names_of_wrappers_are_said_with_what_to_rename(wrap: str, tmp_path: Path) -> None:
+    inner = with_names(embed=(6, 4), norm=(4,))
+    wrapper = nn.Module()
+    name = {"compiled": "_orig_mod", "wrapped": "module", "below another": "model"}[wrap]
+    wrapper.add_module(name, inner)
+    said = refused(ModuleSource(wrapper), tmp_path)
+    assert re.search(rf"a `rename=` from '{name}\.(\w+)' to '\1'", said), said
+    source = ModuleSource(wrapper, rename=lambda own: own.removeprefix(f"{name}."))
+    (tmp_path / "renamed").mkdir()
+    assert "takes nothing of 'mtp'" in refused(_With(source, "mtp"), tmp_path / "renamed")
+
+
+class _With(WeightSource):
+    """A source, and a tensor that the engine does not know."""
+
+    def __init__(self, source: WeightSource, name: str) -> None:
+        self._source, self._more = source, NamedTensor((name,), torch.zeros(2))
+
+    def tensors(self) -> list[NamedTensor]:
+        return [*self._source.tensors(), self._more]

@@ -160,7 +160,7 @@ def test_one_wrong_element_of_one_rank_is_found() -> None:
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
-        ([0, 0], "no rank of engine has the parameter 'last'"),
+        ([0, 0], "engine takes nothing of 'last'"),
         ([0, 1, 0], "its ranks hold 84 elements of 'embed', which has 52"),
     ],
 )

@@ -18,7 +18,7 @@ from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
-from deltasync.sync.layout import SourceLayout, check_coverage, source_specs, specs_of
+from deltasync.sync.layout import SourceLayout, check_engine, source_specs, specs_of
 from deltasync.sync.scrub import Scrub
 from deltasync.sync.source import Index, ModuleSource, NamedTensor
 from deltasync.sync.streamed import StreamedWeights
@@ -316,8 +316,8 @@ def test_missing_and_extra_names_are_named() -> None:
     layout = layout_of(Model())
     held = ModuleTarget(Model()).parameters()
     without = tuple(spec for spec in held if spec.name != "norm.bias")
-    with pytest.raises(LayoutMismatch, match=r"e has no parameter 'norm\.bias'"):
-        layout.numbers_held(hello(without))
+    with pytest.raises(LayoutMismatch, match=r"e takes nothing of 'norm\.bias'; if it has no use"):
+        check_engine(layout, [hello(without)])
     numbers = layout.numbers_held(hello(without, world=2))
     assert numbers is not None
     assert {layout.specs[n].name for n in numbers} == {spec.name for spec in without}
@@ -327,11 +327,13 @@ def test_missing_and_extra_names_are_named() -> None:
 
 
 def test_ranks_of_an_engine_cover_the_layout_together() -> None:
-    specs = layout_of(Model()).specs
-    check_coverage(specs, [None], engine="e")
-    check_coverage(specs, [frozenset({0, 1}), frozenset({1, 2, 3})], engine="e")
-    with pytest.raises(LayoutMismatch, match=f"no rank of e has the parameter '{specs[3].name}'"):
-        check_coverage(specs, [frozenset({0, 1}), frozenset({2})], engine="e")
+    layout = layout_of(Model())
+    a, b, c, d = layout.specs
+    assert check_engine(layout, [hello(layout.specs)]) == [None]
+    held = check_engine(layout, [hello((a, b), world=2), hello((b, c, d), world=2)])
+    assert held == [frozenset({0, 1}), frozenset({1, 2, 3})]
+    with pytest.raises(LayoutMismatch, match=f"e takes nothing of '{d.name}'"):
+        check_engine(layout, [hello((a, b), world=2), hello((c,), world=2)])
 
 
 def test_other_dtype_or_shape_is_refused_by_name() -> None:
