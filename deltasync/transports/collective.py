@@ -340,7 +340,9 @@ class Sender:
         TransportUnavailable or TransportTimeout if that is nobody but this end.
         """
         answers = self._answers(ticket, deadline.part(_WORK_SHARE), job)
-        complaints = {p: text for p in self._members if (text := answers.get(p, _LATE))}
+        complaints = {peer: text for peer, text in answers.items() if text}
+        if not complaints:  # with which the wait ends, however early that is for the others
+            complaints = dict.fromkeys(self._members - answers.keys(), _LATE)
         is_fine = job is None or (job.is_done() and job.error is None)
         if is_fine and not complaints and not self._server.losses(self._members):
             return {}
