@@ -47,7 +47,7 @@ class LaneSender:
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take in lanes that have come."""
-        for peer, greeting in self._link.greetings(timeout_s=timeout_s):
+        for peer, greeting, _ in self._link.greetings(timeout_s=timeout_s):
             if isinstance(greeting, Lane):
                 self._peers[greeting.connection] = peer
             else:

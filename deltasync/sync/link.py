@@ -55,10 +55,10 @@ class SenderLink:
         """Whether there are peers to speak to."""
         return bool(self._epoch)
 
-    def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError]]:
-        """The first message of each new peer."""
+    def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError, int]]:
+        """The first message of each new peer, and its bytes."""
         found = self._transport.poll(timeout_s=timeout_s)
-        return [(peer, _decoded(data)) for peer, data in found]
+        return [(peer, _decoded(data), len(data)) for peer, data in found]
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""

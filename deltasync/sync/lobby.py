@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,7 +11,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.errors import ConfigError, DeltaSyncError, LayoutMismatch, TransportError, WireError
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    LayoutMismatch,
+    TransportError,
+    TransportTimeout,
+    WireError,
+)
 from deltasync.sync.layout import SentLayout, check_engine
 from deltasync.sync.link import SenderLink
 from deltasync.sync.proof import Digests, copies, mistaken
@@ -31,6 +40,11 @@ from deltasync.wire.messages import (
 )
 
 Greeting = Hello | HelloLanes
+_CATCH_UP_S = 0.2  # of reading greetings beyond the first: the next call reads the rest
+_PATIENCE_S = 600.0  # with an engine of which no rank has come for so long
+_MAX_INCOMPLETE = 1024
+_MAX_INCOMPLETE_BYTES = 1 << 30
+_MAX_DECLINED = 64
 
 
 class Lobby:
@@ -46,31 +60,62 @@ class Lobby:
         self._link, self._admits, self._num_lanes = link, admits, num_lanes
         self._retained: Collection[str] | None = None
         self._waiting: dict[int, Greeting] = {}
-        self._declined: list[str] = []
+        self._came: dict[int, _Arrival] = {}  # of each that waits
+        self._declined: deque[str] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def listen(self, *, timeout_s: float) -> None:
-        """Take in whoever has connected."""
-        for peer, hello in self._link.greetings(timeout_s=timeout_s):
-            if isinstance(hello, Failed):
-                self._declined.append(f"{hello.error}: {hello.reason}")
-                self.forget(peer)
-            elif not isinstance(hello, Hello | HelloLanes):
-                self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
-            elif FORMAT_VERSION not in hello.format_versions:
-                self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
-            elif not self._lets_in(hello.engine):
-                self.refuse(peer, ConfigError("this sender has let other engines connect"))
-            elif _lanes_of(hello) != self._num_lanes:
-                problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
-                self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
-            else:
-                self._waiting[peer] = hello
+        """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
+        came = self._link.greetings(timeout_s=timeout_s)
+        end = time.monotonic() + _CATCH_UP_S
+        while came:
+            for peer, hello, num_bytes in came:
+                self._take_in(peer, hello, num_bytes)
+            came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
             del self._waiting[peer]
+        self._came = {peer: self._came[peer] for peer in self._waiting}
+        self._let_go_of_incomplete()
+
+    def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
+        if isinstance(hello, Failed):
+            self._declined.append(f"{hello.error}: {hello.reason}")
+            self.forget(peer)
+        elif not isinstance(hello, Hello | HelloLanes):
+            self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
+        elif FORMAT_VERSION not in hello.format_versions:
+            self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
+        elif not self._lets_in(hello.engine):
+            self.refuse(peer, ConfigError("this sender has let other engines connect"))
+        elif _lanes_of(hello) != self._num_lanes:
+            problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
+            self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
+        else:
+            self._waiting[peer] = hello
+            self._came[peer] = _Arrival(time.monotonic(), _memory_of(hello, num_bytes))
+
+    def _let_go_of_incomplete(self) -> None:
+        """Refuse engines that wait for ranks too long; those first that have done so longest."""
+        whole = {peer for engine in self.engines() for peer in engine}
+        groups: dict[tuple[str, int], list[int]] = {}
+        for peer, hello in self._waiting.items():
+            if peer not in whole:
+                groups.setdefault((hello.engine, hello.world), []).append(peer)
+        count = sum(map(len, groups.values()))
+        num_bytes = sum(self._came[peer].num_bytes for peers in groups.values() for peer in peers)
+        last_came = {key: max(self._came[p].at_s for p in peers) for key, peers in groups.items()}
+        for key in sorted(groups, key=last_came.__getitem__):
+            is_late = time.monotonic() - last_came[key] > _PATIENCE_S
+            if is_late or count > _MAX_INCOMPLETE or num_bytes > _MAX_INCOMPLETE_BYTES:
+                count -= len(groups[key])
+                num_bytes -= sum(self._came[peer].num_bytes for peer in groups[key])
+                problem = f"{len(groups[key])} of {key[1]} ranks of engine {key[0]!r} have come"
+                error = TransportTimeout(f"{problem}: start the others, then connect again")
+                for peer in groups[key]:
+                    self.refuse(peer, error)
 
     def retain(self, engines: Collection[str]) -> None:
         """Let in these engines alone from now on."""
@@ -81,7 +126,8 @@ class Lobby:
 
     def declined(self) -> list[str]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
-        reasons, self._declined = self._declined, []
+        reasons = list(self._declined)
+        self._declined.clear()
         return reasons
 
     def refused(self) -> dict[str, str]:
@@ -145,6 +191,20 @@ class Lobby:
 
     def _lets_in(self, engine: str) -> bool:
         return self._admits(engine) and (self._retained is None or engine in self._retained)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """When a receiver greeted, on the monotonic clock, and what its greeting takes."""
+
+    at_s: float
+    num_bytes: int
+
+
+def _memory_of(hello: Greeting, num_bytes: int) -> int:
+    """Bytes that a greeting of `num_bytes` takes once it is read, at most."""
+    num_names = sum(len(names) for names, *_ in hello.parameters)
+    return 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)
 
 
 def _lanes_of(hello: Greeting) -> int:

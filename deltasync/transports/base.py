@@ -67,7 +67,8 @@ class SendTransport(Protocol):
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         """Greetings of peers that connected since the last call, in order of arrival.
 
-        Returns as soon as there is one, or an empty list after `timeout_s` (0 never blocks).
+        Returns as soon as there is one, or an empty list after `timeout_s`. It may go on for a
+        moment for those whose greeting has begun to arrive, and leave some for the next call.
         """
         ...
 

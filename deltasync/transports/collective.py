@@ -160,6 +160,7 @@ class Sender:
             failures = self._settle(self._slots, Deadline(timeout_s))
             if set(peers) != self._members:
                 self._abandon()
+            self._server.hear(peers)
             self._epoch, self._members = tuple(peers), set(peers)
             failures = self._server.losses(peers) | {p: failures[p] for p in peers if p in failures}
             self._remove(failures)

@@ -42,9 +42,9 @@ from deltasync.transports.process_group import (
 )
 
 _ANSWER_TIMEOUT_S = 5.0
-_DIAL_TIMEOUT_S = 1.0
 # How long a frame that has arrived is kept back for a payload that was announced to be packed.
 _LINGER_S = 0.0005
+_MAX_AT_ONCE = 64  # messages that are obeyed by `progress`, or after a deadline
 
 
 @dataclass(slots=True)
@@ -140,25 +140,29 @@ class Receiver:
 
     def receive(self, *, timeout_s: float) -> Frame:
         """What a timeout interrupts, the next call goes on with."""
-        deadline, pace = Deadline(timeout_s), Pace(self._busy_s)
+        deadline, pace, num_late = Deadline(timeout_s), Pace(self._busy_s), 0
         with self._gate.entered():
             self._take_back()
-            while True:
+            while num_late <= _MAX_AT_ONCE:
                 self._advance()
                 if (message := self._next()) is not None:
                     self._handle(message)
+                    num_late += deadline.passed
                     pace = Pace(self._busy_s)
                 elif (frame := self._hand_out(deadline)) is not None:
                     return frame
                 elif deadline.passed:
-                    raise TransportTimeout("nothing came in time")
+                    break
                 else:
                     self._gate.wait(self._pause_s(pace, deadline))
+        raise TransportTimeout("nothing came in time")
 
     def progress(self) -> None:
         with self._gate.entered():
             self._advance()
-            while (message := self._next()) is not None:
+            for _ in range(_MAX_AT_ONCE):
+                if (message := self._next()) is None:
+                    break
                 self._handle(message)
                 self._advance()
 
@@ -180,9 +184,8 @@ class Receiver:
         self._leave()
         self._arrivals.clear()
 
-    def _dial(self) -> socket.socket:
-        # The timeout keeps a host that swallows packets from outlasting the caller's.
-        return socket.create_connection(self._address, timeout=_DIAL_TIMEOUT_S)
+    def _dial(self, timeout_s: float) -> socket.socket:
+        return socket.create_connection(self._address, timeout=timeout_s)
 
     def _leave(self) -> None:
         """Be in no group; what is on its way does not arrive."""

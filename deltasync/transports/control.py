@@ -7,11 +7,13 @@ is bounded before it is kept, and bad bytes end the one connection they came on.
     client                                     server
     connect ------------------------------->   accept
             <--- NONCE (with a secret only) --
-    NONCE ---------------------------------->
+    NONCE, signed -------------------------->
     GREETING ------------------------------->  a new peer
             <------------- any other kinds -->
 
-Losing the other process is the end of the stream, hence noticed at once.
+With a secret every message but the first is signed, so that the server hears no more than a nonce
+from a client that does not know it. Losing the other process is the end of the stream, hence
+noticed at once.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4  # in flight; two segments are, at most
 _MESSAGE_OVERHEAD_BYTES = 256
+_MAX_DRAINED_BYTES = 1 << 20  # of what a connection still says when it is ended
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.00005, 0.001
 
 
@@ -197,6 +200,7 @@ class Connection:
         self._is_server = is_server
         self._kinds = frozenset(kinds)
         self._limit = max_message_bytes
+        self._max_waiting_bytes = max(2 * max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
         self._secret = secret
         self._nonce = os.urandom(_NONCE_BYTES)
         self._signs: _Seal | None = None
@@ -219,8 +223,20 @@ class Connection:
 
     @property
     def has_part(self) -> bool:
-        """Whether the beginning of a message has arrived, and not its end."""
-        return bool(self._arrived)
+        """Whether the beginning of a message has arrived, and not its end.
+
+        With a secret, of one from somebody who knows it.
+        """
+        return bool(self._arrived) and not self._wants_nonce
+
+    @property
+    def num_part_bytes(self) -> int:
+        """Bytes of messages that have not arrived whole."""
+        return len(self._arrived)
+
+    @property
+    def _wants_nonce(self) -> bool:
+        return self._secret is not None and self._checks is None
 
     @property
     def is_writing(self) -> bool:
@@ -232,9 +248,12 @@ class Connection:
         """Whether messages may be written: with a secret, once both nonces are known."""
         return self._secret is None or self._signs is not None
 
-    def allow(self, kinds: Collection[Kind], *, max_message_bytes: int) -> None:
-        """What may arrive from now on."""
+    def allow(
+        self, kinds: Collection[Kind], *, max_message_bytes: int, max_waiting_bytes: int
+    ) -> None:
+        """What may arrive from now on, and how much of it may wait to be taken."""
         self._kinds, self._limit = frozenset(kinds), max_message_bytes
+        self._max_waiting_bytes = max_waiting_bytes
 
     def write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
         """Queue a message and write what the socket takes. `descriptor` stays the caller's."""
@@ -296,8 +315,9 @@ class Connection:
             # discards what the other end has not read yet.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-                while self._socket.recv(_READ_BYTES):
-                    pass
+                for _ in range(_MAX_DRAINED_BYTES // _READ_BYTES):
+                    if not self._socket.recv(_READ_BYTES):
+                        break
         self._end(reason or PeerLost("this end closed the connection"))
         self._socket.close()
 
@@ -343,42 +363,45 @@ class Connection:
         start = 0
         while len(self._arrived) - start >= _HEADER.size:
             kind, length = self._parse(start)
-            mac_bytes = _MAC_BYTES if self._checks else 0
+            # The first message of a server is the only one that is not signed.
+            is_signed = self._checks or (self._wants_nonce and self._is_server)
+            mac_bytes = _MAC_BYTES if is_signed else 0
             body = start + _HEADER.size
             end = body + length + mac_bytes
             if len(self._arrived) < end:
                 break
             data = bytes(memoryview(self._arrived)[body : body + length])
-            self._check(start, body + length, data)
-            self._accept(kind, data)
+            if self._wants_nonce:
+                self._exchange_nonces(data)
+            if is_signed:
+                self._check(start, body + length, data)
+            if kind is not Kind.NONCE:
+                self._accept(kind, data)
             start = end
         del self._arrived[:start]
 
     def _parse(self, start: int) -> tuple[Kind, int]:
         """The kind and length in the header at `start`, both within what is allowed."""
         magic, number, length = _HEADER.unpack_from(self._arrived, start)
-        wants_nonce = self._secret is not None and self._checks is None
-        allowed = frozenset({Kind.NONCE}) if wants_nonce else self._kinds
+        allowed = frozenset({Kind.NONCE}) if self._wants_nonce else self._kinds
         if magic != _MAGIC or number not in allowed:
             raise BrokenProtocol("the other end sent what is no deltasync message")
-        if length > (_NONCE_BYTES if wants_nonce else self._limit):
+        if length > (_NONCE_BYTES if self._wants_nonce else self._limit):
             raise BrokenProtocol(f"a message of {length} bytes is over the limit")
         return Kind(number), length
 
     def _check(self, start: int, end: int, data: bytes) -> None:
-        if self._checks is None:
-            return
+        assert self._checks is not None
         header = bytes(self._arrived[start : start + _HEADER.size])
         mac = bytes(self._arrived[end : end + _MAC_BYTES])
         if not hmac.compare_digest(mac, self._checks.sign(header, data)):
             raise BrokenProtocol("a message was not signed with the shared secret")
 
     def _accept(self, kind: Kind, data: bytes) -> None:
-        if kind is Kind.NONCE:
-            self._exchange_nonces(data)
-            return
+        if kind is Kind.GREETING and self._inbox:
+            raise BrokenProtocol("two greetings on one connection")
         self._inbox_bytes += len(data) + _MESSAGE_OVERHEAD_BYTES
-        if self._inbox_bytes > max(2 * self._limit, DEFAULT_MAX_MESSAGE_BYTES):
+        if self._inbox_bytes > self._max_waiting_bytes:
             raise BrokenProtocol("more messages than this end takes")
         descriptor = None
         if kind is Kind.SEGMENT:
@@ -390,9 +413,9 @@ class Connection:
     def _exchange_nonces(self, other: bytes) -> None:
         if self._secret is None or len(other) != _NONCE_BYTES:
             raise BrokenProtocol("a nonce of the wrong size")
-        if not self._is_server:
-            self._write(Kind.NONCE, self._nonce)
         server, client = (self._nonce, other) if self._is_server else (other, self._nonce)
         down = _Seal(self._secret, b"to client", client + server)
         up = _Seal(self._secret, b"to server", client + server)
         self._signs, self._checks = (down, up) if self._is_server else (up, down)
+        if not self._is_server:
+            self._write(Kind.NONCE, self._nonce)

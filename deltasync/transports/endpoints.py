@@ -24,12 +24,12 @@ from deltasync.transports.control import (
     Kind,
     Message,
 )
+from deltasync.transports.newcomers import MAX_GREETING_BYTES, SILENCE_S, Newcomers, Patience
 
-_MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take about 10 MB
-_MAX_STRANGERS = 128
+_MAX_QUIET_BYTES = 32 << 10  # of one that has greeted, and has nothing more to say yet
 _MAX_GONE = 1024
 _RETRY_S = 0.01
-_MOMENT_S = 0.2
+_LEAST_DIAL_S, _LONGEST_DIAL_S = 0.05, 1.0  # a host may swallow packets
 _EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
 
 
@@ -116,7 +116,8 @@ class Server:
         kinds: Collection[Kind],
         secret: bytes | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        greeting_timeout_s: float = 10.0,
+        greeting_timeout_s: float = 30.0,
+        admits: Callable[[socket.socket], bool] = lambda sock: True,
     ) -> None:
         """Serve on `listener`, which must listen already and belongs to the server from now on.
 
@@ -127,33 +128,52 @@ class Server:
             secret: Demand, and give, signed messages.
             max_message_bytes: A peer that declares more is dropped.
             greeting_timeout_s: A connection that has not greeted by then is dropped.
+            admits: Which connections are accepted; all are by default.
         """
-        listener.setblocking(False)
-        self._listener = listener
         self._gate = gate
         self._kinds = frozenset(kinds)
-        self._secret = secret
         self._limit = max_message_bytes
-        self._greeting_timeout_s = greeting_timeout_s
-        self._strangers: dict[Connection, Deadline] = {}
+        self._newcomers = Newcomers(
+            listener,
+            gate,
+            secret=secret,
+            max_greeting_bytes=min(MAX_GREETING_BYTES, max_message_bytes),
+            timeout_s=greeting_timeout_s,
+            admits=admits,
+        )
+        self._patience = Patience()
         self._peers: dict[int, Connection] = {}
+        self._heard: frozenset[int] = frozenset()
         self._greetings: deque[tuple[int, bytes]] = deque()
+        self._greeting_bytes = 0
         self._gone: dict[int, Connection] = {}  # for what they said last, and why they went
         self._next_peer = 0
-        gate.watch(listener)
 
     def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
-        """The greetings that came since the last call; waits for one until the deadline."""
-        while self.pump(0):
-            pass
-        moment = Deadline(_MOMENT_S)  # for greetings of which a part is here
-        while any(s.has_part for s in self._strangers) and not moment.passed:
-            self.pump(moment.remaining_s)
+        """Greetings that came since the last call; waits for one until the deadline.
+
+        No more at a time than one of the largest takes: reading them takes time too.
+        """
+        with self._patience.spent() as moment:
+            while not moment.passed and self._greeting_bytes < MAX_GREETING_BYTES:
+                if not self.pump(0) and not self._hears_more(moment):
+                    break
         while not self._greetings and not deadline.passed:
             self.pump(deadline.remaining_s)
-        greetings = list(self._greetings)
-        self._greetings.clear()
+        greetings: list[tuple[int, bytes]] = []
+        while self._greetings and sum(len(data) for _, data in greetings) < MAX_GREETING_BYTES:
+            greetings.append(self._greetings.popleft())
+            self._greeting_bytes -= len(greetings[-1][1])
         return greetings
+
+    def hear(self, peers: Iterable[int]) -> None:
+        """Take what these peers say from now on, and keep nothing that others who are gone said."""
+        self._heard = frozenset(peers)
+        for peer, connection in self._peers.items():
+            self._allow(connection, is_heard=peer in self._heard)
+        for peer, connection in self._gone.items():
+            if peer not in self._heard:
+                connection.close()
 
     def is_connected(self, peer: int) -> bool:
         """Whether the connection of `peer` stands, as far as can be told without waiting."""
@@ -176,17 +196,14 @@ class Server:
 
         Returns whether one was.
         """
-        if self._strangers:
-            timeout_s = min(timeout_s, *(d.remaining_s for d in self._strangers.values()))
-        ready = self._gate.wait(timeout_s)
+        ready = self._gate.wait(min(timeout_s, self._newcomers.patience_s))
         for source in ready:
-            if source is self._listener:
-                self._accept()
-            elif isinstance(source, Connection):
+            if self._newcomers.is_listener(source):
+                for newcomer in self._newcomers.accept():
+                    self._serve(newcomer)
+            elif isinstance(source, Connection) and source.fileno() >= 0:
                 self._serve(source)
-        for stranger, deadline in list(self._strangers.items()):
-            if deadline.passed:
-                self._turn_away(stranger)
+        self._newcomers.tend(self._greeting_bytes)
         return bool(ready)
 
     def write(
@@ -252,53 +269,47 @@ class Server:
         """End every connection and stop listening. Idempotent."""
         for peer in list(self._peers):
             self.drop(peer)
-        for stranger in list(self._strangers):
-            self._turn_away(stranger)
-        self._gate.forget(self._listener)
-        self._listener.close()
+        self._newcomers.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._turn_away(next(iter(self._strangers)))
-            stranger = Connection(
-                sock,
-                is_server=True,
-                kinds={Kind.GREETING},
-                max_message_bytes=min(_MAX_GREETING_BYTES, self._limit),
-                secret=self._secret,
-            )
-            self._strangers[stranger] = Deadline(self._greeting_timeout_s)
-            self._gate.watch(stranger)
+    def _hears_more(self, moment: Deadline) -> bool:
+        """Wait for the rest of greetings of which a part is here, while more of them comes."""
+        if not self._newcomers.is_greeting:
+            return False
+        came = self.pump(min(SILENCE_S, moment.remaining_s))
+        if not came:
+            self._newcomers.stalled()
+        return came
 
     def _serve(self, connection: Connection) -> None:
         connection.flush()
         connection.read()
-        if connection in self._strangers:
-            if connection.has_part:  # it is talking: its time counts from its last word
-                self._strangers[connection] = Deadline(self._greeting_timeout_s)
-            self._welcome(connection)
+        if connection in self._newcomers:
+            greeting = self._newcomers.heard(connection)
+            if greeting is not None:
+                self._welcome(connection, greeting)
         self._settle(connection)
 
-    def _welcome(self, stranger: Connection) -> None:
-        """Make a stranger that has greeted a peer."""
-        greeting = stranger.take(Kind.GREETING)
-        if greeting is None:
-            return
-        del self._strangers[stranger]
-        stranger.allow(self._kinds, max_message_bytes=self._limit)
-        self._peers[self._next_peer] = stranger
-        self._greetings.append((self._next_peer, greeting.data))
+    def _welcome(self, connection: Connection, greeting: bytes) -> None:
+        """Make a newcomer that has greeted a peer."""
+        self._allow(connection, is_heard=False)
+        self._peers[self._next_peer] = connection
+        self._greetings.append((self._next_peer, greeting))
+        self._greeting_bytes += len(greeting)
         self._next_peer += 1
+
+    def _allow(self, connection: Connection, *, is_heard: bool) -> None:
+        """Let a peer send replies, or what fits into a few."""
+        most = 2 * DEFAULT_MAX_MESSAGE_BYTES if is_heard else _MAX_QUIET_BYTES
+        limit = min(self._limit, most)
+        connection.allow(self._kinds, max_message_bytes=limit, max_waiting_bytes=most)
 
     def _settle(self, connection: Connection) -> None:
         """Watch a connection that stands; let go of one that has ended."""
         if connection.lost is None:
             self._gate.watch(connection)
             return
-        if connection in self._strangers:
-            self._turn_away(connection)
+        if connection in self._newcomers:
+            self._newcomers.turn_away(connection)
         for peer, candidate in list(self._peers.items()):
             if candidate is connection:
                 self._let_go(peer, connection.lost)
@@ -308,12 +319,8 @@ class Server:
         self._gate.forget(connection)
         connection.hang_up(reason)
         if len(self._gone) > _MAX_GONE:
-            self._gone.pop(next(iter(self._gone))).close()
-
-    def _turn_away(self, stranger: Connection) -> None:
-        del self._strangers[stranger]
-        self._gate.forget(stranger)
-        stranger.close()
+            others = (peer for peer in self._gone if peer not in self._heard)
+            self._gone.pop(next(others, next(iter(self._gone)))).close()
 
 
 class Client:
@@ -321,14 +328,14 @@ class Client:
 
     def __init__(
         self,
-        dial: Callable[[], socket.socket],
+        dial: Callable[[float], socket.socket],
         gate: Gate,
         *,
         kinds: Collection[Kind],
         secret: bytes | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
-        """Connect with `dial`, which raises OSError while nobody serves."""
+        """Connect with `dial`, which raises OSError while nobody serves, in so many seconds."""
         self._dial = dial
         self._gate = gate
         self._kinds = frozenset(kinds)
@@ -381,7 +388,7 @@ class Client:
 
     def write(self, kind: Kind, data: bytes, deadline: Deadline) -> None:
         """Hand a message to the socket. Raises PeerLost, TransportTimeout."""
-        if len(data) > (_MAX_GREETING_BYTES if kind is Kind.GREETING else self._limit):
+        if len(data) > (MAX_GREETING_BYTES if kind is Kind.GREETING else self._limit):
             raise ConfigError(f"a {kind.name.lower()} of {len(data)} bytes is too large")
         connection = self._current()
         connection.write(kind, data)
@@ -415,7 +422,7 @@ class Client:
         """Dial until somebody serves. Raises TransportTimeout with the last refusal."""
         while True:
             try:
-                return self._dial()
+                return self._dial(max(_LEAST_DIAL_S, min(_LONGEST_DIAL_S, deadline.remaining_s)))
             except OSError as error:
                 if deadline.passed:
                     raise TransportTimeout(f"no sender appeared: {error}") from error

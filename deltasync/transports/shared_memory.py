@@ -96,9 +96,12 @@ class Receiver(SlotReceiver):
         with self._gate.entered():
             self._let_go(deadline)
             try:
-                while (message := self._client.next(deadline)).kind is Kind.SEGMENT:
+                for _ in range(NUM_SLOTS + 1):
+                    message = self._client.next(deadline)
+                    if message.kind is Kind.FRAME:
+                        return self._frame(message.data)
                     self._map(message)
-                return self._frame(message.data)
+                raise BrokenProtocol("segments without a frame")
             except BrokenProtocol:
                 self._forget()
                 raise

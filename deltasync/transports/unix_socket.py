@@ -135,6 +135,7 @@ class SlotSender:
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
         """Never waits."""
         with self._gate.entered():
+            self._server.hear(peers)
             self._epoch = tuple(peers)
             self._members = {peer for peer in peers if self._server.is_connected(peer)}
             return self._server.losses(peers)
@@ -338,9 +339,10 @@ class SlotReceiver(ABC):
         if index >= NUM_SLOTS or num_bytes == 0 or too_large:
             raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
 
-    def _dial(self) -> socket.socket:
+    def _dial(self, timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            sock.settimeout(timeout_s)  # or a sender that does not accept would hold us up
             sock.connect(str(self._path))
         except OSError:
             sock.close()

@@ -181,7 +181,7 @@ def test_a_hello_of_many_parameters_is_let_in_and_answered(tmp_path: Path) -> No
     with ThreadPoolExecutor(1) as threads:
         try:
             greeting = threads.submit(receiver.connect, encode(hello), timeout_s=PATIENCE_S)
-            ((peer, greeted),) = link.greetings(timeout_s=PATIENCE_S)
+            ((peer, greeted, _),) = link.greetings(timeout_s=PATIENCE_S)
             greeting.result()
             assert greeted == hello
             assert not link.open([peer])

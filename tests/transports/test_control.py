@@ -57,8 +57,8 @@ class Star:
         )
         stack.callback(lambda: self.gate.close(self.server.close))
 
-    def dial(self) -> socket.socket:
-        return socket.create_connection(self.address)
+    def dial(self, timeout_s: float = 10.0) -> socket.socket:
+        return socket.create_connection(self.address, timeout_s)
 
     def raw(self) -> socket.socket:
         return self._stack.enter_context(self.dial())
@@ -139,7 +139,7 @@ def test_bad_bytes_of_the_sender_are_a_typed_error(data: bytes) -> None:
     gate = Gate()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(
-            lambda: socket.create_connection(listener.getsockname()),
+            lambda timeout_s: socket.create_connection(listener.getsockname(), timeout_s),
             gate,
             kinds={Kind.FRAME},
             max_message_bytes=LIMIT,

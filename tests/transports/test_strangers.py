@@ -1,0 +1,371 @@
+"""Connections of anybody: no call waits for them longer than it may, and little of them is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from deltasync.errors import PeerLost, TransportTimeout
+from deltasync.testing.links import within
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.control import Connection, Deadline, Kind
+from deltasync.transports.endpoints import Client, Gate, Server
+
+HEADER = struct.Struct("<2sBxI")
+SECRET = b"shared"
+HALF_GREETING = HEADER.pack(b"dS", Kind.GREETING, 1000) + b"half"
+
+
+def message(kind: Kind, data: bytes) -> bytes:
+    return HEADER.pack(b"dS", kind, len(data)) + data
+
+
+class Place:
+    """A server on a free port, and those that connect to it."""
+
+    def __init__(self, stack: ExitStack, secret: bytes | None) -> None:
+        self._stack, self.gate = stack, Gate()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.address = listener.getsockname()
+        self.server = Server(listener, self.gate, kinds={Kind.REPLY}, secret=secret)
+        stack.callback(lambda: self.gate.close(self.server.close))
+        self.is_over = threading.Event()
+        stack.callback(self.is_over.set)
+
+    def stranger(self, said: bytes = b"") -> socket.socket:
+        sock = self._stack.enter_context(socket.create_connection(self.address, 10))
+        sock.sendall(said)
+        return sock
+
+    def peer(self) -> tuple[int, socket.socket]:
+        sock = self.stranger(message(Kind.GREETING, b"hello"))
+        ((peer, _),) = self.server.poll(Deadline(10))
+        return peer, sock
+
+    def join(self, client: Client, *, timeout_s: float = 10) -> int:
+        """Let an honest client in, by polls that do not wait, as a sync's do."""
+        thread = threading.Thread(target=client.connect, args=(b"honest", Deadline(timeout_s)))
+        thread.start()
+        give_up = Deadline(timeout_s)
+        while not give_up.passed:
+            for peer, greeting in self.server.poll(Deadline(0)):
+                if greeting == b"honest":
+                    thread.join(10)
+                    return peer
+        raise AssertionError("an honest receiver was not let in")
+
+    def client(self, secret: bytes | None = None) -> Client:
+        gate = Gate()
+        client = Client(
+            lambda timeout_s: socket.create_connection(self.address, timeout_s),
+            gate,
+            kinds={Kind.FRAME},
+            secret=secret,
+        )
+        self._stack.callback(lambda: gate.close(client.hang_up))
+        return client
+
+    def attack(self, act: Callable[[socket.socket], None]) -> None:
+        """Connect and `act`, again and again in another thread."""
+
+        def run() -> None:
+            while not self.is_over.is_set():
+                with suppress(OSError), socket.create_connection(self.address, 5) as sock:
+                    sock.settimeout(5)
+                    while not self.is_over.is_set():
+                        act(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._stack.callback(thread.join, 10)
+        self._stack.callback(self.is_over.set)
+
+
+MakePlace = Callable[..., Place]
+
+
+@pytest.fixture
+def make_place() -> Iterator[MakePlace]:
+    with ExitStack() as stack:
+        yield lambda secret=None: Place(stack, secret)
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open so many more descriptors, or none."""
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    holes: list[int] = []
+    while not holes or holes[-1] < most:
+        holes.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (holes[-1] + 1 + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for hole in holes:
+            os.close(hole)
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * resource.getpagesize()
+
+
+# Time
+
+
+@pytest.mark.timeout(60)
+def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace) -> None:
+    place = make_place()
+    for _ in range(4):
+        place.stranger()
+    with descriptors_left(0):
+        began, cpu = time.monotonic(), time.process_time()
+        assert place.server.poll(Deadline(0)) == []
+        assert time.monotonic() - began < 1
+        assert place.server.poll(Deadline(0.5)) == []
+        assert time.process_time() - cpu < 0.3, "it waits instead of looking all the time"
+    place.join(place.client())
+
+
+@pytest.mark.timeout(60)
+def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> None:
+    place = make_place()
+    for _ in range(200):
+        place.stranger(message(Kind.GREETING, b"hello"))
+    with descriptors_left(100):
+        give_up = Deadline(2)
+        while not give_up.passed:
+            place.server.poll(Deadline(0.05))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+        for file in files:
+            os.close(file)
+
+
+@pytest.mark.timeout(60)
+def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
+    place = make_place()
+    greeting = message(Kind.GREETING, b"x")
+    for _ in range(3):
+        place.attack(lambda sock: sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 8 << 20)))
+        place.attack(lambda sock: sock.sendall(greeting))
+    time.sleep(0.2)
+    slowest = 0.0
+    for _ in range(40):
+        began = time.monotonic()
+        place.server.poll(Deadline(0))
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 1.5
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+def test_half_a_message_does_not_slow_each_poll(
+    make_place: MakePlace, secret: bytes | None
+) -> None:
+    place = make_place(secret)
+    place.stranger(HALF_GREETING[:9] if secret is None else HEADER.pack(b"dS", Kind.NONCE, 32))
+    place.server.poll(Deadline(0.1))
+    began = time.monotonic()
+    for _ in range(20):
+        place.server.poll(Deadline(0))
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.timeout(60)
+def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
+    place = make_place()
+    sock = place.stranger(HEADER.pack(b"dS", Kind.GREETING, 1 << 20))
+
+    def trickle() -> None:
+        with suppress(OSError):
+            while not place.is_over.wait(0.005):
+                sock.send(b"x")
+
+    threading.Thread(target=trickle, daemon=True).start()
+    place.server.poll(Deadline(0.5))
+    took = 0.0
+    for _ in range(20):
+        began = time.monotonic()
+        place.server.poll(Deadline(0))
+        took += time.monotonic() - began
+        time.sleep(0.01)
+    assert took < 0.6
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
+def test_the_honest_come_in_among_strangers(make_place: MakePlace, secret: bytes | None) -> None:
+    place = make_place(secret)
+    place.attack(lambda sock: sock.sendall(HALF_GREETING[:1]))
+    place.attack(lambda sock: sock.close())
+    for _ in range(50):
+        place.stranger()
+    place.join(place.client(secret))
+
+
+@pytest.mark.timeout(60)
+def test_a_large_greeting_comes_in_with_one_poll(make_place: MakePlace) -> None:
+    place = make_place()
+    client = place.client()
+    greeting = bytes(12 << 20)
+    thread = threading.Thread(target=client.connect, args=(greeting, Deadline(10)))
+    thread.start()
+    time.sleep(0.3)  # it has begun
+    assert [data for _, data in place.server.poll(Deadline(0))] == [greeting]
+    thread.join(10)
+
+
+@pytest.mark.timeout(30)
+def test_ending_a_connection_does_not_wait_for_who_keeps_sending() -> None:
+    near, far = socket.socketpair()
+    connection = Connection(far, is_server=True, kinds={Kind.REPLY}, max_message_bytes=1 << 16)
+    is_over = threading.Event()
+
+    def flood() -> None:
+        with suppress(OSError):
+            while not is_over.is_set():
+                near.send(bytes(1 << 16))
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    with within(2):
+        connection.close()
+    is_over.set()
+    near.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(3):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            with suppress(BlockingIOError):
+                sock.connect(str(path))
+        with (
+            closing(shared_memory.Receiver(path)) as receiver,
+            within(3),
+            pytest.raises(TransportTimeout),
+        ):
+            receiver.connect(b"hello", timeout_s=0.3)
+
+
+@pytest.mark.timeout(30)
+def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
+    is_over = threading.Event()
+    abandon = message(Kind.ABANDON, bytes(8)) * 1000
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with suppress(OSError), sock:
+            sock.setblocking(False)
+            while not is_over.is_set():
+                with suppress(BlockingIOError):
+                    sock.send(abandon)
+                with suppress(BlockingIOError):
+                    sock.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        with closing(collective.Receiver(*listener.getsockname()[:2])) as receiver:
+            receiver.connect(b"hello", timeout_s=5)
+            with within(3), pytest.raises((TransportTimeout, PeerLost)):
+                receiver.receive(timeout_s=0.3)
+        is_over.set()
+        thread.join(10)
+
+
+# Memory
+
+
+@pytest.mark.timeout(60)
+def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> None:
+    place = make_place(SECRET)
+    sock = place.stranger(message(Kind.NONCE, bytes(32)) + bytes(32))  # not signed
+    place.server.poll(Deadline(0.1))
+    sock.settimeout(5)
+    while sock.recv(1 << 16):  # until it is turned away
+        pass
+
+
+@pytest.mark.timeout(60)
+def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
+    place = make_place()
+    before = resident_bytes()
+
+    def send_half(sock: socket.socket) -> None:
+        sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1))
+
+    def hold() -> None:
+        with suppress(OSError):
+            sock = place.stranger()
+            send_half(sock)
+
+    threads = [threading.Thread(target=hold) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    give_up = Deadline(15)
+    while any(thread.is_alive() for thread in threads) and not give_up.passed:
+        place.server.poll(Deadline(0.05))
+    assert resident_bytes() - before < 450 << 20
+    place.join(place.client())
+
+
+@pytest.mark.timeout(60)
+def test_peers_that_nobody_listens_to_say_little(make_place: MakePlace) -> None:
+    place = make_place()
+    peer, sock = place.peer()
+    with suppress(OSError):
+        sock.sendall(message(Kind.REPLY, bytes(30_000)) * 4)
+    give_up = Deadline(5)
+    while place.server.is_connected(peer) and not give_up.passed:
+        pass
+    assert not place.server.is_connected(peer)
+
+
+@pytest.mark.timeout(60)
+def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_place: MakePlace) -> None:
+    place = make_place()
+    gone, sock = place.peer()
+    place.server.hear([gone])
+    sock.sendall(message(Kind.REPLY, b"last words"))
+    sock.close()
+    for _ in range(1500):  # more than are remembered
+        place.stranger(message(Kind.GREETING, b"hello")).close()
+        place.server.poll(Deadline(0))
+    assert place.server.gather([gone], Kind.REPLY, Deadline(1)) == {gone: b"last words"}
+    before = resident_bytes()
+    for _ in range(30):
+        peer, sock = place.peer()
+        place.server.hear([peer])
+        sock.settimeout(0.1)
+        with suppress(OSError):
+            for _ in range(10):
+                sock.sendall(message(Kind.REPLY, bytes(1 << 20)))
+                place.server.pump(0)
+        sock.close()
+        give_up = Deadline(5)
+        while place.server.is_connected(peer) and not give_up.passed:
+            pass
+    place.server.hear([])
+    gc.collect()
+    assert resident_bytes() - before < 64 << 20
