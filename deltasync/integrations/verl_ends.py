@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -62,8 +60,7 @@ class Options(BaseModel):
         link = link or self.link
         if link in ("gloo", "nccl"):
             return collective.Sender(self.host or "127.0.0.1", backend=link)
-        path = Path(tempfile.gettempdir()) / f"deltasync-{uuid.uuid4().hex}.sock"
-        return cuda_ipc.Sender(path) if link == "cuda_ipc" else shared_memory.Sender(path)
+        return cuda_ipc.Sender() if link == "cuda_ipc" else shared_memory.Sender()
 
     @property
     def device(self) -> torch.device:

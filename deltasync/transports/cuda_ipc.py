@@ -181,7 +181,7 @@ class Sender(SlotSender):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
         device: torch.device | str | None = None,
         max_payload_bytes: int | None = None,

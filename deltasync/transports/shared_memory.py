@@ -73,7 +73,9 @@ class _Slot(Slot):
 class Sender(SlotSender):
     """The sender's end: payloads in host memory."""
 
-    def __init__(self, path: str | Path, *, max_payload_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path | None = None, *, max_payload_bytes: int | None = None
+    ) -> None:
         """As `SlotSender`. Raises TransportUnavailable without memfd."""
         if not hasattr(os, "memfd_create"):
             raise TransportUnavailable("shared memory needs Linux; use the collective transport")

@@ -11,20 +11,17 @@ each receiver it was sent to has let go of it or is gone. What memory is, a tran
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import socket
-import stat
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from deltasync.errors import ConfigError, TransportClosed, TransportError
+from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import (
     BUSY_S,
@@ -36,6 +33,7 @@ from deltasync.transports.control import (
     failure,
 )
 from deltasync.transports.endpoints import Client, Gate, Server
+from deltasync.transports.socket_file import check_user, is_of_this_user, listen, private_path
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload
@@ -95,21 +93,24 @@ class SlotSender:
     """The sender's end: listens on a unix socket that only its own user may connect to."""
 
     def __init__(
-        self, path: str | Path, slots: Sequence[Slot], *, max_payload_bytes: int | None
+        self, path: str | Path | None, slots: Sequence[Slot], *, max_payload_bytes: int | None
     ) -> None:
-        """Listen on `path`, in a directory that exists. Payloads live where `slots` do.
+        """Listen on `path`, in a directory that exists; by default on a `private_path`.
 
-        The socket file of a sender that is dead is replaced. Raises ConfigError if another
-        sender listens there or `path` is something else.
+        Payloads live where `slots` do. Only processes of this user, and of root, get in. The socket
+        file of a sender that is dead is replaced. Raises ConfigError if another sender listens
+        there or `path` is something else.
         """
         self._slots = slots
         self._empty = slots[0].memory[:0]
         self._capabilities = _capabilities(self._empty.device.type, max_payload_bytes)
-        self._path = Path(path)
-        listener = _listen(self._path)
-        self._inode = self._path.stat().st_ino
+        self._path = private_path() if path is None else Path(path)
+        listener = listen(self._path)
+        self._inode = self._path.lstat().st_ino
         self._gate = Gate(BUSY_S[self._empty.device.type])
-        self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE})
+        self._server = Server(
+            listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE}, admits=is_of_this_user
+        )
         self._lent: Slot | None = None
         self._sequence = 0
         self._epoch: tuple[int, ...] = ()
@@ -185,7 +186,7 @@ class SlotSender:
             slot.settle()
         self._server.close()
         with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._inode:
+            if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
         for slot in self._slots:
             slot.free()
@@ -298,7 +299,10 @@ class SlotReceiver(ABC):
     def __init__(
         self, path: str | Path, device_type: str, *, max_payload_bytes: int | None
     ) -> None:
-        """Connect to a sender that listens on `path`; larger segments are refused."""
+        """Connect to a sender that listens on `path`; larger segments are refused.
+
+        So is a sender of another user, unless that is root.
+        """
         self._path = Path(path)
         self._capabilities = _capabilities(device_type, max_payload_bytes)
         self._gate = Gate(BUSY_S[device_type])
@@ -344,6 +348,7 @@ class SlotReceiver(ABC):
         try:
             sock.settimeout(timeout_s)  # or a sender that does not accept would hold us up
             sock.connect(str(self._path))
+            check_user(sock)
         except OSError:
             sock.close()
             raise
@@ -357,53 +362,3 @@ def _capabilities(device_type: str, max_payload_bytes: int | None) -> Capabiliti
         zero_copy=True,
         detects_loss=True,
     )
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keep other senders from claiming a path in `directory` at the same moment."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _listen(path: Path) -> socket.socket:
-    """A socket that listens on `path`, for this user alone."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _locked(path.parent):
-            _remove_stale(path)
-            listener.bind(str(path))
-            # Nobody can connect before `listen`, so the mode is right from the start.
-            path.chmod(0o600)
-            listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error}") from error
-    except ConfigError:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket file of a sender that is dead."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} exists and is not a socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # Not blocking: a live sender with a full backlog answers EAGAIN, which is life too.
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except BlockingIOError:
-            pass
-    raise ConfigError(f"another sender listens on {path}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from deltasync import (
 )
 from deltasync.errors import PeerLost
 from deltasync.transports import shared_memory
+from deltasync.transports.socket_file import private_path
 
 GROUPS, QUERIES, HEAD, HIDDEN, FFN = 4, 3, 8, 64, 96  # query heads of a group share a k and a v
 STEPS = 4
@@ -139,7 +139,7 @@ def train(folder: Path, rank: int, world: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    folder = Path(tempfile.gettempdir()) / f"deltasync-{os.environ['MASTER_PORT']}"
+    folder = private_path(f"megatron-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
     engine = multiprocessing.get_context("spawn").Process(target=follow, args=(folder, world))
     if rank == 0:

@@ -1,0 +1,209 @@
+"""Other users of the host: they are served nothing, give nothing, and hold nothing up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from deltasync.errors import ConfigError, TransportTimeout
+from deltasync.testing.links import PATIENCE_S, within
+from deltasync.testing.processes import Child
+from deltasync.transports import shared_memory, socket_file
+from deltasync.transports.control import Kind
+from deltasync.transports.socket_file import private_path
+
+pytestmark = pytest.mark.timeout(60)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+SOMEBODY = 65534
+LISTENERS: list[socket.socket] = []
+GREETING = struct.pack("<2sBxI", b"dS", Kind.GREETING, 5) + b"hello"
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in which everybody may make files, as /tmp is."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
+def as_somebody(act: Callable[[Path], None], folder: Path) -> None:
+    """For a process of its own: be another user, `act`, and live until killed."""
+    os.setgroups([])
+    os.setgid(SOMEBODY)
+    os.setuid(SOMEBODY)
+    act(folder)
+    (folder / "done").touch()
+    time.sleep(60)
+
+
+def done(child: Child, folder: Path) -> None:
+    """Wait until the other user has acted."""
+    give_up = time.monotonic() + 30
+    while not (folder / "done").exists():
+        assert child.is_alive, child.traceback
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def listen_first(folder: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "weights"))
+    (folder / "weights").chmod(0o666)
+    listener.listen()
+    (folder / "listens").touch()
+    sock, _ = listener.accept()
+    assert sock.recv(100) == b"", "a receiver spoke to another user"
+    LISTENERS.append(listener)  # it goes on
+
+
+def greet(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(folder / "weights"))
+        try:
+            sock.sendall(GREETING)
+            assert sock.recv(100) == b""
+        except ConnectionError:
+            pass
+
+
+def lock_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def make_lock_file(folder: Path) -> None:
+    lock = os.open(folder / ".weights.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def take_private_folder(folder: Path, user: int) -> None:
+    (folder / f"deltasync-{user}").mkdir(mode=0o777)
+
+
+def use_private_path(folder: Path) -> None:
+    tempfile.tempdir = str(folder)
+    with closing(shared_memory.Sender()) as sender:
+        assert sender.path.parent == folder / f"deltasync-{SOMEBODY}"
+        assert stat.S_IMODE(sender.path.parent.stat().st_mode) == 0o700
+
+
+@as_root
+def test_a_receiver_takes_nothing_from_another_user(shared: Path) -> None:
+    with Child(as_somebody, listen_first, shared) as child:
+        while not (shared / "listens").exists():
+            assert child.is_alive, child.traceback
+            time.sleep(0.01)
+        with closing(shared_memory.Receiver(shared / "weights")) as receiver:
+            with pytest.raises(TransportTimeout, match=f"user {SOMEBODY}"):
+                receiver.connect(b"hello", timeout_s=0.3)
+            done(child, shared)
+
+
+@as_root
+def test_a_sender_lets_no_other_user_in(shared: Path) -> None:
+    with closing(shared_memory.Sender(shared / "weights")) as sender:
+        sender.path.chmod(0o666)  # as if its mode did not keep others out
+        with Child(as_somebody, greet, shared) as child:
+            give_up = time.monotonic() + 30
+            while not (shared / "done").exists():
+                assert child.is_alive, child.traceback
+                assert time.monotonic() < give_up
+                assert sender.poll(timeout_s=0.05) == []
+        with closing(shared_memory.Receiver(sender.path)) as receiver:
+            receiver.connect(b"mine", timeout_s=PATIENCE_S)
+            assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"mine"]
+
+
+@as_root
+def test_who_locks_the_directory_holds_no_sender_up(shared: Path) -> None:
+    with Child(as_somebody, lock_directory, shared) as child:
+        done(child, shared)
+        with within(2), closing(shared_memory.Sender(shared / "weights")):
+            pass
+
+
+@as_root
+def test_a_lock_of_another_user_is_an_error_at_once(shared: Path) -> None:
+    with Child(as_somebody, make_lock_file, shared) as child:
+        done(child, shared)
+        with within(2), pytest.raises(ConfigError, match="weights"):
+            shared_memory.Sender(shared / "weights")
+
+
+@as_root
+def test_a_private_directory_of_another_user_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_file, "_RUNTIME", str(shared / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    take = partial(take_private_folder, user=os.geteuid())
+    with Child(as_somebody, take, shared) as child:
+        done(child, shared)
+        with pytest.raises(ConfigError, match=f"belongs to user {SOMEBODY}"):
+            shared_memory.Sender()
+
+
+@as_root
+def test_a_path_by_default_is_private(shared: Path) -> None:
+    with Child(as_somebody, use_private_path, shared) as child:
+        done(child, shared)
+
+
+def test_sender_and_receiver_meet_on_a_path_by_default() -> None:
+    with (
+        closing(shared_memory.Sender()) as sender,
+        closing(shared_memory.Receiver(sender.path)) as receiver,
+    ):
+        receiver.connect(b"hello", timeout_s=PATIENCE_S)
+        assert [data for _, data in sender.poll(timeout_s=PATIENCE_S)] == [b"hello"]
+    assert private_path("name") == private_path("name")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_can_enter_is_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"deltasync-{os.geteuid()}").mkdir()
+    (tmp_path / f"deltasync-{os.geteuid()}").chmod(mode)
+    with pytest.raises(ConfigError, match="not 0700"):
+        private_path()
+
+
+def test_a_link_is_no_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"deltasync-{os.geteuid()}").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="not a directory"):
+        private_path()
+
+
+def test_a_runtime_directory_is_used_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / str(os.geteuid())).mkdir(mode=0o700)
+    monkeypatch.setattr(socket_file, "_RUNTIME", str(tmp_path))
+    assert private_path("name") == tmp_path / str(os.geteuid()) / "deltasync" / "name"
+
+
+def test_a_sender_that_is_stuck_in_its_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_file, "_LOCK_TIMEOUT_S", 0.2)
+    make_lock_file(tmp_path)
+    with within(2), pytest.raises(ConfigError, match=r"another process has held .*weights\.lock"):
+        shared_memory.Sender(tmp_path / "weights")
