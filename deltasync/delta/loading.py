@@ -18,6 +18,11 @@ from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import Run, write_run
 from deltasync.errors import DigestMismatch, InvalidTable
 
+RELOAD = (
+    "vLLM can load all weights anew in each update instead: EngineSync(without_routes='reload')"
+)
+"""What helps where no route leads."""
+
 
 class Loader(Protocol):
     """How an engine takes a checkpoint."""
@@ -138,8 +143,9 @@ class Loading:
         if len(wrong):
             names = {found.specs[int(found.table.parameter[chunk])].name for chunk in wrong}
             raise DigestMismatch(
-                f"{len(names)} parameters, {min(names)!r} among them, are not where the loader "
-                "puts them: the engine changes its layout after loading; no route leads there"
+                f"{len(names)} parameters, {min(names)!r} among them, were loaded and are not "
+                "where routes lead: the engine changes its layout after loading, or its loader "
+                f"leaves out what comes in several calls; {RELOAD}"
             )
         return found
 

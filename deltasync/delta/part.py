@@ -123,7 +123,7 @@ def _refuse_twice(pieces: Sequence[Piece], name: str) -> None:
         reach = 0
         for size, stride, _ in reversed(piece.dims):  # the innermost first
             if stride <= reach:
-                raise ConfigError(f"{name!r}: the engine keeps some elements twice")
+                raise ConfigError(_twice(name, [piece]))
             reach += (size - 1) * stride
     if len(pieces) == 1:
         return
@@ -132,4 +132,9 @@ def _refuse_twice(pieces: Sequence[Piece], name: str) -> None:
     for piece in pieces:
         count.as_strided(piece.shape, piece.strides, piece.start).add_(1)
     if int(count.count_nonzero()) != sum(prod(piece.shape) for piece in pieces):
-        raise ConfigError(f"{name!r}: the engine keeps some elements twice")
+        raise ConfigError(_twice(name, pieces))
+
+
+def _twice(name: str, pieces: Sequence[Piece]) -> str:
+    lives = " and ".join(repr(live) for live in dict.fromkeys(piece.live for piece in pieces))
+    return f"{name!r} has no route: the engine keeps some of its elements twice, in {lives}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
+from deltasync.delta.naming import suggested
 from deltasync.delta.operations import as_returned, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
@@ -160,8 +161,9 @@ def _watch(
                 load(recorder.give(names))
     except Exception as error:
         raise ConfigError(
-            f"the loader cannot be watched: at {recorder.given!r} it raised "
-            f"{error!r}; leave that tensor out of the routes"
+            f"the loader cannot be watched: at {recorder.given!r} it raised {_line(error)}"
+            f"{suggested([recorder.given], (), are_sent=True)}; if the engine has no such tensor, "
+            f"leave it out: SenderOptions(leave_out=[{recorder.given!r}])"
         ) from error
     finally:
         recorder.put_back(before)
@@ -276,7 +278,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         for name in regions:
             if not covers(self._live[name], regions[name]):
-                why = "the loader does not copy to each element exactly once"
+                why = (
+                    "the loader does not copy to each of its elements exactly once: what it is "
+                    "made of is not all sent, or some of it comes twice"
+                )
                 self._uncovered.setdefault(name, why)
         return Recording(
             pieces=pieces,
@@ -458,6 +463,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif key in self._made_of:
                 found |= self._made_of[key][0]
         return found
+
+
+def _line(error: Exception) -> str:
+    """What was raised, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @cache

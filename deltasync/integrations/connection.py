@@ -37,7 +37,11 @@ class Connection(BaseModel):
     def checkpoint(self) -> list[CheckpointTensor]:
         """The tensors that the engine's loader is asked about. Raises UnknownDtype."""
         if unknown := {dtype for _, dtype, _ in self.tensors} - dtypes.BY_NAME.keys():
-            raise UnknownDtype(f"no dtype is called {min(unknown)!r}")
+            name = next(names[0] for names, dtype, _ in self.tensors if dtype in unknown)
+            raise UnknownDtype(
+                f"{name!r} has the dtype {min(unknown)!r}, which is not known here: install the "
+                "trainer's version of deltasync beside the engine"
+            )
         return [
             CheckpointTensor(names[0], shape, torch_dtype(dtypes.BY_NAME[dtype]), names[1:])
             for names, dtype, shape in self.tensors

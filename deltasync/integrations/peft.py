@@ -109,7 +109,12 @@ def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[
     """(name in the base model, tensor) of all but adapters. Raises ConfigError."""
     merged = {id(layer.get_base_layer().weight): tensor for layer, tensor in layers.values()}
     if len(merged) < len(layers):
-        raise ConfigError("two adapted layers are tied: `adapter_only` sends adapters alone")
+        first = {id(layer.get_base_layer().weight): name for name, (layer, _) in layers.items()}
+        other = next(name for name in layers if name not in first.values())
+        tied = first[id(layers[other][0].get_base_layer().weight)]
+        raise ConfigError(
+            f"{other} and {tied} are adapted and tied: `adapter_only` sends adapters alone"
+        )
     active: Any = model.active_adapters
     for name, tensor in named_tensors(model):
         if ".original_module." in name or _is_adapter(name, layers):

@@ -66,7 +66,8 @@ def take_order(model_runner: Any, text: str) -> None:
         order = Order.model_validate_json(text)
         obey(model_runner.model, order)
     except Exception as error:
-        raise EngineFailed(f"deltasync: {type(error).__name__}: {error}") from error
+        said = " ".join(str(error).split())  # on one line
+        raise EngineFailed(f"deltasync: {type(error).__name__}: {said}") from error
     if order.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
         raise EngineFailed(NOT_YET)
 

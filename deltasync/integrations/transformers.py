@@ -85,12 +85,16 @@ def _views_of(model: nn.Module) -> dict[str, Tensor]:
     for name, pieces in recording.pieces.items():
         for piece in pieces:
             if piece.numel == parts[piece.live].numel():
-                views[piece.live] = _view(live[name], piece, parts[piece.live].shape)
+                shape = parts[piece.live].shape
+                views[piece.live] = _view(live[name], piece, shape, name=piece.live)
     for name in parts.keys() - views.keys():
         refused.setdefault(name, "is made of several parameters")
     if refused:
         name, why = min(refused.items())
-        raise ConfigError(f"{len(refused)} tensors are no views of parameters: {name!r} {why}")
+        raise ConfigError(
+            f"{len(refused)} tensors are no views of parameters: {name!r} {why}; a ModuleSource "
+            "sends parameters as they are, under the names that `rename` and `name_map` give them"
+        )
     return {name: views[name] for name in parts}
 
 
@@ -113,7 +117,7 @@ def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Ten
     return parts, record(save, tensors, parts)
 
 
-def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
+def _view(parameter: Tensor, piece: Piece, shape: torch.Size, *, name: str) -> Tensor:
     """The piece of a parameter as a tensor of this shape. Raises ConfigError."""
     dims = sorted(piece.dims, key=lambda dim: -dim[2])  # as the checkpoint has them
     sizes = [size for size, _, _ in dims]
@@ -122,7 +126,7 @@ def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
         return parameter.detach()
     if is_sharded(parameter):
         raise ConfigError(
-            f"a part of {tuple(shape)} of a sharded parameter: use a ModuleSource with a `name_map`"
+            f"{name!r} is a part of a sharded parameter: use a ModuleSource with a `name_map`"
         )
     flat = parameter.detach().view(-1)
     start = int(flat.storage_offset()) + piece.start
@@ -132,4 +136,7 @@ def _view(parameter: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
             return box.view(shape)
     except RuntimeError:
         pass  # its dimensions run through several of the parameter's
-    raise ConfigError(f"a checkpoint tensor of shape {tuple(shape)} is no view of its parameter")
+    raise ConfigError(
+        f"{name!r} of shape {tuple(shape)} is no view of its parameter: use a ModuleSource with a "
+        "`name_map`"
+    )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import WireReader, dtype_of, identity
+from deltasync.delta.naming import suggested
 from deltasync.delta.shard import ShardSpec, Share, is_sharded, local_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
-from deltasync.sync.naming import suggested
 from deltasync.sync.source import NamedTensor, WeightSource
 from deltasync.sync.target import match_parameters, some_of
 from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, layout_hash

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, as_bits, dtype_of, identity
 from deltasync.delta.loading import Loader
+from deltasync.delta.naming import suggested
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
 from deltasync.sync.source import Registered
-from deltasync.sync.target import match_parameters
+from deltasync.sync.target import match_parameters, some_of
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements
@@ -60,22 +61,27 @@ class ReloadedTarget:
         """
         own = {name: first for first, names in self._names.items() for name in names}
         found: dict[str, tuple[str, ...]] = {}
+        others: list[str] = []
         for name, tensor in weights:
             if (first := own.get(name)) is None:
+                others.append(name)
                 continue
             kept = self._copy[first]
             found[first] = (*found.get(first, ()), name)
             if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
                 raise LayoutMismatch(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was loaded, the trainer has "
-                    f"{kept.dtype} {tuple(kept.shape)}"
+                    f"{kept.dtype} {tuple(kept.shape)}: start the engine on a checkpoint of the "
+                    "trainer's model in its dtypes, or give SenderOptions(wire_dtypes=...)"
                 )
             kept.copy_(tensor)
         self._given |= found
         if missing := self._copy.keys() - found.keys():
+            names = sorted(missing)
             raise ConfigError(
-                f"{len(missing)} tensors, {min(missing)!r} among them, are not in the checkpoint "
-                "that the engine was started on"
+                f"the checkpoint that the engine was started on has no {some_of(names)}"
+                f"{suggested(names, others, are_sent=True)}; if the engine has no use for that, "
+                f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
             )
 
     def prove(self, module: nn.Module) -> None:

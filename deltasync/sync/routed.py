@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
-from deltasync.delta.loading import Loader
+from deltasync.delta.loading import RELOAD, Loader
+from deltasync.delta.naming import suggested
 from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.naming import suggested
 from deltasync.sync.source import ModuleWatch, Registered
 from deltasync.sync.target import match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
+_SHOWN = 5  # reasons in an error
 _BLOCK = 1 << 20  # elements that are compared together
 
 
@@ -76,7 +77,10 @@ class RoutedTarget:
         numbers = match_parameters(held, layout)
         live = self._live()
         pieces = recording.pieces
-        accesses = [_access(pieces[spec.name], live, spec) for spec in held]
+        try:
+            accesses = [_access(pieces[spec.name], live, spec) for spec in held]
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {RELOAD}") from error
         refuse_overlap(held, accesses)
         assert self._known is not None
         self._watch = self._known[0]
@@ -97,8 +101,10 @@ class RoutedTarget:
         held = self.bind(layout)
         wrong: dict[int, str] = {}
         right: set[int] = set()
+        others: list[str] = []
         for name, tensor in weights:
             if (number := numbers.get(name)) is None:
+                others.append(name)
                 continue
             missing.pop(number, None)
             if _holds(held[number], tensor, layout[number]):
@@ -108,16 +114,17 @@ class RoutedTarget:
         for number in right & wrong.keys():  # of several names the engine takes one
             del wrong[number]
         if missing:
+            names = sorted(missing.values())
             raise ConfigError(
-                f"{len(missing)} tensors, {min(missing.values())!r} among them, are not in "
-                "the checkpoint that the engine was started on, so that nothing shows where it "
-                "keeps them"
+                f"the checkpoint that the engine was started on has no {some_of(names)}"
+                f"{suggested(names, others, are_sent=True)}; if the engine has no use for that, "
+                f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
             )
         if wrong:
+            names = sorted(wrong.values())
             raise ConfigError(
-                f"{len(wrong)} tensors, {min(wrong.values())!r} among them, are not where the "
-                "loader puts them: the engine changes its layout after loading; no route leads "
-                "there"
+                f"{len(wrong)} tensors have no route: {some_of(names)} are not where the loader "
+                f"puts them: the engine changes its layout after loading; {RELOAD}"
             )
 
     def check_unmoved(self) -> None:
@@ -161,7 +168,10 @@ class RoutedTarget:
         if self._known is not None and self._known[0].is_unmoved():
             return self._known[1]
         with self._kept():
-            recording = record(self._load, self._checkpoint, self._live())
+            try:
+                recording = record(self._load, self._checkpoint, self._live())
+            except ConfigError as error:
+                raise ConfigError(f"{error}; {RELOAD}") from error
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
         whys |= {
@@ -177,22 +187,33 @@ class RoutedTarget:
                 f"{suggested(names, self._live().keys(), are_sent=True)}"
             )
         if whys:
-            raise ConfigError(f"{len(whys)} tensors have no route: {'; '.join(sorted(whys)[:5])}")
+            shown = "; ".join(sorted(whys)[:_SHOWN])
+            more = f"; and {len(whys) - _SHOWN} more" if len(whys) > _SHOWN else ""
+            raise ConfigError(f"{len(whys)} tensors have no route: {shown}{more}; {RELOAD}")
         self._known = ModuleWatch(self._module), recording
         return recording
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Put back parameters and buffers that the loader registers anew, and refuse it."""
-        watch, registered, moved = ModuleWatch(self._module), Registered(self._module), False
+        watch, registered, before = (
+            ModuleWatch(self._module),
+            Registered(self._module),
+            self._live(),
+        )
+        replaced: list[str] = []
         try:
             yield
         finally:
-            moved = not watch.is_unmoved()
-            if moved:
+            if not watch.is_unmoved():
+                now = self._live()
+                replaced = sorted(n for n in before | now if before.get(n) is not now.get(n))
                 registered.put_back()
-        if moved:
-            raise ConfigError("the loader replaces parameters; one that fills them is needed")
+        if replaced:
+            raise ConfigError(
+                f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "
+                f"where it should fill them; {RELOAD}"
+            )
 
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -233,10 +234,14 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
     for entry in tensors:
         places = name_map(entry.name, entry.shape)
         if places is not None and len(entry.names) > 1:
-            raise ConfigError(f"{entry.name} is tied to {entry.names[1]}, and made of several")
+            raise ConfigError(
+                f"{entry.name!r} is tied to {entry.names[1]!r}, and `name_map` takes it apart: let "
+                "that return None for it"
+            )
         found += [entry] if places is None else entry.parts(places)
-    if len({name for entry in found for name in entry.names}) < sum(len(e.names) for e in found):
-        raise ConfigError("two tensors have one name; change `name_map`")
+    often = [n for n, count in Counter(n for e in found for n in e.names).items() if count > 1]
+    if often:
+        raise ConfigError(f"two tensors are named {often[0]!r}; change `name_map`")
     return found
 
 

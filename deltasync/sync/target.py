@@ -12,9 +12,9 @@ from torch import nn
 
 from deltasync.delta.bits import Flat, Live, dtype_of
 from deltasync.delta.loading import Loader
+from deltasync.delta.naming import suggested
 from deltasync.delta.overlap import overlapping
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.naming import suggested
 from deltasync.sync.source import (
     ModuleWatch,
     NamedTensor,
@@ -124,19 +124,28 @@ def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSp
             more = suggested([spec.name], numbers.keys(), are_sent=False)
             raise LayoutMismatch(f"the sender has no parameter {spec.name!r}{more}")
         if len(known) > 1:
-            raise LayoutMismatch(f"{some_of(list(spec.names))} are tied here, not at the sender")
+            raise LayoutMismatch(
+                f"{some_of(list(spec.names))} are tied here, not at the sender: tie them there, or "
+                "untie them here"
+            )
         number = known.pop()
         _check_same(spec, layout[number])
         found.append(number)
     twice = [layout[number].name for number, count in Counter(found).items() if count > 1]
     if twice:
-        raise LayoutMismatch(f"names of {some_of(twice)} are tied at the sender, not here")
+        raise LayoutMismatch(
+            f"names of {some_of(twice)} are tied at the sender, not here: tie them here, or untie "
+            "them there"
+        )
     return found
 
 
 def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
     if held.shape != sent.shape:
-        raise LayoutMismatch(f"{held.name}: shape {held.shape} here, {sent.shape} at the sender")
+        raise LayoutMismatch(
+            f"{held.name}: shape {held.shape} here, {sent.shape} at the sender: the models differ, "
+            "or `rename` leads to another tensor"
+        )
     if held.dtype != sent.dtype:
         raise LayoutMismatch(
             f"{held.name}: {held.dtype.name} here, {sent.dtype.name} on the wire; "

@@ -132,12 +132,12 @@ def with_names(**shapes: tuple[int, ...]) -> Model:
     return random_model(shapes, 0)
 
 
-def refused(source: WeightSource, folder: Path, **options: Any) -> str:
-    """What is said when an engine that takes `embed` and `norm` is let connect."""
+def refused(source: WeightSource, folder: Path, *, engine: Engine | None = None) -> str:
+    """What is said when an engine, by default one of `embed` and `norm`, is let connect."""
     started_on = {"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}
     link = shared_memory.Sender(folder / "socket")
-    server = Server(Engine("embed"), started_on)
-    with EngineSync(source, server, link, timeout_s=20, **options) as sync:
+    server = Server(engine or Engine("embed"), started_on)
+    with EngineSync(source, server, link, timeout_s=20) as sync:
         with pytest.raises(ConfigError) as raised:
             sync.connect()
         server.worker.disconnect()
@@ -183,16 +183,77 @@ def test_names_of_wrappers_are_said_with_what_to_rename(wrap: str, tmp_path: Pat
     wrapper.add_module(name, inner)
     said = refused(ModuleSource(wrapper), tmp_path)
     assert re.search(rf"a `rename=` from '{name}\.(\w+)' to '\1'", said), said
-    source = ModuleSource(wrapper, rename=lambda own: own.removeprefix(f"{name}."))
     (tmp_path / "renamed").mkdir()
-    assert "takes nothing of 'mtp'" in refused(_With(source, "mtp"), tmp_path / "renamed")
+    renamed = ModuleSource(wrapper, rename=lambda own: own.removeprefix(f"{name}."))
+    started_on = {"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}
+    server = Server(Engine("embed"), started_on)
+    with EngineSync(renamed, server, shared_memory.Sender(tmp_path / "renamed" / "socket")) as sync:
+        assert sync.send_weights().receivers == 1
+        server.worker.disconnect()
 
 
-class _With(WeightSource):
-    """A source, and a tensor that the engine does not know."""
+class _Named(WeightSource):
+    """Tensors by name."""
 
-    def __init__(self, source: WeightSource, name: str) -> None:
-        self._source, self._more = source, NamedTensor((name,), torch.zeros(2))
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = [NamedTensor((name,), tensor) for name, tensor in tensors.items()]
 
     def tensors(self) -> list[NamedTensor]:
-        return [*self._source.tensors(), self._more]
+        return self._tensors
+
+
+class Choosy(Engine):
+    """Refuses names that it does not know with a long text, as some engines do."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name not in self._names:
+                raise ValueError(f"There is no parameter named {name!r}.\nThere are:\n  embed")
+            super().load_weights([(name, tensor)])
+
+
+class Twice(Engine):
+    """Keeps some of its rows in two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__("embed")
+        self.more = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "embed":
+                self.more.data.copy_(tensor[4:])
+
+
+RELOAD = "EngineSync(without_routes='reload')"
+
+
+@pytest.mark.parametrize(
+    ("engine", "names", "said"),
+    [
+        (
+            Choosy("embed"),
+            ("_orig_mod.embed", "_orig_mod.norm"),
+            ("'_orig_mod.embed' to 'embed'", "leave_out=['_orig_mod.embed']"),
+        ),
+        (Choosy("embed"), ("embed", "norm", "mtp"), ("'mtp'", "leave_out=['mtp']")),
+        (Twice(), ("embed", "norm"), ("'embed'", "twice, in 'table' and 'more'", RELOAD)),
+        (Engine("table"), ("table", "norm"), ("no 'table'", "leave_out=['table']")),
+        (Engine("model.embed"), ("model.embed", "norm"), ("'embed' is there", "a `rename=`")),
+    ],
+    ids=["torch.compile", "unknown", "twice", "not in the checkpoint", "another in the checkpoint"],
+)
+def test_an_engine_says_what_was_wrong_and_what_helps(
+    engine: Engine, names: tuple[str, ...], said: tuple[str, ...], tmp_path: Path
+) -> None:
+    shapes = {"norm": (4,), "mtp": (3,)}
+    tensors = {name: torch.ones(shapes.get(name.split(".")[-1], (6, 4))) for name in names}
+    text = refused(_Named(tensors), tmp_path, engine=engine)
+    assert all(part in text for part in said), text
+
+
+def test_a_shape_of_another_model_is_said(tmp_path: Path) -> None:
+    source = with_names(embed=(5, 4), norm=(4,))
+    text = refused(ModuleSource(source), tmp_path)
+    assert "'embed'" in text
