@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.sync.copied import CopiedTarget
@@ -59,7 +60,8 @@ class Options(BaseModel):
         """A transport of its own at an address that nobody else has."""
         link = link or self.link
         if link in ("gloo", "nccl"):
-            return collective.Sender(self.host or "127.0.0.1", backend=link)
+            host = self.host or "127.0.0.1"
+            return collective.Sender(host, backend=link, secret=network_secret())
         return cuda_ipc.Sender() if link == "cuda_ipc" else shared_memory.Sender()
 
     @property
@@ -158,7 +160,7 @@ class Rollout:
     def _joining(self, device: torch.device) -> WeightReceiver:
         if not self._addresses:
             raise ConfigError("no trainer has told where it sends from: call connect first")
-        first, *lanes = [address.receiver(device) for address in self._addresses]
+        first, *lanes = [a.receiver(device, secret=network_secret()) for a in self._addresses]
         return WeightReceiver(
             self._target,
             first,
@@ -266,7 +268,7 @@ class TrainerRank:
         if self._link is not None:
             crew = Crew(self._link, world)
             return WeightSender(source, self._transport, options=self._sizes, crew=crew)
-        link = hub.receiver(torch.device("cpu"))
+        link = hub.receiver(torch.device("cpu"), secret=network_secret())
         return CrewRank(source, self._transport, link, rank=rank, world=world, options=self._sizes)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltasync.config import network_secret
 from deltasync.delta.loading import Loader
 from deltasync.errors import (
     ConfigError,
@@ -64,7 +65,7 @@ class Worker:
             world: Workers of the replica.
             replica: Of the engine, which is data parallel.
         """
-        first, *lanes = [address.receiver(device) for address in to.addresses]
+        first, *lanes = [a.receiver(device, secret=network_secret()) for a in to.addresses]
         receiver = WeightReceiver(
             target,
             first,
@@ -118,7 +119,7 @@ class Worker:
         the trainer may begin to listen only when all workers have been told to connect.
         """
         failed = Failed(version=None, error=type(error).__name__, reason=str(error)[:4096])
-        link = to.addresses[0].receiver(device)
+        link = to.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:
             with closing(link), suppress(TransportError):  # it hangs up, or is gone

@@ -40,15 +40,17 @@ class Address(BaseModel):
                 return cls(link="shared_memory", path=str(transport.path))
         return None
 
-    def receiver(self, device: torch.device) -> ReceiveTransport:
-        """The other end, of weights on `device`."""
+    def receiver(self, device: torch.device, *, secret: bytes | None = None) -> ReceiveTransport:
+        """The other end, of weights on `device`. Links on a network share `secret`."""
         from deltasync.transports import collective, cuda_ipc, shared_memory
 
         match self.link:
             case "nccl":
-                return collective.Receiver(self.host, self.port, backend="nccl", device=device)
+                return collective.Receiver(
+                    self.host, self.port, backend="nccl", device=device, secret=secret
+                )
             case "gloo":
-                return collective.Receiver(self.host, self.port)
+                return collective.Receiver(self.host, self.port, secret=secret)
             case "cuda_ipc":
                 return cuda_ipc.Receiver(self.path, device=device)
             case "shared_memory":

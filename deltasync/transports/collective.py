@@ -57,7 +57,13 @@ from deltasync.transports.control import (
     check_size,
     failure,
 )
-from deltasync.transports.endpoints import Gate, Server, check_secret, listen_tcp
+from deltasync.transports.endpoints import (
+    Gate,
+    Server,
+    check_secret,
+    listen_tcp,
+    warn_of_strangers,
+)
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
@@ -109,7 +115,8 @@ class Sender:
             port: 0 picks a free one; see `address`.
             backend: "gloo" for CPUs, "nccl" for GPUs.
             device: Where payloads live; by default the CPU or the current GPU.
-            secret: Sign the control plane; receivers must have the same.
+            secret: Sign the control plane; receivers must have the same. Without one there is a
+                warning unless `host` is of this machine alone.
             max_payload_bytes: Larger payloads are refused.
         """
         check_secret(secret)
@@ -118,6 +125,8 @@ class Sender:
         self._capabilities = capabilities_of(device, max_payload_bytes)
         listener = listen_tcp(host, port)
         self._host, self._port = listener.getsockname()[:2]
+        if secret is None:
+            warn_of_strangers(self._host, self._port)
         self._busy_s = BUSY_S[device.type]
         self._gate = Gate(self._busy_s)
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import selectors
 import socket
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -433,6 +435,16 @@ def check_secret(secret: bytes | None) -> None:
     """Raise ConfigError for a secret that is none."""
     if secret is not None and not secret:
         raise ConfigError("an empty secret protects nothing; leave it out or set one")
+
+
+def warn_of_strangers(host: str, port: int) -> None:
+    """Warn that whoever reaches this address is let in, unless it is of this machine alone."""
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        warnings.warn(
+            f"{host}:{port} is served without a secret: whoever reaches it can take the weights "
+            "and stop syncs; give both ends the same secret=, in a network that you trust",
+            stacklevel=3,
+        )
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:

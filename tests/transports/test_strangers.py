@@ -14,10 +14,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltasync.errors import PeerLost, TransportTimeout
-from deltasync.testing.links import within
+from deltasync.testing.links import background, within
 from deltasync.transports import collective, shared_memory
+from deltasync.transports.address import Address
 from deltasync.transports.control import Connection, Deadline, Kind
 from deltasync.transports.endpoints import Client, Gate, Server
 
@@ -369,3 +371,25 @@ def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_place: M
     place.server.hear([])
     gc.collect()
     assert resident_bytes() - before < 64 << 20
+
+
+# Networks
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_network_without_a_secret_is_warned_of(host: str) -> None:
+    with pytest.warns(UserWarning, match="without a secret"):
+        collective.Sender(host).close()
+    collective.Sender(host, secret=SECRET).close()
+    collective.Sender("127.0.0.1").close()
+
+
+@pytest.mark.timeout(60)
+def test_addresses_take_a_secret() -> None:
+    with closing(collective.Sender(secret=SECRET)) as sender:
+        address = Address.of(sender)
+        assert address is not None
+        with closing(address.receiver(torch.device("cpu"), secret=SECRET)) as receiver:
+            connecting = background(lambda: receiver.connect(b"hello", timeout_s=10))
+            assert [data for _, data in sender.poll(timeout_s=10)] == [b"hello"]
+            connecting.result(10)

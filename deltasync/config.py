@@ -1,0 +1,14 @@
+"""Settings that come from the environment of a process."""
+
+from __future__ import annotations
+
+import os
+
+
+def network_secret() -> bytes | None:
+    """The secret that ends on a network share: DELTASYNC_SECRET, or None if that is not set.
+
+    Workers of engines take it by themselves. A trainer gives it to `collective.Sender`.
+    """
+    secret = os.environ.get("DELTASYNC_SECRET")
+    return None if secret is None else secret.encode()
