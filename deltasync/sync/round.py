@@ -169,9 +169,8 @@ class Round:
 
     def _has_lost(self) -> bool:
         """Whether a participant is gone."""
-        for peer in self._session.participants:
-            if not self._link.is_connected(peer):
-                self._session.failed(peer, "PeerLost: disconnected as the sync began")
+        for peer in self._lost():
+            self._session.failed(peer, "PeerLost: disconnected as the sync began")
         return bool(self._session.failures)
 
     def _send_buckets(self) -> int:
@@ -207,7 +206,7 @@ class Round:
         began = time.perf_counter()
         self._session.decide()
         self._result.decided = True
-        self._send(Commit(version=self._version))
+        self._send_decided(Commit(version=self._version))
         self._tell(self._moment(is_decided=True))
         self._plan.decided()  # while the receivers write
         digests: dict[int, int] = {}
@@ -218,7 +217,7 @@ class Round:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
         self._judge(digests, self._session.committed, "it read back other weights than ours")
-        self._send(Finish(version=self._version, undo=self._session.undone()))
+        self._send_decided(Finish(version=self._version, undo=self._session.undone()))
         self._result.commit_s = time.perf_counter() - began
         self._drop(self._session.finish())
 
@@ -276,12 +275,23 @@ class Round:
         except TransportError as error:
             self._note_lost(error)
 
+    def _send_decided(self, message: Message) -> None:
+        """Losing a peer says nothing of the version: its answer does, or did before it left."""
+        try:
+            self._link.send(message)
+        except TransportError:
+            if not self._lost():
+                raise
+
     def _note_lost(self, error: TransportError) -> None:
-        lost = [p for p in self._session.participants if not self._link.is_connected(p)]
+        lost = self._lost()
         if not lost:
             raise error
         for peer in lost:
             self._session.failed(peer, f"{type(error).__name__}: {error}")
+
+    def _lost(self) -> list[int]:
+        return [peer for peer in self._session.participants if not self._link.is_connected(peer)]
 
 
 def _reason(reply: Message | DeltaSyncError) -> str:

@@ -92,6 +92,7 @@ class Training:
         self.gates: list[Gate] = []
         self.kind = kind
         self.join(self.replica, "engine")
+        self.receivers.wait(1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.hook = sync_after_step(
             self.optimizer, self.sender, on_busy=on_busy, timeout_s=20, **options
