@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,10 +34,10 @@ class SenderOptions(BaseModel):
         default_factory=dict,
         description="dtype name by parameter name pattern, where receivers disagree",
     )
-    leave_out: tuple[str, ...] = Field(
+    leave_out: Sequence[str] = Field(
         (),
         description="name patterns (as in fnmatch) of tensors that are not sent, since engines "
-        "have no use for them. Names that are tied to others are left out alone",
+        "have no use for them; on all ranks of a crew. Of a tied tensor the other names stay",
     )
     snapshot_device: str | None = Field(
         None, description="where the snapshot lives; None for each parameter's own device"

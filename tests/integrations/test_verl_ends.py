@@ -211,3 +211,31 @@ def test_every_rank_sends_what_it_holds(link: LinkName) -> None:
             assert metrics["checkpoint_engine/changed_elems"] == changed
             assert_same(receiving.result(), {"a": weights["a"].bfloat16()})
             weights["a"][20] *= -3
+
+
+class Tied:
+    """A model whose head is its embedding, as `from_pretrained` lists them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensors = [NamedTensor(("lm_head", "embed"), tensor)]
+
+    def tensors(self) -> list[NamedTensor]:
+        return self._tensors
+
+
+def test_a_tied_tensor_is_handed_over_under_each_of_its_names() -> None:
+    options, tensor = options_of("shared_memory"), torch.randn(40, 30)
+    rank, rollout = TrainerRank(options, SenderOptions(), is_master=True), Rollout(options)
+    assert rank.hub is not None
+
+    def receive() -> Weights:
+        rollout.connect([rank.address], members=rank.members)
+        return asyncio.run(taken(rollout))
+
+    with closing(rank), closing(rollout), ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            name = rollout.prepare()
+            receiving = pool.submit(receive)
+            rank.send(Tied(tensor), [name], rank.hub, 0, 1)
+            assert_same(receiving.result(), {"lm_head": tensor, "embed": tensor})
+            tensor[3] += 1

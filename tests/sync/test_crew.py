@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync import CheckpointTensor, SenderOptions
+from deltasync import CheckpointTensor, ModuleTarget, SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
@@ -362,6 +362,21 @@ def test_ranks_that_hold_nothing_of_a_model_take_part() -> None:
         change(here, 1)
         here.send()
         assert bits_equal(source, target)
+
+
+def test_all_ranks_leave_out_what_the_options_name() -> None:
+    source, target = model(1), model(2)
+    kept = ModuleTarget(target, rename=lambda name: None if name in ("q", "o") else name)
+    options = SenderOptions(leave_out=["q", "o"])
+    with trainer_of(source, rows_of(source, 2), options=options) as here:
+        here.add(kept)
+        here.wait(1)
+        assert here.send().full_synced == 1
+        change(here, 1)
+        stats = here.send()
+        assert (stats.kind, sum(stats.parameters.values())) == ("delta", len(SHAPES) - 2)
+        same = {n: torch.equal(w, target.get_parameter(n)) for n, w in source.named_parameters()}
+        assert {name for name, is_same in same.items() if not is_same} == {"q", "o"}
 
 
 def test_ranks_that_leave_something_out_are_refused() -> None:

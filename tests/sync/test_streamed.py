@@ -289,3 +289,20 @@ def test_an_engine_that_holds_nothing_and_takes_nothing_is_told_so() -> None:
         trainer.sender.send_weights(timeout_s=5)
     serving.stop()
     assert "none of the parameters" in str(serving.errors[0])
+
+
+def test_what_the_options_leave_out_does_not_travel() -> None:
+    trainer = Trainer(SenderOptions(leave_out=["[ab]"]))
+    rollout = Rollout(trainer)
+    trainer.sender.wait_for_receivers(1)
+    for share in (0.0, 0.5):
+        trainer.step(share)
+        trainer.sync()
+        left = {n: t for n, t in trainer.weights.items() if n not in ("a", "b")}
+        until(lambda left=left: rollout.holds(left))  # type: ignore[misc]
+    rollout.serving.stop()
+
+
+def test_one_pattern_is_no_list_of_patterns() -> None:
+    with pytest.raises(ValueError, match="leave_out"):
+        SenderOptions(leave_out="lm_head.weight")
