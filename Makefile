@@ -19,7 +19,7 @@ VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
 .PHONY: demo test lint types layers docs notebook notebook-outputs bench \
-  engines test-engines test-ray test-verl clean
+  engines test-engines sweep-engines test-ray test-verl clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -66,6 +66,10 @@ test-engines: $(OLD_SGLANG)
 	-PIP=$(ENGINES)/bin/pip tests/engines/vllm_own/fetch.sh $(ENGINES)/vllm-tests
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
 	  -o faulthandler_timeout=600 tests/engines --support docs/integrations/support.md
+
+# All text architectures of vLLM, resumed where it was left; some 40 minutes on one core.
+sweep-engines: $(ENGINES)/.installed
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m tests.engines.sweep
 
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py

@@ -1,0 +1,124 @@
+"""Whether a model that was kept in sync is what the engine makes of the same weights when cold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deltasync.errors import ConfigError
+from deltasync.integrations.connection import WithoutRoutes
+from tests.engines.cold import cold, synced, write
+from tests.engines.reached import Seen, seen
+from tests.engines.toys import Specs, random_weights, touched
+
+EQUAL, REFUSED, FAILED, WRONG = "equal", "refused", "failed", "WRONG"
+
+
+@dataclass
+class Verdict:
+    """Of one architecture, with one answer to weights without routes.
+
+    Attributes:
+        outcome: "equal" after every sync, "refused" when the trainer connects, with nothing changed
+            then, "failed" for a sync that said so, "WRONG" for one that did not.
+        message: What was raised, or when it went wrong.
+        wrong: Paths of tensors that are not what they should be, and how: "stale" as it was before,
+            "different", "missing" here, or "moved": elsewhere, where no captured graph looks.
+        derived: Tensors that follow from weights, and are no parameters.
+    """
+
+    outcome: str
+    message: str = ""
+    wrong: dict[str, str] = field(default_factory=dict)
+    derived: int = 0
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self) | {"wrong": dict(sorted(self.wrong.items())[:40])}
+
+
+class Versions:
+    """What is sent, one after the other, and what the engine makes of each when it is started."""
+
+    def __init__(self, folder: Path, specs: Specs) -> None:
+        self.folder = folder
+        self.names: set[str] = set()  # of parameters, as paths
+        first, second = random_weights(specs, 0), random_weights(specs, 1)
+        few = touched(second, 3, 2)
+        self.weights = [first, second, few, touched(few, 1, 3)]
+        self.cold = [self._cold(weights) for weights in (first, second, self.weights[-1])]
+        again = self._cold(self.weights[-1])
+        self.noise = {p for p, one in again.items() if _is_other(self.cold[-1].get(p), one)}
+        self.noise |= again.keys() ^ self.cold[-1].keys()
+
+    def _cold(self, weights: dict[str, Tensor]) -> dict[str, Seen]:
+        model, _ = cold(self.folder, weights)
+        self.names = {f".{name}" for name, _ in model.named_parameters()}
+        return seen(model)
+
+    def follows(self) -> set[str]:
+        """Paths of what is other for other weights."""
+        old, new = self.cold[0], self.cold[-1]
+        return {path for path, one in new.items() if _is_other(old.get(path), one)} - self.noise
+
+    def idle(self) -> set[str]:
+        """Parameters that the checkpoint says nothing of, or that are lost when it is loaded."""
+        return {path for path in self.names if path in self.cold[0]} - self.follows() - self.noise
+
+    def judge(self, mode: WithoutRoutes) -> Verdict:
+        """Start on the first, and sync all others."""
+        write(self.folder, self.weights[0])
+        model, config = cold(self.folder)
+        before = seen(model)
+        source, sync = synced(self.weights[1], model, config, self.folder, mode)
+        derived = len(self.follows() - self.names)
+        with sync:
+            try:
+                sync.connect()
+            except ConfigError as error:
+                return self._refused(model, before, error, derived)
+            except Exception as error:  # noqa: BLE001 the judge says it
+                return Verdict(FAILED, f"at connect: {_said(error)}", derived=derived)
+            for version, weights in enumerate(self.weights[1:], 1):
+                source.take(weights)
+                try:
+                    sync.send_weights()
+                except Exception as error:  # noqa: BLE001 likewise
+                    return Verdict(FAILED, f"v{version}: {_said(error)}", derived=derived)
+                if version != 2 and (wrong := self._wrong(model, before, min(version, 2))):
+                    return Verdict(WRONG, f"after v{version}", wrong, derived)
+        return Verdict(EQUAL, derived=derived)
+
+    def _refused(
+        self, model: Any, before: dict[str, Seen], error: Exception, derived: int
+    ) -> Verdict:
+        """A refusal leaves everything as it was."""
+        wrong = self._wrong(model, before, 0)
+        outcome = WRONG if wrong else REFUSED
+        return Verdict(outcome, f"at connect: {_said(error)}", wrong, derived)
+
+    def _wrong(self, model: Any, before: dict[str, Seen], number: int) -> dict[str, str]:
+        now, wanted, follows = seen(model), self.cold[number], self.follows()
+        found = {}
+        for path, one in wanted.items():
+            if path in self.noise:
+                continue
+            if path not in now:
+                found[path] = "missing"
+            elif not now[path].has_bits_of(one):
+                stale = path in before and now[path].has_bits_of(before[path])
+                found[path] = "stale" if stale else "different"
+            elif path in follows and path in before and now[path].address != before[path].address:
+                found[path] = "moved"
+        return found
+
+
+def _is_other(left: Seen | None, right: Seen) -> bool:
+    return left is None or not left.has_bits_of(right)
+
+
+def _said(error: BaseException) -> str:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

@@ -1,0 +1,218 @@
+"""Models of SGLang's own classes on a CPU, loaded from a checkpoint as its workers load them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltasync.integrations.connection import Connection, Order
+from deltasync.testing.processes import free_port
+from tests.engines.reached import Seen, seen
+from tests.engines.toys import Specs
+
+_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+# Latent attention, and no experts: SGLang's run on CPUs with AMX alone.
+_MLA: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "rope_theta": 10000.0,
+    "rope_scaling": _YARN,
+    "attention_bias": False,
+}
+_VISION = {
+    "model_type": "moonvit",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # Two matrices of the checkpoint are one here, and its loader wants both in one call.
+    "DeepseekV3ForCausalLM": _MLA | {"q_lora_rank": 64},
+    "SarvamMLAForCausalLM": _MLA | {"num_experts": 4, "num_shared_experts": 1},
+    # The same below the top class.
+    "KimiVLForConditionalGeneration": {
+        "model_type": "kimi_vl",
+        "text_config": _MLA | {"model_type": "deepseek_v2", "use_mla": True},
+        "vision_config": _VISION,
+        "encoder_only": False,
+        "language_only": False,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def write_config(architecture: str, folder: Path) -> Specs:
+    """A folder that a model can be made from. What its checkpoint has."""
+    config = CONFIGS[architecture] | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if "text_config" in config:
+        specs = _mla_specs(config["text_config"], "language_model.")
+        return specs | _projector_specs(config["vision_config"])
+    return _mla_specs(config, "")
+
+
+def _mla_specs(config: dict[str, Any], prefix: str) -> Specs:
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], 64
+    wide, rope = config["intermediate_size"], config["qk_rope_head_dim"]
+    query = heads * (config["qk_nope_head_dim"] + rope)
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent),
+        "o_proj": (hidden, heads * config["v_head_dim"]),
+    }
+    if config["q_lora_rank"] is None:
+        shapes["q_proj"] = (query, hidden)
+    else:
+        rank = config["q_lora_rank"]
+        shapes |= {
+            "q_a_proj": (rank, hidden),
+            "q_a_layernorm": (rank,),
+            "q_b_proj": (query, rank),
+        }
+    layer = {f"self_attn.{name}": shape for name, shape in shapes.items()} | {
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    found: dict[str, tuple[int, ...]] = {
+        f"model.layers.{number}.{name}": shape
+        for number in range(config["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    table = (config["vocab_size"], hidden)
+    found |= {"model.embed_tokens": table, "model.norm": (hidden,), "lm_head": table}
+    return {f"{prefix}{name}.weight": (torch.bfloat16, shape) for name, shape in found.items()}
+
+
+def _projector_specs(vision: dict[str, Any]) -> Specs:
+    """What stands beside the language model, and is not read from its images."""
+    inner, merged = vision["hidden_size"], vision["hidden_size"] * 4
+    shapes = {
+        "pre_norm.weight": (inner,),
+        "pre_norm.bias": (inner,),
+        "linear_1.weight": (merged, merged),
+        "linear_1.bias": (merged,),
+        "linear_2.weight": (256, merged),
+        "linear_2.bias": (256,),
+    }
+    return {f"multi_modal_projector.{n}": (torch.bfloat16, shape) for n, shape in shapes.items()}
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def started(folder: Path) -> Any:
+    """A worker's model, loaded from the folder. One in each process."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_cuda_graph=True,
+        context_length=128,
+    )
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=free_port())
+    config = ModelConfig.from_server_args(arguments)
+    load = LoadConfig(load_format=arguments.load_format)
+    return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu"))
+
+
+def keep_started(_: int, folder: Path, file: Path) -> None:
+    """In a process of its own: what a worker holds that was just started."""
+    save_file(named(seen(started(folder))), file)
+
+
+def kept(file: Path) -> dict[str, Tensor]:
+    """By dtype, shape and path, as `named` names them."""
+    return dict(load_file(file))
+
+
+def named(found: dict[str, Seen]) -> dict[str, Tensor]:
+    return {f"{one.dtype} {one.shape} {path}": one.bits for path, one in found.items()}
+
+
+class Server:
+    """Hands orders to the loader of a model in this process."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        self._obey(Order(connection=Connection.model_validate(connection)))
+
+    def update(self, version: int, /) -> None:
+        self._obey(Order(version=version))
+
+    def name(self, version: int, /) -> None:
+        """Nobody asks for it."""
+
+    def disconnect(self) -> None:
+        self._obey(Order())
+
+    def _obey(self, order: Order) -> None:
+        from deltasync.integrations.sglang import obey
+
+        obey(self._model, order)

@@ -1,0 +1,187 @@
+"""All text architectures of the installed vLLM, at toy size: is what they hold ever stale?
+
+    python -m tests.engines.sweep [--record FILE] [--table FILE] [--again] [ARCHITECTURE ...]
+
+Each is started on random weights, kept in sync with others, and compared with one that is started
+on those: every tensor that Python can reach, bit for bit. Those that the record already has are
+left out, unless --again is given. The exit code is 1 if any is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+_MEMORY_BYTES = 12 << 30
+_TIMEOUT_S = 300.0
+_MODES: tuple[Literal["refuse"], Literal["reload"]] = ("refuse", "reload")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.sweep")
+    parser.add_argument("architectures", nargs="*", help="all that vLLM knows, if none is named")
+    parser.add_argument("--record", type=Path, default=Path("sweep.jsonl"), help="JSON lines")
+    parser.add_argument("--table", type=Path, help="Markdown, written at the end")
+    parser.add_argument("--again", action="store_true", help="also what the record already has")
+    parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, help="seconds for each")
+    chosen = parser.parse_args()
+    use_cpu()
+    known = architectures()
+    wanted = chosen.architectures or known
+    if unknown := set(wanted) - set(known):
+        parser.error(f"this vLLM has no text architecture {min(unknown)!r}")
+    from vllm.model_executor.models import registry
+
+    import tests.engines.judge  # noqa: F401 so that children need not
+
+    registry._run_in_subprocess = lambda inspect: inspect()  # a child is one already
+
+    rows = {} if chosen.again else read(chosen.record)
+    for number, architecture in enumerate(wanted, 1):
+        if architecture in rows:
+            continue
+        row = rows[architecture] = sweep(architecture, chosen.timeout)
+        with chosen.record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{number}/{len(wanted)} {said(row)}", flush=True)  # noqa: T201 a script
+    text = table({name: rows[name] for name in wanted})
+    if chosen.table is not None:
+        chosen.table.write_text(text, encoding="utf-8")
+    print(text)  # noqa: T201 a script
+    return int(any("WRONG" in outcomes(rows[name]) for name in wanted))
+
+
+def use_cpu() -> None:
+    """Set vLLM up for any CPU, with matrices where they were loaded, as they are on GPUs."""
+    here = Path(__file__).parent
+    sys.path.insert(0, str(here / "plugin"))
+    os.environ.update(
+        VLLM_PLUGINS="deltasync,without_tiles,without_packing",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_CI_ENV="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+    )
+
+
+def architectures() -> list[str]:
+    from vllm.model_executor.models import registry
+
+    return sorted(registry._TEXT_GENERATION_MODELS)
+
+
+def read(record: Path) -> dict[str, dict[str, Any]]:
+    """What was found before, the last of each."""
+    if not record.exists():
+        return {}
+    lines = record.read_text(encoding="utf-8").splitlines()
+    return {row["architecture"]: row for row in map(json.loads, lines)}
+
+
+def sweep(architecture: str, timeout_s: float) -> dict[str, Any]:
+    """In a process of its own, which starts with vLLM imported."""
+    start = time.monotonic()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    folder = Path(tempfile.mkdtemp(prefix="sweep-"))
+    child = context.Process(target=look, args=(architecture, folder, theirs))
+    child.start()
+    theirs.close()
+    row: dict[str, Any] = {"architecture": architecture}
+    try:
+        while ours.poll(max(0.0, start + timeout_s - time.monotonic())):
+            row |= ours.recv()
+        row.setdefault("unbuilt", f"took over {timeout_s:.0f} s")
+    except EOFError:
+        child.join(10)
+        if not any(key in row for key in ("unbuilt", "reload")):
+            row["unbuilt"] = f"its process ended with {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+        shutil.rmtree(folder, ignore_errors=True)
+    return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def look(architecture: str, folder: Path, tell: Connection) -> None:
+    """The child: one architecture, with both answers to weights without routes."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    try:
+        judge_all(architecture, folder, tell)
+    except BaseException as error:  # noqa: BLE001 what cannot be built is said
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        tell.send({"unbuilt": said[:2000], "trace": traceback.format_exc()[-6000:]})
+    tell.close()
+    os._exit(0)  # engines leave threads behind
+
+
+def judge_all(architecture: str, folder: Path, tell: Connection) -> None:
+    from tests.engines import cold, judge, toys
+
+    with cold.alone():
+        toys.write_toy(architecture, folder)
+        how, specs = toys.specs_of(architecture, folder)
+        tell.send({"checkpoint": how, "tensors": len(specs)})
+        versions = judge.Versions(folder, specs)
+        tell.send({"idle": sorted(versions.idle())})
+        for mode in _MODES:
+            tell.send({mode: versions.judge(mode).record()})
+        tell.send({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10})
+
+
+def outcomes(row: dict[str, Any]) -> list[str]:
+    """One for each mode; "unbuilt" alone for what could not be tried."""
+    found = [row[mode]["outcome"] for mode in _MODES if mode in row]
+    if "unbuilt" in row:
+        return [*found, "unbuilt"]
+    if found == ["refused", "equal"]:
+        found = ["refused", "reloaded"]
+    return found
+
+
+def said(row: dict[str, Any]) -> str:
+    text = f"{row['architecture']}: {', '.join(outcomes(row))} ({row['seconds']} s)"
+    return f"{text}: {row['unbuilt'][:160]}" if "unbuilt" in row else text
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown: totals, and a line for each."""
+    totals = Counter(", then ".join(outcomes(row)) for row in rows.values())
+    counted = "; ".join(f"{count} {what}" for what, count in totals.most_common())
+    lines = [f"{len(rows)} architectures: {counted}.", ""]
+    lines += ["| architecture | refuse | reload | why |", "| --- | --- | --- | --- |"]
+    for name, row in sorted(rows.items()):
+        found = [*outcomes(row), "", ""][:2]
+        lines.append(f"| {name} | {' | '.join(found)} | {why(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def why(row: dict[str, Any]) -> str:
+    """The first thing that was not equal, on one line."""
+    texts = [row["unbuilt"]] if "unbuilt" in row else []
+    for mode in _MODES:
+        found = row.get(mode, {})
+        wrong = [f"{path} {how}" for path, how in list(found.get("wrong", {}).items())[:3]]
+        texts += [text for text in (found.get("message", ""), *wrong) if text]
+    return " ".join("; ".join(texts).split())[:300].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
