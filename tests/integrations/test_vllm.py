@@ -179,7 +179,7 @@ def test_caches_are_kept_for_who_wants_that(tmp_path: Path) -> None:
 
 def test_a_client_that_cannot_clear_caches_is_refused() -> None:
     """As vLLM's own cannot."""
-    with pytest.raises(ConfigError, match="Without has no clear_cache.* or say clear_cache=False"):
+    with pytest.raises(ConfigError, match=r"Without has no clear_cache.* or say clear_cache=False"):
         VllmServer(cast("Client", Without()))
     VllmServer(cast("Client", Without()), clear_cache=False)
 
