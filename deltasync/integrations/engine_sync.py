@@ -17,6 +17,7 @@ from deltasync.sync.round import Moment
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
+from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import ParameterSpec
@@ -97,6 +98,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._crew = crew
         self._name = ""  # of the engine, as it was let connect last
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
+        self._is_parents = False
         self._pause = ExitStack()
         self._is_paused = False
         self._updates: dict[int, Future[None]] = {}
@@ -110,6 +112,13 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             admits=self._has_let_connect,
             crew=crew,
         )
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """In a child nothing is asked of the engine, nor is it resumed."""
+        forks.keep(self._pause)
+        self._pause, self._is_parents = ExitStack(), True
+        self._calls = ThreadPoolExecutor(1)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -165,7 +174,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         workers that it does. The next `send_weights` connects anew and brings what is missing.
         """
         self._is_behind = True
-        self._server.disconnect()
+        if not self._is_parents:
+            self._server.disconnect()
 
     def close(self) -> None:
         """End every connection. The engine keeps its weights."""

@@ -12,6 +12,7 @@ import torch
 
 from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
 from deltasync.sync.stats import SyncStats
+from deltasync.transports import forks
 
 _APPLIED = "the optimizer step was applied, the sync after it failed"
 
@@ -79,6 +80,13 @@ class StepHook:
         self._is_settled = False  # the last sync was one of all receivers
         self._handles = [one.register_step_pre_hook(self._before_step) for one in optimizers]
         self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """In a child, steps sync nothing and wait for nothing: the sender is the parent's."""
+        self._is_removed = True
+        self._thread, self._released = _own_thread(), threading.Event()
+        self._sync_under_way = self._syncing = None
 
     def remove(self) -> None:
         """Stop syncing; wait for the sync under way, but in its own callback. Idempotent.

@@ -33,6 +33,7 @@ from deltasync.sync.scrub import Scrub
 from deltasync.sync.session import ReceiverSession, ReceiverState
 from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import EarlyCheck, WeightTarget
+from deltasync.transports import forks
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
@@ -85,6 +86,14 @@ class WeightReceiver:
         self._is_closed = False
         self._is_unproved = False  # whether weights that were detached are as they were
         self._lock = threading.RLock()  # held while weights are looked at or written
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """A child writes nothing: it may share the weights' memory with its parent."""
+        self._lock, self._attached = threading.RLock(), threading.Event()
+        self._attached.set()
+        self._session.failed()
+        self._staging = None
 
     @property
     def version(self) -> int | None:
@@ -160,7 +169,7 @@ class WeightReceiver:
                     return True
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
                     deadline = time.monotonic() + timeout_s
-                if isinstance(message, messages.Welcome) and not self._is_waiting:
+                if isinstance(message, messages.Welcome) and self.state in _SERVES:
                     return False
             return True
 
@@ -255,10 +264,6 @@ class WeightReceiver:
         self._is_closed = True
         self._attached.set()
         self._links.close()
-
-    @property
-    def _is_waiting(self) -> bool:
-        return self._session.state is ReceiverState.WAITING
 
     @property
     def _is_in_place(self) -> bool:
@@ -485,6 +490,7 @@ class WeightReceiver:
 
 # Where no sync is under way: waiting longer loses nothing.
 _PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
+_SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
 _REPLY_TIMEOUT_S = 30.0
 _EARLY_S = 1.0
 _MAX_SENDER_TIMEOUT_S = 3600.0

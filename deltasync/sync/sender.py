@@ -29,6 +29,7 @@ from deltasync.sync.session import Member, SenderSession
 from deltasync.sync.source import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.weights import LocalWeights, OwnWeights, Weights
+from deltasync.transports import forks
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import ParameterSpec, Upcoming
 
@@ -95,6 +96,11 @@ class WeightSender:
         self._lost: dict[str, str] = {}
         self._capture_s = 0.0
         self._done: SyncStats | None = None
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """No call is under way in a child; the transport refuses all."""
+        self._busy = False
 
     @property
     def world(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from deltasync.errors import DeltaSyncError, IllegalMessage, TransportClosed, TransportTimeout
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.session import ReceiverState
+from deltasync.transports import forks
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _LACK_OF_MEMORY = (
@@ -50,6 +51,12 @@ class StagingThread:
         self._is_staged = self._is_committing = self._is_stopping = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """The thread is the parent's."""
+        self._turn, self._is_staged = threading.Condition(), False
+        self._crash = TransportClosed(f"nothing is staged here: {forks.PARENTS_OWN}")
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -27,7 +27,7 @@ from deltasync.transports.collective_messages import (
     TICKET,
 )
 from deltasync.transports.control import BUSY_S, BrokenProtocol, Deadline, Kind, Message, Pace
-from deltasync.transports.endpoints import Client, Gate, check_secret
+from deltasync.transports.endpoints import Client, Gate, check_secret, dial_tcp
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
@@ -185,7 +185,7 @@ class Receiver:
         self._arrivals.clear()
 
     def _dial(self, timeout_s: float) -> socket.socket:
-        return socket.create_connection(self._address, timeout=timeout_s)
+        return dial_tcp(*self._address, timeout_s=timeout_s)
 
     def _leave(self) -> None:
         """Be in no group; what is on its way does not arrive."""

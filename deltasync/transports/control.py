@@ -32,6 +32,7 @@ from enum import IntEnum
 import torch
 
 from deltasync.errors import ConfigError, PeerLost, TransportError, TransportTimeout
+from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
@@ -210,6 +211,7 @@ class Connection:
         self._inbox: deque[Message] = deque()
         self._inbox_bytes = 0
         self._outbox: deque[tuple[memoryview, int | None]] = deque()
+        forks.inert_in_children(self)
         if secret is not None and is_server:
             self._write(Kind.NONCE, self._nonce)
 
@@ -330,6 +332,11 @@ class Connection:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
+    def forked(self) -> None:
+        """Give descriptors up, and leave the connection to the parent."""
+        self._end(PeerLost(forks.PARENTS_OWN))
+        self.close()
+
     def _end(self, reason: PeerLost) -> None:
         if self.lost is None:
             self.lost = reason
@@ -350,10 +357,11 @@ class Connection:
     def _read_some(self) -> bytes:
         if Kind.SEGMENT not in self._kinds:
             return self._socket.recv(_READ_BYTES)
-        data, descriptors, flags, _ = socket.recv_fds(
-            self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-        )
-        self._descriptors.extend(descriptors)
+        with forks.making:
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            self._descriptors.extend(descriptors)
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MAX_DESCRIPTORS:
             raise BrokenProtocol("more file descriptors than messages that announce one")
         return data

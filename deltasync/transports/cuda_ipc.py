@@ -42,6 +42,7 @@ from deltasync.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
+from deltasync.transports import forks
 from deltasync.transports.base import Frame
 from deltasync.transports.control import (
     BUSY_S,
@@ -225,6 +226,13 @@ class _Imported:
         else:
             raise BrokenProtocol("a segment larger than its memory")
         self._lease = lease
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        """The lease is the parent's: the sender must not wait for a child. CUDA is left alone."""
+        lease, self._lease = self._lease, -1
+        if lease >= 0:
+            os.close(lease)
 
     def close(self) -> None:
         """Unmap, when nothing that was enqueued here reads it any more."""
@@ -233,7 +241,8 @@ class _Imported:
             if self._is_opened:
                 self._gpu.close(self.memory)
         finally:
-            os.close(self._lease)
+            if self._lease >= 0:
+                os.close(self._lease)
 
 
 class Receiver(SlotReceiver):

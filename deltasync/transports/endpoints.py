@@ -19,6 +19,7 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
+from deltasync.transports import forks
 from deltasync.transports.control import (
     DEFAULT_MAX_MESSAGE_BYTES,
     Connection,
@@ -41,11 +42,13 @@ class Gate:
     def __init__(self, busy_s: float = 0.0) -> None:
         """Every wait begins with `busy_s` of looking again and again: waking up takes time."""
         self._busy_s = busy_s
-        self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
-        self._closed = False
-        self._alarm, self._bell = socket.socketpair()
+        self._closed = ""  # why it is
+        with forks.making:
+            self._selector = forks.closed_in_children(selectors.DefaultSelector())
+            self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
         self._selector.register(self._alarm, selectors.EVENT_READ)
+        forks.inert_in_children(self)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -57,7 +60,7 @@ class Gate:
     def check(self) -> None:
         """Raise TransportClosed after `close`."""
         if self._closed:
-            raise TransportClosed("this end of the transport was closed")
+            raise TransportClosed(self._closed)
 
     def wait(self, timeout_s: float) -> list[object]:
         """The watched things that became ready, at most after `timeout_s`."""
@@ -91,8 +94,11 @@ class Gate:
             self._selector.unregister(source)
 
     def close(self, dispose: Callable[[], None]) -> None:
-        """Wake the call in progress, wait until it has left, then `dispose`, once."""
-        self._closed = True
+        """Wake the call in progress, wait until it has left, then `dispose`, once.
+
+        In a forked child there is nothing to dispose of.
+        """
+        self._closed = self._closed or "this end of the transport was closed"
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
         with self._lock:
@@ -102,6 +108,10 @@ class Gate:
             self._selector.close()
             self._alarm.close()
             self._bell.close()
+
+    def forked(self) -> None:
+        self._lock = threading.RLock()
+        self._closed = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
 
 
 class Server:
@@ -447,10 +457,27 @@ def warn_of_strangers(host: str, port: int) -> None:
         )
 
 
+def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
+    """A connection to `host`:`port`, blocking. Raises OSError, after `timeout_s` an address."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = forks.new_socket(family, kind)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(where)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
+
+
 def listen_tcp(host: str, port: int) -> socket.socket:
     """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        with forks.making:
+            server = socket.create_server((host, port), family=family)
+            return forks.closed_in_children(server)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

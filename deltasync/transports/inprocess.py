@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
+from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import Deadline, check_frame, check_size, failure
+
+_CLOSED = "this end of the transport was closed"
+_PARENTS_OWN = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
 
 
 class _Link:
@@ -41,12 +45,16 @@ class Sender:
             detects_loss=True,
         )
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = ""  # why it is
         self._links: list[_Link] = []
         self._greetings: deque[tuple[int, bytes]] = deque()
         self._epoch: tuple[int, ...] = ()
         self._members: set[int] = set()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        self._changed, self._closed = threading.Condition(), _PARENTS_OWN
 
     @property
     def capabilities(self) -> Capabilities:
@@ -114,18 +122,18 @@ class Sender:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self._closed = self._closed or _CLOSED
             for link in self._links:
                 link.lost = link.lost or PeerLost("the sender closed")
             self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportClosed("this end of the transport was closed")
+            raise TransportClosed(self._closed)
 
     def _wait(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         self._check_open()
-        self._changed.wait_for(lambda: self._closed or condition(), deadline.remaining_s)
+        self._changed.wait_for(lambda: bool(self._closed) or condition(), deadline.remaining_s)
         self._check_open()
 
     def _loss(self, peer: int) -> PeerLost | None:
@@ -156,7 +164,11 @@ class Receiver:
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._link: _Link | None = None
-        self._closed = False
+        self._closed = ""  # why it is
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        self._closed = _PARENTS_OWN
 
     @property
     def capabilities(self) -> Capabilities:
@@ -206,13 +218,13 @@ class Receiver:
 
     def close(self) -> None:
         with self._sender._changed:
-            self._closed = True
+            self._closed = self._closed or _CLOSED
             self._hang_up()
             self._sender._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportClosed("this end of the transport was closed")
+            raise TransportClosed(self._closed)
 
     def _current(self) -> _Link:
         self._check_open()

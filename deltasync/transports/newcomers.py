@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from deltasync.transports import forks
 from deltasync.transports.control import Connection, Deadline, Kind
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class Newcomers:
         accepted: list[Connection] = []
         while len(accepted) < _MAX_ACCEPTED:
             try:
-                sock, _ = self._listener.accept()
+                with forks.making:
+                    sock = forks.closed_in_children(self._listener.accept()[0])
             except (BlockingIOError, ConnectionError):
                 break
             except OSError as error:  # no descriptor, or no memory, for one more

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, TransportUnavailable
+from deltasync.transports import forks
 from deltasync.transports.base import Capabilities
 from deltasync.transports.endpoints import listen_tcp
 
@@ -95,7 +96,7 @@ def serve_store(host: str) -> tuple[int, TCPStore]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return port, store
+    return port, forks.kept_in_children(store)
 
 
 class Mark:
@@ -243,14 +244,18 @@ class Join:
         self.group: Group | None = None
         self.error: str | None = None
         self._thread = threading.Thread(target=self._run, args=(plan,))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # none is left, or the interpreter shuts down
+            self.error = str(error)
 
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Until done: at most for the plan's timeout."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self, plan: Plan) -> None:
         try:
@@ -274,6 +279,7 @@ class Broadcast:
         self.error: str | None = None
         self._tensor: Tensor | None = tensor
         self._work: dist.Work | None = None
+        forks.inert_in_children(self)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -287,6 +293,12 @@ class Broadcast:
                 self._work = group.broadcast([tensor], options)
         except RuntimeError as error:
             self.error = str(error)
+
+    def forked(self) -> None:
+        """What it waits for runs in the parent, and its end would wait for a thread of there."""
+        if self._work is not None:
+            forks.keep(self._work)
+            self._work, self.error = None, forks.PARENTS_OWN
 
     def is_done(self) -> bool:
         """Whether it has ended. If so the caller's current stream comes after it."""
@@ -313,6 +325,11 @@ class Membership:
         self.group: Group | None = None
         self.join: Join | None = None
         self._flights: list[Broadcast] = []
+        forks.inert_in_children(self)
+
+    def forked(self) -> None:
+        self.group = self.join = None  # groups are kept: see below
+        self._flights = []
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> Broadcast:
         """Launch a broadcast of `tensor`, uint8[n], over the group."""
@@ -326,16 +343,20 @@ class Membership:
         _ends_within(limit_s, self._flights)
 
     def leave(self) -> None:
-        """Be in no group. Never blocks: what takes its time ends on another thread."""
+        """Be in no group. What takes its time ends on another thread, if one can start."""
         cut_off = [flight for flight in self._flights if not flight.is_done()]
         groups = [] if self.group is None else [self.group]
         join = self.join
         self.group = self.join = None
         self._flights = []
         if cut_off or join is not None or (groups and self.lane.device.type != "cpu"):
-            threading.Thread(target=_release, args=(groups, join, cut_off)).start()
-        else:
-            _release(groups, None, cut_off)
+            thread = threading.Thread(target=_release, args=(groups, join, cut_off))
+            try:
+                thread.start()
+                return
+            except RuntimeError:  # none is left, or the interpreter shuts down
+                pass
+        _release(groups, join, cut_off)
 
 
 def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
@@ -369,7 +390,7 @@ def _gloo_group(plan: Plan, store: Store, timeout: timedelta) -> Group:
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=plan.own_host)]
     group = dist.ProcessGroupGloo(store, plan.rank, plan.size, options)
-    return cast("Group", group)
+    return cast("Group", forks.kept_in_children(group))
 
 
 def _nccl_group(plan: Plan, store: Store) -> Group:
@@ -377,4 +398,4 @@ def _nccl_group(plan: Plan, store: Store) -> Group:
     options._timeout = timedelta(seconds=_MAX_TIMEOUT_S)
     with torch.cuda.device(plan.lane.device):
         group = dist.ProcessGroupNCCL(store, plan.rank, plan.size, options)
-    return cast("Group", group)
+    return cast("Group", forks.kept_in_children(group))

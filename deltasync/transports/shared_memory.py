@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import PeerLost, TransportUnavailable
+from deltasync.transports import forks
 from deltasync.transports.base import Frame
 from deltasync.transports.control import BrokenProtocol, Deadline, Kind, Message
 from deltasync.transports.unix_socket import (
@@ -43,12 +44,14 @@ class _Slot(Slot):
     def __init__(self, index: int) -> None:
         super().__init__(index, torch.empty(0, dtype=torch.uint8))
         self._descriptor = -1
+        forks.inert_in_children(self)
 
     def open(self, num_bytes: int) -> Tensor:
         if self.memory.numel() < num_bytes:
             size = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
             self.free()
-            self._descriptor = _create_segment(size)
+            with forks.making:
+                self._descriptor = _create_segment(size)
             self.memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
         return self.memory[:num_bytes]
 
@@ -68,6 +71,10 @@ class _Slot(Slot):
         self._descriptor = -1
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.known_to.clear()
+
+    def forked(self) -> None:
+        """The memory lasts no longer for a child."""
+        self.free()
 
 
 class Sender(SlotSender):
@@ -91,6 +98,7 @@ class Receiver(SlotReceiver):
         super().__init__(path, "cpu", max_payload_bytes=max_payload_bytes)
         self._segments: dict[int, Tensor] = {}
         self._held: bytes | None = None  # the release message of the payload in use
+        forks.inert_in_children(self)
 
     def receive(self, *, timeout_s: float) -> Frame:
         """The payload is shared memory: no copy is made."""
@@ -121,6 +129,11 @@ class Receiver(SlotReceiver):
 
     def _forget(self) -> None:
         self._client.hang_up()
+        self._segments.clear()
+        self._held = None
+
+    def forked(self) -> None:
+        """The memory lasts no longer for a child."""
         self._segments.clear()
         self._held = None
 

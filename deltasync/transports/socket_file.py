@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deltasync.errors import ConfigError
+from deltasync.transports import forks
 from deltasync.transports.control import Deadline
 
 _CREDENTIALS = struct.Struct("3i")  # of a process: its id, user and group
@@ -111,7 +112,7 @@ def _lock(path: Path) -> int | None:
 
 def listen(path: Path) -> socket.socket:
     """A socket that listens on `path`, for this user alone."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = forks.new_socket(socket.AF_UNIX)
     try:
         with _locked(path):
             _remove_stale(path)

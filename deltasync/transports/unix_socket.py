@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from deltasync.errors import TransportClosed, TransportError
+from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 from deltasync.transports.control import (
     BUSY_S,
@@ -344,7 +345,7 @@ class SlotReceiver(ABC):
             raise BrokenProtocol(f"segment {index} of {num_bytes} bytes")
 
     def _dial(self, timeout_s: float) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = forks.new_socket(socket.AF_UNIX)
         try:
             sock.settimeout(timeout_s)  # or a sender that does not accept would hold us up
             sock.connect(str(self._path))

@@ -1,4 +1,4 @@
-"""An engine's trainer at the end of its process."""
+"""An engine's trainer at the end of its process, and in a forked child."""
 
 from __future__ import annotations
 
@@ -39,3 +39,50 @@ def test_a_sync_within_atexit_is_refused_before_the_engine_is_asked_for_anything
         check=False,
     )
     assert done.stdout == "ConfigError True\n", done.stderr
+
+
+_FORKED = """
+import os, sys
+from contextlib import contextmanager
+from typing import Any
+from deltasync import ModuleSource
+from deltasync.errors import TransportClosed
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.transports import collective
+from tests.sync.harness import random_model
+
+class Server:
+    def __getattr__(self, name: str) -> Any:
+        print("asked to", name, flush=True)
+        raise AssertionError(name)
+
+@contextmanager
+def paused():
+    try:
+        yield
+    finally:
+        print("resumed by", "parent" if os.getpid() == parent else "child", flush=True)
+
+parent = os.getpid()
+source = ModuleSource(random_model({"w": (3,)}, 0))
+sync = EngineSync(source, Server(), collective.Sender(), paused=paused)
+sync._pause.enter_context(sync._paused())  # as while an update is under way
+with sync:
+    pid = os.fork()
+    if pid == 0:
+        sync.disconnect()
+        try:
+            sync.send_weights(timeout_s=5)
+        except TransportClosed as error:
+            print("forked" in str(error), flush=True)
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    sync._pause.close()
+"""
+
+
+def test_a_child_asks_nothing_of_the_engine_and_does_not_resume_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.stdout == "True\nresumed by parent\n", done.stderr

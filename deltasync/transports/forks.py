@@ -1,0 +1,97 @@
+"""What a forked child inherits of its parent's ends: nothing that it can use, hold or break.
+
+A fork copies objects, descriptors and locks, and of all threads only the one that forked. So a
+child closes the descriptors that it was given copies of, without a word on the connections, which
+are the parent's: the other end hears that the parent is gone when the parent is. Objects are inert
+in the child: calls raise TransportClosed, closing does nothing, and no lock is held by a thread
+that is not there. What C++ made (process groups, stores) is never destroyed in a child, which would
+wait for its threads; its descriptors stay open until the child ends.
+
+Programs that are started, by `subprocess` or `exec`, inherit no descriptor made by Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+from typing import Protocol, TypeVar
+from weakref import WeakSet
+
+PARENTS_OWN = "this is of the process that forked this one; make another one here"
+
+
+class Closable(Protocol):
+    """A socket or a selector: closing it gives a descriptor up and does nothing else."""
+
+    def close(self) -> object: ...
+
+
+class Inert(Protocol):
+    """What a child must not use."""
+
+    def forked(self) -> None:
+        """Become inert: called in a child, by its only thread. Does not block and does not raise.
+
+        Nothing that is shared with the parent may change, and locks may be held for good.
+        """
+        ...
+
+
+_Native = TypeVar("_Native")
+_Closable = TypeVar("_Closable", bound=Closable)
+
+making = threading.RLock()
+"""Hold it from the moment that a descriptor exists until its owner is known; never while waiting.
+
+No fork happens meanwhile, so that no child has a descriptor of which it does not know.
+"""
+_closables: WeakSet[Closable] = WeakSet()
+_inert: WeakSet[Inert] = WeakSet()
+_natives: WeakSet[object] = WeakSet()
+
+
+def closed_in_children(closable: _Closable) -> _Closable:
+    """The same; children close it."""
+    _closables.add(closable)
+    return closable
+
+
+def inert_in_children(inert: Inert) -> None:
+    """Let children call its `forked`."""
+    _inert.add(inert)
+
+
+def kept_in_children(native: _Native) -> _Native:
+    """The same; children never destroy it."""
+    _natives.add(native)
+    return native
+
+
+def keep(thing: object) -> None:
+    """Let nothing destroy `thing`, not even the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def new_socket(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """A socket that children close."""
+    with making:
+        return closed_in_children(socket.socket(family, kind))
+
+
+def _end_in_child() -> None:
+    for native in list(_natives):
+        keep(native)
+    for inert in list(_inert):
+        inert.forked()
+    for closable in list(_closables):
+        with contextlib.suppress(OSError):
+            closable.close()
+    making.release()
+
+
+os.register_at_fork(
+    before=making.acquire, after_in_parent=making.release, after_in_child=_end_in_child
+)

@@ -1,0 +1,64 @@
+"""Children that are forked beside a sync: parents go on, and are dead when they are dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from deltasync.testing.processes import Child, ChildFailed
+from tests.sync.forks import take_part, until
+
+pytestmark = pytest.mark.timeout(200)
+
+KINDS = ["shared_memory", "collective"]
+ENDS = ["train", "serve"]
+
+
+@contextmanager
+def both(kind: str, mode: str, folder: Path) -> Iterator[dict[str, Child]]:
+    """Both ends; whatever is left of them and of their children is killed at the end."""
+    with ExitStack() as stack:
+        ends = {end: stack.enter_context(Child(take_part, end, kind, folder, mode)) for end in ENDS}
+        try:
+            yield ends
+        finally:
+            for path in folder.glob("*.pid"):
+                with suppress(ProcessLookupError):
+                    os.killpg(int(path.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("mode", ["ends", "exits", "loads"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_children_that_close_exit_or_load_data_disturb_nobody(
+    kind: str, end: str, mode: str, tmp_path: Path
+) -> None:
+    with both(kind, f"{end}-{mode}", tmp_path) as ends:
+        for process in ends.values():
+            process.wait(timeout_s=80)
+        assert not (tmp_path / "noticed").exists()
+
+
+@pytest.mark.parametrize("mode", ["outlives", "starts"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_child_that_lives_on_keeps_no_dead_end_alive(
+    kind: str, end: str, mode: str, tmp_path: Path
+) -> None:
+    with both(kind, f"{end}-{mode}", tmp_path) as ends:
+        until(lambda: not ends[end].is_alive, 80)
+        died = time.monotonic()
+        assert ends[end].traceback is None
+        if end == "train":
+            ends["serve"].wait(timeout_s=10)
+            assert (tmp_path / "noticed").exists()
+        else:
+            with pytest.raises(ChildFailed, match=r"StepApplied.*(disconnected|PeerLost)"):
+                ends["train"].wait(timeout_s=10)
+        assert time.monotonic() - died < 10
