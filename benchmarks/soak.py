@@ -57,7 +57,7 @@ _SAMPLE_EVERY = 100
 _WARM_UP = 300  # syncs of the trainer before its memory has to be flat
 _MAX_GPU_GROWTH = 64 << 20
 _MAX_RSS_GROWTH = 200 << 20
-_MAX_DESCRIPTORS = 8
+_MAX_MORE = 2  # descriptors or threads of the trainer: far fewer than engines are killed
 
 
 class SoakFailed(RuntimeError):
@@ -192,7 +192,7 @@ class Soak:
         # At ends of lives as many processes use the devices, and as many pipes are open.
         self._ends: list[Usage] = []
         self._engine_ends: list[Usage] = []
-        self._descriptors: list[Counter[str]] = []
+        self._open: list[Counter[str]] = []  # descriptors and threads of the trainer
         self.delta_ms: dict[float, list[float]] = {density: [] for density in _WEIGHTS}
         self.full_ms: list[float] = []
         self._module = plan.setup.model.build(self._device)
@@ -245,7 +245,7 @@ class Soak:
         self._compare()
         self._spare.wait_until_warm()
         self._sample(is_end=True)
-        self._descriptors.append(descriptors())
+        self._open.append(descriptors() + Counter(thread=len(os.listdir("/proc/self/task"))))
 
     def _change(self) -> float:
         """Change weights in place. Returns the share that was drawn, and waits for the device."""
@@ -346,9 +346,8 @@ class Soak:
         engine["device"] = growth(self._engine_ends)["device"]
         rss = {"trainer": trainer.pop("rss"), "engine": engine.pop("rss")}
         gpu = {"trainer": trainer, "engine": engine}
-        more = self._descriptors[-1] - self._descriptors[0] if self._descriptors else Counter()
-        died = self.kills if self.plan.setup.transport == "NCCL" else 0  # it keeps a socket of each
-        failures += grown(rss, gpu, more, max_descriptors=_MAX_DESCRIPTORS + died)
+        more = self._open[-1] - self._open[0] if self._open else Counter()
+        failures += grown(rss, gpu, more)
         delta_ms = {density: ms for density, ms in self.delta_ms.items() if ms}
         medians = {f"{100 * density:g}": round(median(ms), 3) for density, ms in delta_ms.items()}
         return {
@@ -409,10 +408,8 @@ def grown(
     rss: dict[str, int],
     gpu: dict[str, dict[str, int]],
     more: Counter[str],
-    *,
-    max_descriptors: int,
 ) -> Iterator[str]:
-    """What has grown by more than it may, in words."""
+    """What has grown by more than it may, in words; `more`: descriptors by kind, and threads."""
     for end, num_bytes in rss.items():
         if num_bytes > _MAX_RSS_GROWTH:
             yield f"host memory of the {end} grew by {num_bytes} bytes"
@@ -420,9 +417,9 @@ def grown(
         for count, num_bytes in counts.items():
             if num_bytes > _MAX_GPU_GROWTH:
                 yield f"GPU memory of the {end} ({count}) grew by {num_bytes} bytes"
-    if more.total() > max_descriptors:
+    if more.total() > _MAX_MORE:
         kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
-        yield f"the trainer has more descriptors open: {kinds}"
+        yield f"the trainer has more descriptors or threads: {kinds}"
 
 
 def run_engine(setup: Setup) -> None:

@@ -75,13 +75,13 @@ def test_what_has_grown_too_much_is_a_failure() -> None:
     little = {"allocated": 64 << 20, "reserved": -(1 << 40), "device": 0}
     much = {"allocated": 0, "reserved": 0, "device": 65 << 20}
     rss = {"trainer": 200 << 20, "engine": 201 << 20}
-    sockets = Counter(tcp=8, pipe=1)
-    assert list(grown(rss, {"trainer": little, "engine": much}, sockets, max_descriptors=8)) == [
+    sockets = Counter({"unconnected AF_INET": 9, "thread": 1})  # one for each engine killed
+    assert list(grown(rss, {"trainer": little, "engine": much}, sockets)) == [
         f"host memory of the engine grew by {201 << 20} bytes",
         f"GPU memory of the engine (device) grew by {65 << 20} bytes",
-        "the trainer has more descriptors open: 8 tcp, 1 pipe",
+        "the trainer has more descriptors or threads: 9 unconnected AF_INET, 1 thread",
     ]
-    assert not list(grown({"trainer": 0}, {"trainer": little}, Counter(tcp=8), max_descriptors=8))
+    assert not list(grown({"trainer": 0}, {"trainer": little}, Counter(tcp=1, thread=1)))
 
 
 def test_descriptors_are_told_apart() -> None:
