@@ -19,6 +19,13 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 @cache
+def is_view(func: Any) -> bool:
+    """Whether all that an operation returns are views, by its schema, and it writes nothing."""
+    returned = func._schema.returns
+    return bool(returned) and not _places_written(func) and all(one.alias_info for one in returned)
+
+
+@cache
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Which arguments an operation writes, by its schema: places and names."""
     return tuple(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.naming import suggested
-from deltasync.delta.operations import as_returned, tensors_in, written_by
+from deltasync.delta.operations import as_returned, is_view, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
 from deltasync.delta.together import Held, Names, Watch
@@ -29,6 +30,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's `load_weights`: takes (checkpoint name, tensor) pairs."""
 
 _aten = torch.ops.aten
+_COPY = _aten.copy_.default
 # What they return has the same elements.
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
 _JOINS = (_aten.cat.default, _aten.stack.default)
@@ -315,10 +317,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten.copy_.default and args[1].is_meta and _storage(args[0]) in self._live_in:
-            self._copy(args[0], args[1])  # what a loader does most
+        if is_view(func):  # what a loader does most: the same storage, of which all is known
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is _COPY and args[1].is_meta and _storage(args[0]) in self._live_in:
+            self._copy(args[0], args[1])
             return args[0]
+        kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
         if any(_storage(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
@@ -334,10 +338,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _JOINS and self._joined(func is _JOINS[1], result, *args, **kwargs):
             return result
         if sources:
-            earlier = (
-                self._made_of[key][1] for key in map(_storage, given) if key in self._made_of
-            )
-            self._derive(tensors_in(result), sources, next(earlier, str(func)))
+            known = map(self._made_of.get, map(_storage, given))
+            how = next((how for _, how in filter(None, known)), None) or str(func)
+            self._derive(tensors_in(result), sources, how)
         return result
 
     def _joined(self, is_stack: bool, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
@@ -400,23 +403,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        join = self._joins.get(_storage(source))
+        key = _storage(source)
+        join = self._joins.get(key)
         if join is not None and (copies := join.split(source, target)) is not None:
             self._back.joined(self._checkpoint[n].name for n in self._sources([source]))
             for there, part in copies:
                 self._copy(there, part)
             return
-        held = self._is.get(_storage(source))
+        held = self._is.get(key)
         if held is not None and held.name != self.given:
             self._back.copied(self._checkpoint[held.name].name, self._checkpoint[self.given].name)
-        region = self._region(target)
+        live = self._live_name(target)
         if held is None:
-            names, how = self._made_of.get(
-                _storage(source), (self._sources([source]), "a rearrangement of several")
+            names, how = self._made_of.get(key) or (
+                self._sources([source]),
+                "a rearrangement of several",
             )
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
-        elif region is None or self._is_reinterpreted(source):
+        elif live is None or self._is_reinterpreted(source):
             self._refuse([held.name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
             self._cast(held.name, target.dtype)
@@ -424,7 +429,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
         else:
             live_start = int(target.storage_offset())
-            self._pieces[held.name].append(Piece.of(region.live, box[0], live_start, box[1]))
+            self._pieces[held.name].append(Piece.of(live, box[0], live_start, box[1]))
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
@@ -432,16 +437,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._uncovered[name] = why
 
     def _region(self, target: Tensor) -> Piece | None:
-        """The live tensor that `target` is a part of, and which; None if it is seen as another."""
+        """The part of a live tensor that `target` is; None if it is seen as another."""
+        name, begin = self._live_name(target), int(target.storage_offset())
+        dims = zip(target.shape, target.stride(), target.stride(), strict=True)
+        return None if name is None else Piece.of(name, begin, begin, dims)
+
+    def _live_name(self, target: Tensor) -> str | None:
+        """The live tensor that `target` is a part of; None if it is seen as another."""
         if target.is_neg() or target.is_conj():
             return None
         begin, end = _extent(target)
         places = self._live_in[_storage(target)]
-        before = bisect_right(places, begin, key=lambda place: place[0])
-        for _, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
-            if self._live[name].dtype == target.dtype and end <= last:
-                dims = zip(target.shape, target.stride(), target.stride(), strict=True)
-                return Piece.of(name, begin, begin, dims)
+        before = bisect_right(places, begin, key=_first) if len(places) > 1 else 1
+        for first, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
+            if first <= begin and end <= last and self._live[name].dtype == target.dtype:
+                return name
         return None
 
     def _cast(self, name: str, dtype: torch.dtype) -> None:
@@ -463,6 +473,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif key in self._made_of:
                 found |= self._made_of[key][0]
         return found
+
+
+_first = itemgetter(0)
 
 
 def _line(error: Exception) -> str:

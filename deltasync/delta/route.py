@@ -94,8 +94,10 @@ def merged(dims: Iterable[tuple[int, int, int]]) -> Dims:
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """The same elements in fewer pieces where neighbours continue each other; in order."""
+    if len(pieces) < 2:
+        return tuple(pieces)
     ordered = sorted(pieces, key=lambda piece: (piece.start, piece.live, piece.live_start))
-    if len(ordered) > 1 and (row := _row_of(ordered)) is not None:
+    if (row := _row_of(ordered)) is not None:
         return (row,)
     done: list[Piece] = []
     for piece in ordered:
