@@ -173,11 +173,12 @@ class EngineFailed(SyncError):
 
     Attributes:
         status: Of its answer over HTTP; None otherwise.
+        error: Name of the exception that a worker raised; empty where the engine alone has spoken.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, error: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.error = status, error
 
 
 class TransportError(DeltaSyncError):

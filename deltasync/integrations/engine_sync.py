@@ -9,7 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
-from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    EngineFailed,
+    SyncAborted,
+    TransportTimeout,
+)
 from deltasync.integrations.connection import Connection, WithoutRoutes
 from deltasync.sync.crew import Crew
 from deltasync.sync.options import SenderOptions
@@ -129,16 +135,43 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         `send_weights` does so itself when workers are missing, and after an update that failed.
         The first time the trainer's other ranks have to be in theirs.
 
-        Raises TransportTimeout, SyncAborted if a rank does not come, or what the engine raises.
+        Raises:
+            ConfigError: A worker cannot take part; the text is the worker's own.
+            EngineFailed: The engine, or a worker, raises something else; the text names its type.
+            TransportTimeout: Workers do not come.
+            SyncAborted: A rank of the trainer does not.
         """
         with suppress(EngineFailed):  # said by workers that were asked before
             self.sender.wait_for_receivers(0, timeout_s=0)
-        self._name = f"engine-{uuid.uuid4().hex[:8]}"
-        specs = self.sender.declared(timeout_s=self._timeout_s)
-        self._server.connect(self._connection(specs).model_dump(mode="json"))
-        self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
-        self.sender.check_newcomers(specs)
+        before, self._name = self._name, f"engine-{uuid.uuid4().hex[:8]}"
+        try:
+            self._let_connect()
+        except BaseException:
+            self._name = before  # workers that have not heard of another go by that
+            raise
         self._is_behind = False
+
+    def _let_connect(self) -> None:
+        """Raises as `connect`."""
+        specs = self.sender.declared(timeout_s=self._timeout_s)
+        try:
+            _asked(self._server.connect, self._connection(specs).model_dump(mode="json"))
+        except DeltaSyncError as error:
+            self._hear_why(error)
+            raise
+        try:
+            self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
+        except EngineFailed as error:
+            raise _typed(error) from None
+        self.sender.check_newcomers(specs)
+
+    def _hear_why(self, error: DeltaSyncError) -> None:
+        """Raise what a worker has said itself: engines pass on no types, and not always a text."""
+        with suppress(TransportTimeout):
+            try:
+                self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
+            except EngineFailed as told:
+                raise _typed(told) from error
 
     @property
     def world(self) -> int:
@@ -175,7 +208,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """
         self._is_behind = True
         if not self._is_parents:
-            self._server.disconnect()
+            _asked(self._server.disconnect)
 
     def close(self) -> None:
         """End every connection. The engine keeps its weights."""
@@ -198,7 +231,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             raise problem
         if not self._updates:  # the engine joined with the trainer's weights
             try:
-                self._server.name(stats.version)
+                _asked(self._server.name, stats.version)
             finally:
                 self._resume()
         return stats
@@ -260,10 +293,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             self._is_paused = True
         is_whole = not is_in_place
         try:
-            self._server.update(version)
+            _asked(self._server.update, version)
             if sent.exception(self._timeout_s) is None:
                 is_whole = True
-                self._server.name(version)
+                _asked(self._server.name, version)
         finally:
             if is_whole:
                 self._resume()
@@ -280,6 +313,23 @@ def _check_threads_can_start() -> None:
             "an engine's update needs a thread, and the interpreter is shutting down: send weights "
             "before the program ends, not within atexit"
         )
+
+
+def _asked(call: Callable[..., object], *arguments: object) -> None:
+    """Let the engine do something. Raises EngineFailed for what is no DeltaSyncError."""
+    try:
+        call(*arguments)
+    except DeltaSyncError:
+        raise
+    except Exception as error:
+        raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _typed(error: EngineFailed) -> DeltaSyncError:
+    """Why a worker cannot take part, of the type that it has raised where callers are told that."""
+    if error.error != ConfigError.__name__:
+        return error
+    return ConfigError(str(error).removeprefix(f"{error.error}: "))
 
 
 def _reachable(address: Address | None, *, rank: int) -> Address:

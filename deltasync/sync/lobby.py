@@ -61,7 +61,7 @@ class Lobby:
         self._retained: Collection[str] | None = None
         self._waiting: dict[int, Greeting] = {}
         self._came: dict[int, _Arrival] = {}  # of each that waits
-        self._declined: deque[str] = deque(maxlen=_MAX_DECLINED)
+        self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Lobby:
 
     def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
         if isinstance(hello, Failed):
-            self._declined.append(f"{hello.error}: {hello.reason}")
+            self._declined.append(hello)
             self.forget(peer)
         elif not isinstance(hello, Hello | HelloLanes):
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
@@ -124,7 +124,7 @@ class Lobby:
             if not self._lets_in(hello.engine):
                 self.forget(peer)
 
-    def declined(self) -> list[str]:
+    def declined(self) -> list[Failed]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
         reasons = list(self._declined)
         self._declined.clear()

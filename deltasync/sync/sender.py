@@ -143,8 +143,9 @@ class WeightSender:
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while True:
-                if reasons := self._lobby.declined():
-                    raise EngineFailed("; ".join(sorted(set(reasons))))
+                if declined := self._lobby.declined():
+                    reasons = sorted({f"{one.error}: {one.reason}" for one in declined})
+                    raise EngineFailed("; ".join(reasons), error=declined[0].error)
                 if self.num_receivers + len(self._lobby) >= count:
                     return
                 rest = deadline - time.monotonic()

@@ -49,9 +49,9 @@ class Program:
         self._output.seek(0)
         return self._output.read()
 
-    def wait(self) -> str:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> str:
         """What it prints until it has ended well."""
-        code = self._process.wait(TIMEOUT_S)
+        code = self._process.wait(timeout_s)
         assert code == 0, self.output()
         return self.output()
 

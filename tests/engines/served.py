@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm import SamplingParams
@@ -17,6 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deltasync import SenderOptions
+from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import AsyncClient, VllmServer
 from deltasync.transports import shared_memory
@@ -72,6 +74,7 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
     engine = AsyncLLM.from_engine_args(arguments)
     client = AsyncClient(engine, asyncio.get_running_loop())
     transport, source = Patient(folder / "socket"), Weights(weights)
+    await a_model_that_does_not_fit_is_refused(client, folder)
     options = SenderOptions(bucket_bytes=1 << 18)
     sync = EngineSync(source, VllmServer(client), transport, paused=client.paused, options=options)
     with sync:
@@ -81,6 +84,17 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await prompts_are_computed_with_the_weights_as_they_are(engine, sync, source)
         await a_link_that_is_gone_is_no_crash(engine, sync)
     engine.shutdown()
+
+
+async def a_model_that_does_not_fit_is_refused(client: AsyncClient, folder: Path) -> None:
+    """In the worker's words, which is in another process."""
+    strange = Weights({"lm_head.weight": torch.zeros(3, 4)})
+    link = shared_memory.Sender(folder / "strange")
+    with (
+        EngineSync(strange, VllmServer(client), link) as sync,
+        pytest.raises(ConfigError, match=r"^the loader cannot be watched: at 'lm_head.weight'"),
+    ):
+        await asyncio.to_thread(sync.connect)
 
 
 async def tokens_come_while_a_version_is_staged(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from deltasync.errors import EngineFailed
+from deltasync.errors import ConfigError, EngineFailed
+from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
+from deltasync.integrations.vllm import HttpClient, VllmServer
 from deltasync.testing.processes import free_port
-from tests.engines.checkpoints import write_config, write_model
+from deltasync.transports import shared_memory
+from tests.engines.checkpoints import Weights, write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
 from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
 
@@ -48,16 +55,51 @@ def test_the_asynchronous_example(model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert re.search(r"tokens 0 to \d+ are of v1\n.* to 200 are of v\d+", text, re.DOTALL), text
 
 
-def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cpu(monkeypatch, packs=True)
+@contextmanager
+def served(model: Path, monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> Iterator[str]:
+    """The address of a `vllm serve`."""
+    use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     port = free_port()
     backend = ["--weight-transfer-config", '{"backend": "deltasync"}']
     serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port, *backend]
-    server = Http(f"http://127.0.0.1:{port}")
     with Program(*serve) as program:
-        wait_until_up(server, program)
-        text = output_of(EXAMPLES / "vllm_http.py", model, f"http://127.0.0.1:{port}")
+        wait_until_up(Http(f"http://127.0.0.1:{port}"), program)
+        yield f"http://127.0.0.1:{port}"
+
+
+def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(model, monkeypatch, packs=False) as url:
+        client, server = HttpClient(url), VllmServer(HttpClient(url))
+        strange = Weights({"lm_head.weight": torch.zeros(3, 4)})
+        with (
+            EngineSync(strange, server, shared_memory.Sender(model / "strange")) as sync,
+            pytest.raises(ConfigError, match=r"^the loader cannot be watched: at 'lm_head.weight'"),
+        ):
+            sync.connect()
+        source, link = Weights(load_file(model / "model.safetensors")), model / "socket"
+        with EngineSync(source, server, shared_memory.Sender(link), paused=client.paused) as sync:
+            sync.send_weights()
+            before = answer(url, model)
+            for tensor in source.weights.values():
+                tensor.view(-1)[::3] *= 1.5
+            assert sync.send_weights().kind == "delta"
+            after = answer(url, model)
+            assert after != before
+            assert after == answer(url, model, cache_salt="nothing is cached with this")
+
+
+def answer(url: str, model: Path, **options: object) -> str:
+    """What follows a prompt of which blocks of keys and values are cached."""
+    asked = {"model": str(model), "prompt": list(range(3, 303)), "max_tokens": 12, "temperature": 0}
+    return str(Http(url).post("v1/completions", asked | options)["choices"][0]["text"])
+
+
+def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(model, monkeypatch, packs=True) as url:
+        server, text = Http(url), output_of(EXAMPLES / "vllm_http.py", model, url)
         assert re.search(r"v1: 0 changed.*v2: 2100 changed.*v3: 2100 changed", text, re.DOTALL), (
             text
         )
