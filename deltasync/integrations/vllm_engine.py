@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -26,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.delta.recorder import CheckpointTensor
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.reloaded import ReloadedTarget
@@ -35,8 +36,6 @@ from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
 _ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_V", "W_K")
-_TOUCHES = ("sleep", "reload_weights", "reset_weights")
-_LOADS = ("update_weights_from_ipc",)  # of checkpoint-engine's extension, if there is one
 
 
 @dataclass
@@ -63,6 +62,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker = Worker()
+        self._connection: Connection | None = None  # to be made again when weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._reloads: frozenset[CheckpointTensor] = frozenset()  # which change nothing if repeated
 
@@ -70,13 +70,24 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Connect to the trainer. A connection to another one is ended.
 
         Raises ConfigError, by name, for tensors that have no route, or are not where it leads; or,
-        where the trainer wants them reloaded, for those that are not the same then.
+        where the trainer wants them reloaded, for those that are not the same then. What it raises
+        it also tells the trainer, since vLLM's processes pass on no types.
         """
-        self.shutdown()
-        if self.parallel_config.enable_eplb:
-            raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
         connection = Connection.model_validate(init_info.connection)
+        try:
+            self._worker.check_awake()
+            self.shutdown()
+            self._connect(connection)
+        except Exception as error:
+            self._worker.decline(connection, self.device, error)
+            raise
+        self._connection = connection
+
+    def _connect(self, connection: Connection) -> None:
+        """Raises ConfigError."""
         parallel = self.parallel_config
+        if parallel.enable_eplb:
+            raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
         self._worker.connect(
             connection,
             self._target(connection),
@@ -158,10 +169,39 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
+        self._connection = None
         self._worker.disconnect()
+
+    def sleep(self, *, discards: bool) -> None:
+        """Weights are about to be released; if they are not discarded `wake` finds them again."""
+        if discards:
+            self._worker.disconnect()
+        self._worker.sleep()
+
+    def wake(self) -> None:
+        """Weights are where they were, or what has become of discarded ones."""
+        self._worker.wake()
+        self.come_back()
+
+    def leave(self) -> None:
+        """Somebody else is about to write weights: vLLM itself."""
+        self._worker.disconnect()
+
+    def come_back(self) -> None:
+        """Connect to the trainer that was left, which would wait for this worker. Never raises: a
+        worker that cannot says so when the trainer connects it.
+        """
+        if self._connection is None or self._worker.is_connected:
+            return
+        try:
+            self._worker.check_awake()
+            self._connect(self._connection)
+        except (DeltaSyncError, RuntimeError, OSError) as error:
+            logger.warning("deltasync: this worker is not connected any more: %s", error)
 
     def reloaded(self) -> None:
         """`Worker.reloaded`."""
+        self._connection = None
         self._worker.reloaded()
 
 
@@ -195,26 +235,72 @@ def _share_storage(left: Tensor, right: Tensor | None) -> bool:
     return right is not None and left.untyped_storage()._cdata == right.untyped_storage()._cdata
 
 
-def _announce_touches(worker_class: type) -> None:
-    """Let workers disconnect before they touch weights themselves, of which vLLM tells no backend.
+@contextmanager
+def _sleeping(engine: DeltaSyncEngine, level: int = 1) -> Iterator[None]:
+    engine.sleep(discards=level > 1)
+    yield
 
-    A trainer connects them anew. Weights that sleep must not be looked at, and may be others after.
+
+@contextmanager
+def _discarding(engine: DeltaSyncEngine, tags: Collection[str]) -> Iterator[None]:
+    if _WEIGHTS in tags:
+        engine.sleep(discards=True)
+    yield
+
+
+@contextmanager
+def _waking(engine: DeltaSyncEngine, tags: Collection[str] | None = None) -> Iterator[None]:
+    yield
+    if tags is None or _WEIGHTS in tags:
+        engine.wake()
+
+
+@contextmanager
+def _reloading(engine: DeltaSyncEngine, *_: object, **__: object) -> Iterator[None]:
+    engine.leave()
+    yield
+    engine.come_back()
+
+
+@contextmanager
+def _loading(engine: DeltaSyncEngine, *_: object, **__: object) -> Iterator[None]:
+    engine.reloaded()
+    yield
+
+
+_WEIGHTS = "weights"
+_Around = Callable[..., AbstractContextManager[None]]
+_TOUCHES: dict[str, _Around] = {
+    "sleep": _sleeping,
+    "wake_up": _waking,
+    "discard": _discarding,
+    "reload_weights": _reloading,
+    "reset_weights": _reloading,
+}
+_LOADS: dict[str, _Around] = {  # of checkpoint-engine's extension, if there is one
+    "update_weights_from_ipc": _loading,
+}
+
+
+def _announce_touches(worker_class: type) -> None:
+    """Let the backend know when workers touch weights themselves, of which vLLM tells none.
+
+    Weights that sleep must not be looked at, and may be others after.
     """
-    for name in (*_TOUCHES, *_LOADS):
+    for name, around in (_TOUCHES | _LOADS).items():
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_announced"):
-            tell = DeltaSyncEngine.reloaded if name in _LOADS else DeltaSyncEngine.shutdown
-            setattr(worker_class, name, _announced(method, tell))
+            setattr(worker_class, name, _announced(method, around))
 
 
-def _announced(
-    method: Callable[..., object], tell: Callable[[DeltaSyncEngine], object]
-) -> Callable[..., object]:
+def _announced(method: Callable[..., object], around: _Around) -> Callable[..., object]:
     @wraps(method)
     def call(worker: Any, *args: Any, **kwargs: Any) -> object:
-        if isinstance(worker.weight_transfer_engine, DeltaSyncEngine):
-            tell(worker.weight_transfer_engine)
-        return method(worker, *args, **kwargs)
+        engine = worker.weight_transfer_engine
+        if not isinstance(engine, DeltaSyncEngine):
+            return method(worker, *args, **kwargs)
+        with around(engine, *args, **kwargs):
+            return method(worker, *args, **kwargs)
 
     call.is_announced = True  # type: ignore[attr-defined]
     return call

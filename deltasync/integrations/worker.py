@@ -30,6 +30,7 @@ from deltasync.sync.target import WeightTarget
 from deltasync.wire.messages import Failed, encode
 
 _TURN_S = 0.05
+_WELCOME_S = 1.0
 _Tensors = frozenset[tuple[tuple[str, ...], str, tuple[int, ...]]]
 
 
@@ -40,6 +41,7 @@ class Worker:
         self._proved: _Tensors = frozenset()  # found to be where they were loaded
         self._unproved: _Tensors = frozenset()  # of the connection, until it holds a version
         self._is_as_started = True
+        self._is_asleep = False
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -134,6 +136,7 @@ class Worker:
         Raises what a commit raises; the worker keeps the old version then, unless it was received
         in place: a full sync, or one that could not be staged.
         """
+        self.check_awake()
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")
         deadline = time.monotonic() + self._timeout_s
@@ -177,6 +180,35 @@ class Worker:
 
     def _holds_any(self) -> bool:
         return self._receiver is not None and self._receiver.version is not None
+
+    def sleep(self) -> None:
+        """Leave the weights alone until `wake`: the engine is about to release their memory."""
+        self._is_asleep = True
+        if self._receiver is None:
+            return
+        deadline = time.monotonic() + _WELCOME_S
+        while self._receiver.state is ReceiverState.JOINING and time.monotonic() < deadline:
+            time.sleep(_TURN_S / 10)  # a welcome may be on its way, from a sync that is over
+        self._receiver.detach()
+
+    def wake(self) -> None:
+        """Look at the weights again. If they are as they were they take the next delta."""
+        self._is_asleep = False
+        if self._receiver is not None:
+            self._receiver.attach()
+
+    def check_awake(self) -> None:
+        """Raises ConfigError while the weights sleep."""
+        if self._is_asleep:
+            raise ConfigError(
+                "the engine's weights sleep, so that nothing can be written: wake them up (vLLM: "
+                "wake_up, SGLang: resume_memory_occupation) before send_weights"
+            )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to a trainer."""
+        return self._receiver is not None
 
     def disconnect(self) -> None:
         """End the connection, if there is one. The weights stay as they are."""

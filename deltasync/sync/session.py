@@ -92,7 +92,8 @@ class ReceiverSession:
         """Advance, or raise and leave everything as it was."""
         if self.detached and not isinstance(message, Upcoming | Abort | Finish):
             raise IllegalMessage(
-                f"{message.kind} while the weights are detached: attach them before a sync"
+                f"{message.kind} while the weights are detached, as when an engine sleeps: wake it "
+                "up, or attach them, before a sync"
             )
         match message:
             case Layout() if self.state is ReceiverState.JOINING and self._offered is None:

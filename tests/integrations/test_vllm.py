@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import sleep
 from typing import Any, cast
@@ -36,16 +36,22 @@ class Server:
     def __init__(self, module: Model) -> None:
         self.module, self.calls, self.version = module, list[str](), "default"
         self.fails_to_update = self.fails_to_start = self.fails_to_clear = False
-        self.is_updating = self.declines = False
+        self.is_updating = self.declines = self.fails_to_connect = False
+        self.says: Exception | None = None
         self.worker = Worker()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
-        self.worker.disconnect()
         connection = Connection.model_validate(init_info["connection"])
+        self.worker.check_awake()
+        self.worker.disconnect()
         if self.declines:
             self.worker.decline(connection, torch.device("cpu"), ConfigError("planted"))
             return
+        if self.fails_to_connect:
+            if self.says is not None:
+                self.worker.decline(connection, torch.device("cpu"), self.says)
+            raise RuntimeError("Call to collective_rpc method failed")  # as vLLM's client does
         assert connection.checkpoint() == [CheckpointTensor("a", (40, 16), torch.bfloat16)]
         target = ModuleTarget(self.module)
         self.worker.connect(connection, target, torch.device("cpu"), rank=0, world=1)
@@ -202,18 +208,103 @@ def test_weights_that_others_touch_while_the_workers_are_disconnected_are_made_g
         assert bits_equal(source, server.module)
 
 
+def test_weights_that_are_kept_in_a_sleep_take_the_next_delta(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+        for _ in range(3):
+            server.worker.sleep()
+            source.get_parameter("a").data.view(-1)[7] *= 2
+            server.worker.wake()
+            server.calls.clear()
+            stats = sync.send_weights()
+            assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 0, 0)
+            assert server.calls == UPDATE  # nothing had to connect
+            assert bits_equal(source, server.module)
+
+
+def test_weights_that_have_changed_in_a_sleep_are_made_good(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+        server.worker.sleep()
+        server.module.get_parameter("a").data.zero_()
+        server.worker.wake()
+        with suppress(SyncAborted):  # unless the worker has seen it before
+            sync.send_weights()
+        assert sync.send_weights().receivers == 1
+        assert bits_equal(source, server.module)
+
+
+@pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
+def test_weights_that_sleep_are_not_touched(max_staged_bytes: int, tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    options: dict[str, Any] = {"max_staged_bytes": max_staged_bytes, "timeout_s": 20.0}
+    with connected(source, server, tmp_path, **options) as sync:
+        sync.send_weights()
+        before = [parameter.clone() for parameter in server.module.parameters()]
+        source.get_parameter("a").data.neg_()
+        server.worker.sleep()
+        with pytest.raises(SyncAborted):  # what was sent ends the connection
+            sync.send_weights()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="the engine's weights sleep"):
+                sync.send_weights()
+        now = list(server.module.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        server.worker.wake()
+        server.calls.clear()
+        assert sync.send_weights().receivers == 1
+        if max_staged_bytes > 1:  # else an update was asked for, and has failed
+            assert server.calls == UPDATE  # it has come back by itself
+        assert bits_equal(source, server.module)
+
+
 def test_a_worker_that_cannot_take_part_says_why(tmp_path: Path) -> None:
     source, server = model(0), Server(model(0))
     link = shared_memory.Sender(tmp_path / "socket")
     with EngineSync(ModuleSource(source), VllmServer(server), link) as sync:
         for _ in range(2):
             server.declines = True
-            with pytest.raises(EngineFailed, match="ConfigError: planted"):
+            with pytest.raises(ConfigError, match=r"^planted$"):
                 sync.connect()
             server.declines = False
             sync.connect()
             assert sync.send_weights().receivers == 1
         server.worker.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "text"),
+    [
+        (ConfigError("w: no route"), ConfigError, "^w: no route$"),
+        (OSError("no disk"), EngineFailed, "^OSError: no disk$"),
+        (None, EngineFailed, r"^RuntimeError: Call to collective_rpc method failed$"),
+    ],
+)
+def test_why_a_worker_declines_is_heard_from_itself_if_the_engine_does_not_pass_it_on(
+    said: Exception | None, heard: type[Exception], text: str, tmp_path: Path
+) -> None:
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+        server.fails_to_connect, server.says = True, said
+        with pytest.raises(heard, match=text):
+            sync.connect()
+        server.fails_to_connect = False
+        sync.connect()
+        assert sync.send_weights().receivers == 1
+
+
+def test_what_an_engine_raises_is_an_error_of_ours(tmp_path: Path) -> None:
+    """`sync_after_step` goes on after those alone."""
+    source, server = model(0), Server(model(0))
+    with connected(source, server, tmp_path) as sync:
+        server.fails_to_start = True
+        with pytest.raises(EngineFailed, match=r"^RuntimeError: planted"):
+            sync.send_weights()
+        server.fails_to_start = False
+        assert sync.send_weights().receivers == 1
 
 
 def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ _NO_SHUTDOWN = {
 _NO_NAMES = {f"{_LLM}.finish_weight_update", f"{_ASYNC_LLM}.finish_weight_update"}
 # There is nothing that would have to be announced.
 _NO_RESET = {f"{_WORKER}.reset_weights"}
+_NO_DISCARD = {f"{_WORKER}.discard"}
 MISSING: dict[str, set[str]] = {
-    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_NAMES,
-    "0.28.0": _NO_SHUTDOWN | _NO_RESET,
-    "0.30.0": _NO_SHUTDOWN | _NO_RESET,
+    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES,
+    "0.28.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
+    "0.30.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.31.0": _NO_SHUTDOWN | _NO_RESET,
 }
 

@@ -66,9 +66,9 @@ def uses() -> set[Use]:
                     args=[ast.Constant(value=str(route)), *_],
                 ):
                     found.add(Use(f"{method} /{route}"))
-                case ast.Assign(targets=[ast.Name(id="_TOUCHES")], value=ast.Tuple(elts=texts)):
-                    worker = _CLASSES["worker"]
-                    found |= {Use(f"{worker}.{ast.literal_eval(text)}") for text in texts}
+                case ast.AnnAssign(target=ast.Name(id="_TOUCHES"), value=ast.Dict(keys=keys)):
+                    names = [ast.literal_eval(key) for key in keys if key is not None]
+                    found |= {Use(f"{_CLASSES['worker']}.{name}") for name in names}
     return found | {Use(f"{BASE}.{name}") for name in _inherited(our_engine())}
 
 

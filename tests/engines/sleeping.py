@@ -1,0 +1,192 @@
+"""A vLLM that sleeps between syncs, as trainers on the same GPUs let it. Needs vLLM, no pytest.
+
+python -m tests.engines.sleeping FOLDER
+
+On GPUs its weights are released; vLLM's workers on CPUs do as if, and the test discards them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.vllm import OfflineClient, VllmServer
+from deltasync.transports import cuda_ipc, shared_memory
+from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+
+PROMPTS = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]
+
+
+class Counting(VllmServer):
+    """Notes how often workers had to be let connect."""
+
+    num_connects = 0
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        super().connect(connection)
+        self.num_connects += 1
+
+
+class Sleeper:
+    """An engine and its trainer, which take turns.
+
+    Args:
+        folder: Of a configuration.
+        weights: That the engine is started on, and the trainer has.
+    """
+
+    def __init__(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        self.is_gpu = torch.cuda.is_available()
+        self.llm = started(folder, weights)
+        device = "cuda" if self.is_gpu else "cpu"
+        self.source = Weights({name: t.to(device, copy=True) for name, t in weights.items()})
+        self.server = Counting(OfflineClient(self.llm))
+        link = (cuda_ipc if self.is_gpu else shared_memory).Sender(folder / "socket")
+        self.sync = EngineSync(self.source, self.server, link, timeout_s=120)
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+        if level == 2 and not self.is_gpu:
+            self.llm.collective_rpc(discard)
+
+    def tokens(self) -> list[list[int]]:
+        return tokens(self.llm)
+
+    def is_refused(self, kind: type[DeltaSyncError]) -> bool:
+        try:
+            self.sync.send_weights()
+        except kind as error:
+            return kind is SyncAborted or "sleep" in str(error)
+        return False
+
+
+def main(folder: Path) -> None:
+    make_known(folder)
+    write_config("LlamaForCausalLM", folder)
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    new = changed(old, 0.3, seed=1)
+    reference = started(folder, new)
+    expected = tokens(reference)
+    del reference
+    sleeper = Sleeper(folder, old)
+    with sleeper.sync:
+        sleeper.sync.send_weights()
+        before = sleeper.tokens()
+        assert before != expected
+        weights_that_are_kept_take_the_next_delta(sleeper, new, expected)
+        weights_that_were_discarded_are_sent(sleeper, old, before)
+        weights_that_sleep_are_not_touched(sleeper, new, expected)
+        weights_that_vllm_reloads_are_made_good(sleeper, expected)
+    sys.stdout.write("slept well\n")
+
+
+def weights_that_are_kept_take_the_next_delta(
+    sleeper: Sleeper, new: dict[str, Tensor], expected: list[list[int]]
+) -> None:
+    for weights in (sleeper.source.weights, new):  # nothing has changed, and something
+        num_connects = sleeper.server.num_connects
+        sleeper.sleep(level=1)
+        sleeper.source.take(weights)
+        sleeper.llm.wake_up(tags=["weights"])
+        stats = sleeper.sync.send_weights()
+        assert (stats.kind, stats.full_synced, stats.joined) == ("delta", 0, 0), stats
+        assert sleeper.server.num_connects == num_connects
+        sleeper.llm.wake_up(tags=["kv_cache"])
+    assert sleeper.tokens() == expected
+
+
+def weights_that_were_discarded_are_sent(
+    sleeper: Sleeper, new: dict[str, Tensor], expected: list[list[int]]
+) -> None:
+    """Also if the trainer has sent them already."""
+    for tags in (["weights"], None):
+        num_connects = sleeper.server.num_connects
+        sleeper.sleep(level=2)
+        sleeper.source.take(new)
+        sleeper.llm.wake_up(tags=tags)
+        assert sleeper.sync.send_weights().full_synced == 1
+        assert sleeper.server.num_connects == num_connects  # the worker has come back by itself
+        if tags is not None:
+            sleeper.llm.wake_up(tags=["kv_cache"])
+        assert sleeper.tokens() == expected
+
+
+def weights_that_sleep_are_not_touched(
+    sleeper: Sleeper, new: dict[str, Tensor], expected: list[list[int]]
+) -> None:
+    for level in (1, 2):
+        sleeper.sleep(level)
+        sleeper.source.take(new)
+        assert sleeper.is_refused(SyncAborted if level == 1 else ConfigError)
+        assert sleeper.is_refused(ConfigError)
+        sleeper.llm.wake_up(tags=["kv_cache"])
+        assert sleeper.is_refused(ConfigError)
+        sleeper.llm.wake_up(tags=["weights"])
+        assert sleeper.sync.send_weights().receivers == 1
+        assert sleeper.tokens() == expected
+
+
+def weights_that_vllm_reloads_are_made_good(sleeper: Sleeper, expected: list[list[int]]) -> None:
+    num_connects = sleeper.server.num_connects
+    sleeper.llm.collective_rpc("reload_weights")
+    assert sleeper.sync.send_weights().full_synced == 1
+    assert sleeper.server.num_connects == num_connects
+    assert sleeper.tokens() == expected
+
+
+def started(folder: Path, weights: dict[str, Tensor]) -> Any:
+    from safetensors.torch import save_file
+    from vllm import LLM
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        enforce_eager=True,
+        gpu_memory_utilization=0.2,
+        enable_sleep_mode=torch.cuda.is_available(),
+        weight_transfer_config={"backend": "deltasync"},
+    )
+
+
+def tokens(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
+    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, sampling)]
+
+
+def discard(worker: Any) -> None:
+    """What becomes of weights that are not kept."""
+    for parameter in worker.get_model().parameters():
+        parameter.data.fill_(7)
+
+
+def make_known(folder: Path) -> None:
+    """Let each of vLLM's processes find the backend, also where this package is not installed."""
+    if any(one.name == "deltasync" for one in entry_points(group="vllm.general_plugins")):
+        return
+    here = folder / "plugins" / "deltasync-0.dist-info"
+    here.mkdir(parents=True)
+    (here / "METADATA").write_text("Metadata-Version: 2.1\nName: deltasync\nVersion: 0\n")
+    (here / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndeltasync = deltasync.integrations.vllm:register\n"
+    )
+    root = Path(__file__).parents[2]
+    paths = [str(here.parent), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = ":".join(paths)
+    sys.path[:0] = paths
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
