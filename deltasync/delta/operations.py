@@ -49,3 +49,10 @@ def as_returned(func: Any, written: Sequence[Tensor]) -> Any:
     """What a call that writes would return."""
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written)
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Where its first and its last element lie in its storage, in elements."""
+    begin = int(tensor.storage_offset())
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (reach if tensor.numel() else 0)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
 from deltasync.delta.naming import suggested
-from deltasync.delta.operations import as_returned, is_view, tensors_in, written_by
+from deltasync.delta.operations import as_returned, extent_of, is_view, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
 from deltasync.delta.together import Held, Names, Watch
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By storage: where live tensors begin and end in it, in order, and their names.
         self._live_in: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, tensor in live.items():
-            self._live_in[_storage(tensor)].append((*_extent(tensor), name))
+            self._live_in[_storage(tensor)].append((*extent_of(tensor), name))
         for places in self._live_in.values():
             places.sort()
         self._checkpoint: dict[str, CheckpointTensor] = {}
@@ -446,7 +446,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The live tensor that `target` is a part of; None if it is seen as another."""
         if target.is_neg() or target.is_conj():
             return None
-        begin, end = _extent(target)
+        begin, end = extent_of(target)
         places = self._live_in[_storage(target)]
         before = bisect_right(places, begin, key=_first) if len(places) > 1 else 1
         for first, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
@@ -496,10 +496,3 @@ def _storage(tensor: Tensor) -> int:
 def _expanded(source: Tensor, target: Tensor) -> Tensor:
     """What a copy to `target` reads."""
     return source if source.shape == target.shape else source.expand(target.shape)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Where its first and its last element lie in its storage, in elements."""
-    begin = int(tensor.storage_offset())
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach if tensor.numel() else 0)
