@@ -235,6 +235,29 @@ def soak(
 
 
 @app.command()
+def strangers(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long it is attacked.")] = 600.0,
+    link: Annotated[str, typer.Option(help="collective, or local: a unix socket.")] = "collective",
+    secret: Annotated[bool, typer.Option(help="Whether both ends have a secret.")] = True,
+    seed: Annotated[int, typer.Option(help="Of changes and attacks.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+) -> None:
+    """Attack a live trainer, and check times of calls, memory, descriptors and its engine."""
+    from benchmarks.strangers import Attack, run
+
+    if link not in ("collective", "local"):
+        raise typer.BadParameter(f"{link} is neither collective nor local")
+    found = run(Attack(seconds, link, secret and link == "collective", seed))
+    line = json.dumps(found)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    print(line)
+    if found["failures"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def table(records: Records = RECORDS) -> None:
     """Print the records as Markdown."""
     print(_markdown(records))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from deltasync.sync.plan import Plan
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Message, decode, encode
+
+_READING_S = 0.1
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class SenderLink:
     def __init__(self, transport: SendTransport) -> None:
         self._transport = transport
         self._epoch: tuple[int, ...] = ()
+        self._unread: deque[tuple[int, bytes]] = deque()  # greetings
         self.timeout_s = 60.0
 
     def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
@@ -56,9 +61,17 @@ class SenderLink:
         return bool(self._epoch)
 
     def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError, int]]:
-        """The first message of each new peer, and its bytes."""
-        found = self._transport.poll(timeout_s=timeout_s)
-        return [(peer, _decoded(data), len(data)) for peer, data in found]
+        """The first message of each new peer, and its bytes.
+
+        Reading many of them takes time: what is left after `_READING_S` is for the next call.
+        """
+        if not self._unread:
+            self._unread.extend(self._transport.poll(timeout_s=timeout_s))
+        end, read = time.monotonic() + _READING_S, list[tuple[int, Message | WireError, int]]()
+        while self._unread and (not read or time.monotonic() < end):
+            peer, data = self._unread.popleft()
+            read.append((peer, _decoded(data), len(data)))
+        return read
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
