@@ -180,6 +180,7 @@ class WeightReceiver:
         `is_dirty`. Writes and reads back; the ranks of an engine wait for each other.
 
         Raises:
+            IllegalMessage: Nothing is staged: call `stage` first. Membership goes on.
             TargetMoved: Live storage was replaced since `stage`; nothing was written.
             SyncAborted: The sender gave up, or another rank of the engine failed. With
                 `may_follow` nothing was written, and `stage` hears of the next try.
@@ -193,6 +194,9 @@ class WeightReceiver:
 
     def _commit(self) -> int | None:
         """`commit`; None if the sender gave up while nothing was written in place."""
+        state = self._session.state
+        if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
+            raise IllegalMessage(f"commit while {state.name}: nothing is staged; call stage first")
         with self._failing_safely():
             self._stream.join()
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
-from deltasync.errors import SyncAborted
+from deltasync.errors import IllegalMessage, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.sender import WeightSender
@@ -194,6 +194,39 @@ def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_f
             assert bits_equal(source, good)
         finally:
             worker.disconnect()
+            sender.close()
+
+
+@pytest.mark.parametrize("kind", ["layout", "begin", "bucket", "prepare", "commit"])
+def test_a_commit_that_is_called_too_early_costs_nothing(kind: str) -> None:
+    """Whatever the receiver has come to: in the same thread, or while another one stages."""
+    source, replica = models(2)
+    link = Watched(inprocess.Sender())
+    sender = WeightSender(ModuleSource(source), link)
+    receiver = WeightReceiver(ModuleTarget(replica), link._inner.receiver(), options=STAGED)  # type: ignore[attr-defined]
+    too_early: list[str] = []
+
+    def call(going: str) -> None:
+        if going == kind:
+            with pytest.raises(IllegalMessage, match="call stage first"):
+                receiver.commit()
+            too_early.append(receiver.state.name)
+
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            serving = threads.submit(lambda: [receiver.receive_weights() for _ in range(3)])
+            sender.wait_for_receivers(1, timeout_s=5)
+            link.before = call
+            for turn in range(3):
+                stats = sender.send_weights(timeout_s=5)
+                assert (stats.receivers, stats.joined, stats.lost) == (1, int(turn == 0), {})
+                with pytest.raises(IllegalMessage, match="call stage first"):
+                    receiver.commit()  # between two syncs
+                step(source, torch.Generator().manual_seed(turn), 0.1)
+            assert serving.result(5) == [1, 2, 3]
+            assert too_early
+        finally:
+            receiver.close()
             sender.close()
 
 
