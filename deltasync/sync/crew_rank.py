@@ -94,7 +94,8 @@ class CrewRank:
         """Take part in a sync. Returns what rank 0 has counted.
 
         Args:
-            timeout_s: As of rank 0.
+            timeout_s: As of rank 0. Ten times as long is waited for each of its orders, not for the
+                whole call.
             released: See `WeightSender.send_weights`; if one rank is given it, so are all.
 
         Raises:
@@ -106,10 +107,9 @@ class CrewRank:
         self._call += 1
         self._trains_meanwhile = released is not None
         self._weights.begin(released)
-        deadline = time.monotonic() + _PATIENCE * timeout_s
         with self._alone(), self._weights.stream.entered():
             error = None
-            while not isinstance(order := self._receive(deadline), orders.Done):
+            while not isinstance(order := self._receive(_PATIENCE * timeout_s), orders.Done):
                 error = self._carry_out(order) or error
             self._resolve(order.version)
         self.version = order.version
@@ -124,10 +124,10 @@ class CrewRank:
         self._lanes.close()
         self._link.close()
 
-    def _receive(self, deadline: float) -> orders.Order:
-        """The next order of this call. Raises SyncAborted if there is none."""
+    def _receive(self, patience_s: float) -> orders.Order:
+        """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
-            order, self._next = self._next or self._hear(deadline), None
+            order, self._next = self._next or self._hear(time.monotonic() + patience_s), None
             if order.call == self._call:
                 return order
             if order.call > self._call:

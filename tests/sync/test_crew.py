@@ -201,6 +201,41 @@ def test_a_rank_that_is_late_costs_a_version_and_no_full_sync() -> None:
         assert bits_equal(source, target)
 
 
+def test_a_sync_may_take_longer_than_ranks_wait_for_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they wait for is the next order, not the end of the call."""
+    monkeypatch.setattr("deltasync.sync.crew_rank._PATIENCE", 1)
+    source, target = model(1), model(2)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        here.add(target)
+        here.wait(1)
+        here.hub.before = lambda order: time.sleep(0.7)
+        began = time.monotonic()
+        assert here.send(timeout_s=2).full_synced == 1
+        assert time.monotonic() - began > 2
+        assert bits_equal(source, target)
+
+
+def test_a_rank_gives_up_a_call_of_which_it_hears_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.sync.crew_rank._PATIENCE", 1)
+    source, target = model(1), model(2)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        joined(here, target)
+        silence = threading.Event()
+        here.hub.before = lambda order: silence.wait(20)
+        first, second = here.sending(timeout_s=0.5)
+        found = second.result(20)
+        assert isinstance(found, SyncAborted)
+        assert "says nothing" in str(found)
+        silence.set()
+        first.result(20)
+        here.hub.before = lambda order: None
+        change(here, 1)
+        here.settle(1)
+        assert bits_equal(source, target)
+
+
 def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all() -> None:
     source, target = model(1), model(1)
     with trainer_of(source, rows_of(source, 2)) as here:
