@@ -182,14 +182,12 @@ class WeightReceiver:
         Raises:
             IllegalMessage: Nothing is staged: call `stage` first. Membership goes on.
             TargetMoved: Live storage was replaced since `stage`; nothing was written.
-            SyncAborted: The sender gave up, or another rank of the engine failed. With
-                `may_follow` nothing was written, and `stage` hears of the next try.
+            SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
             DigestMismatch: What was read back is not what was written.
         """
         version = self._commit()
         if version is None:
-            gave_up = "the sender gave up before anything was written; call stage again"
-            raise SyncAborted(gave_up, may_follow=True)
+            raise SyncAborted("given up before anything was written; stage again", may_follow=True)
         return version
 
     def _commit(self) -> int | None:
@@ -205,8 +203,7 @@ class WeightReceiver:
                         return None
                     raise SyncAborted("the sender gave up; weights written in place are dirty")
             with self._lock:
-                begun, staging = self._session.begun, self._staging
-                state = self._session.state
+                begun, staging, state = self._session.begun, self._staging, self._session.state
                 if state is not ReceiverState.COMMITTING or begun is None or staging is None:
                     raise IllegalMessage(f"commit while {state.name}; call stage first")
                 self._write(begun.version, staging)
@@ -241,9 +238,8 @@ class WeightReceiver:
         """Leave the weights alone until `attach`: for an engine that sleeps or moves them.
 
         May be called from any thread; when it returns nothing here reads or writes the weights, and
-        a sync that was under way has failed. A receiver that was up to date stays a member as long
-        as no sync is sent; one that is sent fails here at once, and the others get it. `stage` and
-        `receive_weights` wait. Idempotent.
+        a sync under way has failed. An up to date receiver stays a member until a sync is sent,
+        which fails here at once; the others get it. `stage` and `receive_weights` wait. Idempotent.
         """
         with self._lock:
             self._session.detach()
@@ -253,9 +249,9 @@ class WeightReceiver:
     def attach(self) -> None:
         """Look at the weights again: they are where they were, or the engine has loaded others.
 
-        May be called from any thread, once the weights can be read. They are compared with the
-        digests held, by the next `stage` or when a sync begins: if they have changed or moved, the
-        receiver rejoins. Call `invalidate` before if it is known that they have. Idempotent.
+        Any thread may call it once the weights can be read. They are compared with digests held,
+        by the next `stage` or when a sync begins: if they have changed or moved, the receiver
+        rejoins. Call `invalidate` before if it is known that they have. Idempotent.
         """
         with self._lock:
             if self._session.detached:
