@@ -109,6 +109,7 @@ _MISSING: dict[str, Any] = _SMALL | {
     "hidden_act": "silu",
     "hidden_activation": "silu",
     "initializer_range": 0.02,
+    "layer_group_size": 2,
     "layer_norm_eps": 1e-6,
     "layer_norm_epsilon": 1e-6,
     "layernorm_epsilon": 1e-6,
@@ -140,6 +141,7 @@ _MISSING: dict[str, Any] = _SMALL | {
     "score_func": "sigmoid",
     "score_function": "sigmoid",
     "scoring_func": "sigmoid",
+    "short_conv_kernel_size": 4,
     "tie_word_embeddings": False,
     "topk_method": "noaux_tc",
     "use_bias": False,
@@ -171,6 +173,18 @@ _PANGU_SINKS = _MOE | {
     "qk_rope_dim": 32,
     "v_channels": 64,
     "sandwich_norm": False,
+}
+_CHATGLM = {
+    "model_type": "chatglm",
+    "num_layers": 2,
+    "padded_vocab_size": 1000,
+    "ffn_hidden_size": 512,
+    "kv_channels": 64,
+    "seq_length": 1024,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "add_qkv_bias": True,
+    "original_rope": True,
 }
 _MIMO_V2 = _MOE | {
     "model_type": "mimo_v2_flash",
@@ -205,6 +219,10 @@ TOYS: dict[str, dict[str, Any]] = {
     },
     "MiMoV2FlashForCausalLM": _MIMO_V2,
     "MiMoV2ForCausalLM": _MIMO_V2,
+    "BailingMoeV3ForCausalLM": {"model_type": "llama", "no_kda_lora": True, "num_experts": 4},
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
+    "ExaoneMoEForCausalLM": {"model_type": "exaone_moe"},
     "DbrxForCausalLM": {
         "d_model": 256,
         "n_heads": 4,
@@ -234,7 +252,8 @@ def toy_config(architecture: str) -> dict[str, Any]:
     kind = wanted.pop("model_type", None) or _model_types().get(architecture, "llama")
     if kind in transformers.CONFIG_MAPPING:
         known = transformers.AutoConfig.for_model(kind)
-        small = {key: value for key, value in _SMALL.items() if _has(known, key)} | wanted
+        asked = [key for key in _SMALL if key not in wanted and _has(known, key)]
+        small = {key: _SMALL[key] for key in asked} | wanted
     else:
         small = {key: _SMALL[key] for key in _DENSE} | wanted
     small = {key: value for key, value in small.items() if value is not UNSET}
