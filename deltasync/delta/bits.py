@@ -271,6 +271,9 @@ class WireReader:
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """What changes when a tensor's storage is moved, replaced or laid out anew."""
+    if tensor.is_meta:  # all of these are at the null pointer
+        where = int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+        return (where, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 

@@ -96,6 +96,11 @@ class DigestLedger:
         other.__dict__.update(self.__dict__, sums=self.sums.copy())
         return other
 
+    def changed_since(self, before: DigestLedger) -> set[int]:
+        """Numbers of the layout's parameters of which a chunk is another."""
+        chunks = np.flatnonzero(self.sums != before.sums)
+        return set(self.numbers[self.table.parameter[chunks]].tolist())
+
     @cached_property
     def table(self) -> ChunkTable:
         """Where the chunks of `sums` lie."""

@@ -13,9 +13,13 @@ from deltasync.errors import UnknownDtype
 from deltasync.transports.address import Address
 
 WithoutRoutes = Literal["refuse", "reload"]
+Unproved = Literal["refuse", "accept_stale_weights"]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast()]
 Names = Annotated[tuple[str, ...], Field(min_length=1), FailFast()]
 Tensors = Annotated[tuple[tuple[Names, str, Shape], ...], FailFast()]
+
+Sent = tuple[Tensors, tuple[str, ...], Unproved]
+"""What a trainer sends, and what it accepts of the rest."""
 
 
 class Connection(BaseModel):
@@ -31,8 +35,18 @@ class Connection(BaseModel):
     without_routes: WithoutRoutes = Field(
         "refuse", description="what to do where no route leads; see `EngineSync`"
     )
+    keep: tuple[Annotated[str, Field(max_length=1024)], ...] = Field(
+        (), max_length=1024, description="patterns of tensors that it need not send"
+    )
+    unproved: Unproved = Field(
+        "refuse", description="what to do with engines of which updates are not proved"
+    )
     max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
     timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
+
+    def sent(self) -> Sent:
+        """What a proof is of."""
+        return self.tensors, self.keep, self.unproved
 
     def checkpoint(self) -> list[CheckpointTensor]:
         """The tensors that the engine's loader is asked about. Raises UnknownDtype."""

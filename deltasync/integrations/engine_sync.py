@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection, WithoutRoutes
+from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
 from deltasync.sync.crew import Crew
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
@@ -75,6 +75,11 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             in, or compute what they keep. "refuse": `connect` raises, and names one. "reload": they
             keep a copy of the whole checkpoint on the host, which is brought up to date and loaded
             anew in each update.
+        keep: Patterns (`visual.*`) of checkpoint tensors that engines may keep as they were started
+            on. Without it `connect` raises for weights that the trainer does not send.
+        unproved: What workers do that cannot prove that an update reaches everything which they
+            compute with. "refuse": `connect` raises, and says why. "accept_stale_weights": they
+            prove nothing, and may go on to compute with old weights in some places.
         max_staged_bytes: Memory in each worker for a version that is not written yet.
         options: Of the sender.
         timeout_s: For each wait, here and in the workers.
@@ -92,6 +97,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         workers: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
         without_routes: WithoutRoutes = "refuse",
+        keep: Collection[str] = (),
+        unproved: Unproved = "refuse",
         max_staged_bytes: int = 1 << 30,
         options: SenderOptions | None = None,
         timeout_s: float = 60.0,
@@ -100,6 +107,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._address = _reachable(Address.of(transport), rank=0)
         self._server, self._workers, self._paused = server, workers, paused
         self._without_routes: WithoutRoutes = without_routes
+        self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
         self._crew = crew
         self._name = ""  # of the engine, as it was let connect last
@@ -274,6 +282,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             engine=self._name,
             tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
             without_routes=self._without_routes,
+            keep=self._keep,
+            unproved=self._unproved,
             max_staged_bytes=self._max_staged_bytes,
             timeout_s=self._timeout_s,
         )

@@ -8,9 +8,10 @@ trainer to each worker directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.http import Http
 from deltasync.integrations.worker import Worker
+from deltasync.sync.cold import Startup
+from deltasync.sync.proving import Proof
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -27,7 +30,7 @@ ORDER = "deltasync"
 
 NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
 
-_WORKER = "_deltasync_worker"
+_WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
 # What servers answer whose workers take no orders: of a route, a package or a device that is not
 # there.
 _WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
@@ -74,8 +77,7 @@ def take_order(model_runner: Any, text: str) -> None:
 
 def worker_of(model: nn.Module) -> Worker:
     """The one that lives as long as the model."""
-    worker: Worker = vars(model).setdefault(_WORKER, Worker())
-    return worker
+    return _WORKERS.setdefault(model, Worker())
 
 
 def obey(model: nn.Module, order: Order) -> None:
@@ -91,7 +93,7 @@ def obey(model: nn.Module, order: Order) -> None:
 
 def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
     try:
-        target = worker.routed(model, to, lambda: _started_on(model), finish=_finish_of(model))
+        target = worker.routed(model, to, lambda: _started_on(model), lambda: _proof(model))
         worker.connect(to, target, _device_of(model), **_place())
     except Exception as error:
         worker.decline(to, _device_of(model), error)
@@ -113,24 +115,53 @@ def _place() -> dict[str, Any]:
     return {"rank": rank, "world": world}
 
 
-def _finish_of(model: nn.Module) -> Any:
-    """Brings up to date what a model derives from its weights, as DeepSeek's attention does."""
-    return getattr(model, "post_load_weights", lambda: None)
+def _proof(model: nn.Module) -> Proof:
+    """Raises ConfigError if there can be no second instance of the model."""
+    return Proof(model, Startup(lambda: _made_like(model), work_on=_work_on))
+
+
+def _made_like(model: nn.Module) -> nn.Module:
+    """A model as SGLang has made this one."""
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+
+    config, load_config = _configs()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(config.dtype)
+    try:
+        with torch.device(_device_of(model)):
+            quantization = _get_quantization_config(config, load_config)
+            made: nn.Module = _initialize_model(config, load_config, quantization)
+            return made.eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _work_on(modules: Sequence[nn.Module]) -> None:
+    """What SGLang does with modules when it has loaded them."""
+    for module in modules:
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(module)
+
+
+def _configs() -> tuple[Any, Any]:
+    """Of the model, and of loading it."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    load_config = LoadConfig(load_format=arguments.load_format, download_dir=arguments.download_dir)
+    return ModelConfig.from_server_args(arguments), load_config
 
 
 def _started_on(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint that SGLang has loaded, and worked on since. Raises ConfigError."""
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import get_model_loader
     from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.runtime_context import get_server_args
 
-    arguments = get_server_args()
-    config = ModelConfig.from_server_args(arguments)
-    loader = get_model_loader(
-        LoadConfig(load_format=arguments.load_format, download_dir=arguments.download_dir), config
-    )
+    config, load_config = _configs()
+    loader = get_model_loader(load_config, config)
     if not isinstance(loader, DefaultModelLoader):
         raise ConfigError(
             "start SGLang on a checkpoint: only reading it back tells whether it keeps weights "

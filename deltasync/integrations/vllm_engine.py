@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -16,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import (
@@ -23,19 +26,20 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.connection import Connection, Sent
 from deltasync.integrations.worker import Worker
+from deltasync.sync.cold import Startup
+from deltasync.sync.proving import Proof, reached
 from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.source import Registered
 from deltasync.sync.target import WeightTarget
 
 logger = init_logger(__name__)
-_ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_V", "W_K")
 
 
 @dataclass
@@ -64,7 +68,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = Worker()
         self._connection: Connection | None = None  # to be made again when weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
-        self._reloads: frozenset[CheckpointTensor] = frozenset()  # which change nothing if repeated
+        self._reloads: set[Sent] = set()  # of which reloading is proved
+        self._reached = reached(self.model)  # before there are caches
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer. A connection to another one is ended.
@@ -100,28 +105,58 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _target(self, connection: Connection) -> WeightTarget:
         """By routes, or by reloading. Raises ConfigError."""
         try:
-            copied = _copied(self.model)
-            return self._worker.routed(self.model, connection, self._started_on, copied=copied)
+            return self._worker.routed(self.model, connection, self._started_on, self._proof)
         except ConfigError as error:
             if connection.without_routes == "refuse":
                 raise
             logger.warning("deltasync reloads all weights in every update: %s", error)
-            return self._reloaded(connection.checkpoint())
+            return self._reloaded(connection)
 
-    def _reloaded(self, checkpoint: list[CheckpointTensor]) -> ReloadedTarget:
+    def _reloaded(self, to: Connection) -> ReloadedTarget:
         """What the worker holds is known only when it has just been started."""
         if any(map(_is_lost_by_reload, self.model.modules())):
             raise ConfigError(
                 "vLLM's reload leaves int8 matrices on CPUs without their scales: weights of such "
                 "engines cannot be replaced"
             )
-        target = ReloadedTarget(checkpoint, self._reload)
-        if not self._reloads.issuperset(checkpoint):
+        target = ReloadedTarget(to.checkpoint(), self._reload, module=self.model)
+        if to.sent() not in self._reloads:
             target.know(self._started_on())
-            with set_current_vllm_config(self.vllm_config):
-                target.prove(self.model)
-            self._reloads |= frozenset(checkpoint)
+            if to.unproved == "refuse":
+                with set_current_vllm_config(self.vllm_config):
+                    target.prove(self._proof(), keep=to.keep)
+            self._reloads.add(to.sent())
         return target
+
+    def _proof(self) -> Proof:
+        """Raises ConfigError if there can be no second instance of the model."""
+        return Proof(self.model, Startup(self._make, work_on=self._work_on), self._reached)
+
+    def _make(self) -> nn.Module:
+        """A model as vLLM has made its own, of which its engine knows nothing."""
+        config, compilation = copy(self.vllm_config), copy(self.vllm_config.compilation_config)
+        compilation.static_forward_context = {}  # else it has each layer's name already
+        config.compilation_config = compilation
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.model_config.dtype)
+        try:
+            with torch.device(self.device):
+                model: nn.Module = initialize_model(config, model_config=self.model_config)
+                return model.eval()
+        finally:
+            torch.set_default_dtype(default)
+
+    def _work_on(self, modules: Sequence[nn.Module]) -> None:
+        """What vLLM does with modules when it has loaded them: attention last."""
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            for module in modules:
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase):
+                    method.process_weights_after_loading(module)
+            for module in modules:
+                work = getattr(module, "process_weights_after_loading", None)
+                if work is not None and not isinstance(module, QuantizeMethodBase):
+                    work(self.model_config.dtype)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As vLLM's own backends do that bring whole checkpoints, and what they leave out."""
@@ -205,34 +240,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.reloaded()
 
 
-def _copied(model: nn.Module) -> set[str]:
-    """Names of the parameters that vLLM keeps a second time, or works with elsewhere."""
-    modules: list[Any] = list(model.modules())
-    there = [m.weight for m in modules if _is_packed_beside(m)]
-    for module in modules:  # MLA's projections are views of this weight, or made of it
-        made = [getattr(module, name, None) for name in _ABSORBED]
-        own = getattr(getattr(module, "kv_b_proj", None), "weight", None)
-        if any(one is not None and not _share_storage(one, own) for one in made):
-            there.append(own)
-    return {name for name, tensor in model.named_parameters() if any(tensor is t for t in there)}
-
-
-def _is_packed_beside(module: Any) -> bool:
-    """Whether it computes with something that was made of its weight, which it keeps: a head that
-    is tied to its embedding. What packed nothing closes over nothing.
-    """
-    linear = getattr(module, "cpu_linear", None)
-    return getattr(linear, "__closure__", None) is not None and module.weight.numel() > 0
-
-
 def _is_lost_by_reload(module: Any) -> bool:
     """Whether it works with a oneDNN handler, which points to a scale that the reload lets go."""
     kernel = getattr(getattr(module, "scheme", None), "kernel", None)
     return hasattr(kernel, "dnnl_handler")
-
-
-def _share_storage(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.untyped_storage()._cdata == right.untyped_storage()._cdata
 
 
 @contextmanager

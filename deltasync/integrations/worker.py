@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -20,8 +20,9 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.connection import Connection, Sent
 from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.proving import Proof, Upkeep
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.routed import RoutedTarget
 from deltasync.sync.session import ReceiverState
@@ -31,15 +32,14 @@ from deltasync.wire.messages import Failed, encode
 
 _TURN_S = 0.05
 _WELCOME_S = 1.0
-_Tensors = frozenset[tuple[tuple[str, ...], str, tuple[int, ...]]]
 
 
 class Worker:
     """A worker's connection to a trainer, if it has one."""
 
     def __init__(self) -> None:
-        self._proved: _Tensors = frozenset()  # found to be where they were loaded
-        self._unproved: _Tensors = frozenset()  # of the connection, until it holds a version
+        self._proved: dict[Sent, Upkeep | None] = {}  # what has to follow for which tensors
+        self._unproved: tuple[Sent, RoutedTarget] | None = None  # until it holds a version
         self._is_as_started = True
         self._is_asleep = False
         self._open = ExitStack()
@@ -87,9 +87,7 @@ class Worker:
         model: nn.Module,
         to: Connection,
         started_on: Callable[[], Iterable[tuple[str, Tensor]]],
-        *,
-        copied: Collection[str] = (),
-        finish: Callable[[], object] = lambda: None,
+        proof: Callable[[], Proof],
     ) -> RoutedTarget:
         """The worker's weights by routes that lead there. Raises ConfigError, by name.
 
@@ -98,22 +96,23 @@ class Worker:
             to: The trainer.
             started_on: Reads the checkpoint that the engine has loaded, and worked on since. Not
                 asked once others have loaded another.
-            copied, finish: See `RoutedTarget`.
+            proof: Makes what updates are held against.
         """
-        tensors, checkpoint = frozenset(to.tensors), to.checkpoint()
-        if not self._is_as_started and not self._proved >= tensors:
-            target: RoutedTarget = _Unproved(
-                model, checkpoint, copied=copied, finish=finish, is_proved=self._holds_any
-            )
-            target.parameters()  # so that the trainer hears at once what has no route
-            self._unproved = tensors
-            return target
-        target = RoutedTarget(model, checkpoint, copied=copied, finish=finish)
-        if self._proved >= tensors:
+        sent, checkpoint = to.sent(), to.checkpoint()
+        if sent in self._proved:
+            target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
             target.parameters()
-        else:
-            target.prove(started_on())
-            self._proved |= tensors
+            return target
+        if self._is_as_started:
+            target = RoutedTarget(model, checkpoint)
+            target.prove(started_on(), proof if to.unproved == "refuse" else None, keep=to.keep)
+            self._proved[sent] = target.upkeep
+            return target
+        target = _Unproved(model, checkpoint, is_proved=self._holds_any)
+        target.parameters()  # so that the trainer hears at once what has no route
+        if to.unproved == "refuse":
+            target.prove_updates(proof(), keep=to.keep)
+        self._unproved = sent, target
         return target
 
     def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
@@ -212,9 +211,10 @@ class Worker:
 
     def disconnect(self) -> None:
         """End the connection, if there is one. The weights stay as they are."""
-        if self._holds_any():
-            self._proved |= self._unproved
-        self._unproved = frozenset()
+        if self._unproved is not None and self._holds_any():
+            sent, target = self._unproved
+            self._proved[sent] = target.upkeep
+        self._unproved = None
         self._receiver = self._staging = None
         self._open.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class CopiedTarget:
         """None: the copy holds what was sent."""
         return None
 
-    def finish(self) -> None:
+    def finish(self, changed: Collection[int] | None = None) -> None:
         """Nothing is derived."""
 
     def _memory(self, spec: ParameterSpec, held: Tensor | None) -> Tensor:

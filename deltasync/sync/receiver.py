@@ -424,7 +424,7 @@ class WeightReceiver:
             if digest != staging.ledger.total:
                 raise DigestMismatch("the weights read back are not those that were written")
             if not isinstance(staging, Loading):  # which has finished before it read back
-                self._target.finish()
+                self._target.finish(staging.ledger.changed_since(self._weights.ledger))
             self._session.committed()
         except BaseException:
             self._undo(staging)

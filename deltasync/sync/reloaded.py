@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, as_bits, dtype_of, identity
+from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.loading import Loader
 from deltasync.delta.naming import suggested
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
-from deltasync.sync.source import Registered
+from deltasync.sync.proved import in_place, matches, prove_reload, refuse_unsent
+from deltasync.sync.proving import Proof, under
 from deltasync.sync.target import match_parameters, some_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -33,6 +34,7 @@ class ReloadedTarget:
     Args:
         checkpoint: Names, shapes and dtypes of the tensors that `reload` takes.
         reload: The engine's. Tensors that it is given are not its own.
+        module: The engine's model. What reloading puts elsewhere is written to where it was.
         device: Where the copy is kept.
     """
 
@@ -41,9 +43,10 @@ class ReloadedTarget:
         checkpoint: Sequence[CheckpointTensor],
         reload: Reload,
         *,
+        module: nn.Module | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._reload, self._device = reload, device
+        self._reload, self._module = reload, module
         self._copy = {
             one.name: torch.empty(one.shape, dtype=one.dtype, device=device) for one in checkpoint
         }
@@ -52,6 +55,7 @@ class ReloadedTarget:
         for tensor in self._copy.values():  # what no trainer has: the first sync is a full one
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
+        self._loaded: list[CheckpointTensor] = []
 
     def know(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Say what the engine was loaded with, so that a trainer that holds it need not send it.
@@ -63,6 +67,7 @@ class ReloadedTarget:
         found: dict[str, tuple[str, ...]] = {}
         others: list[str] = []
         for name, tensor in weights:
+            self._loaded.append(CheckpointTensor(name, tuple(tensor.shape), tensor.dtype))
             if (first := own.get(name)) is None:
                 others.append(name)
                 continue
@@ -84,27 +89,24 @@ class ReloadedTarget:
                 f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
             )
 
-    def prove(self, module: nn.Module) -> None:
-        """Load what is known once more: that must leave the engine as it was started.
+    def prove(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
+        """Reload other weights, then what is known once more: see `prove_reload`.
 
-        It takes a copy of the engine's weights, beside the other, for as long as it runs.
+        It takes a copy of all that the engine computes with, beside the other, for as long as it
+        runs. The engine must not run; it holds the same weights afterwards.
 
-        Raises ConfigError, by name, for what is different then, or elsewhere. Whatever it raises,
-        the engine is put back.
+        Args:
+            proof: Of the engine.
+            keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
+
+        Raises:
+            ConfigError: By name, for what would be stale, or is different when the engine reloads
+                what it was started on, and for what the trainer does not send.
+            DirtyReceiver: The engine could not be put back.
         """
-        before = _Live(module, self._device)
-        wrong: list[str] | None = None
-        try:
-            self.finish()
-            wrong = before.changed()
-        finally:
-            if wrong != []:
-                before.put_back()
-        if wrong:
-            raise ConfigError(
-                f"{len(wrong)} tensors of the engine, {wrong[0]!r} among them, are not what they "
-                "were when it reloads the checkpoint it was started on: it cannot be kept in sync"
-            )
+        loaded = [one for one in self._loaded if not matches(one.name, keep)]
+        refuse_unsent(proof, loaded, {name for names in self._names.values() for name in names})
+        prove_reload(proof, self._copy, self._given, self._reload)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The checkpoint's tensors."""
@@ -128,59 +130,20 @@ class ReloadedTarget:
         """None: the copy holds what was sent."""
         return None
 
-    def finish(self) -> None:
-        """Load all. Raises what the engine raises, and DirtyReceiver if nothing is known to load:
-        the first sync is undone, and what the engine held before is gone.
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        """Load all, into the storage where it was.
+
+        Raises what the engine raises, and DirtyReceiver if nothing is known to load: the first sync
+        is undone, and what the engine held before is gone.
         """
         if all(map(torch.equal, self._sample(), self._unknown)):
             raise DirtyReceiver(
                 "what the engine was loaded with is not known: it needs a full sync"
             )
-        with torch.no_grad():
-            self._reload(
-                (given, tensor)
-                for name, tensor in self._copy.items()
-                for given in self._given[name]
-            )
+        with torch.no_grad(), in_place(self._module):
+            self._reload(under(self._given, self._copy.items()))
 
     def _sample(self) -> list[Tensor]:
         """A few bytes of each tensor."""
         tensors = self._copy.values()
         return [t.view(-1)[:_SAMPLED].view(torch.uint8).clone() for t in tensors]
-
-
-class _Live:
-    """A module's parameters and buffers: where they are, and what is in them."""
-
-    def __init__(self, module: nn.Module, device: torch.device | str) -> None:
-        self._module = module
-        self._registered = Registered(module)
-        self._tensors = dict(_named(module))
-        self._storage = {name: tensor.detach() for name, tensor in self._tensors.items()}
-        self._bits = {n: t.detach().to(device, copy=True) for n, t in self._tensors.items()}
-
-    def changed(self) -> list[str]:
-        """Names of what is new, gone, elsewhere, or other to the bit."""
-        now = dict(_named(self._module))
-        both = self._bits.keys() & now.keys()
-        return sorted(
-            (self._bits.keys() ^ now.keys()) | {n for n in both if self._is_other(n, now[n])}
-        )
-
-    def _is_other(self, name: str, now: Tensor) -> bool:
-        before = self._bits[name]
-        return identity(now) != identity(self._storage[name]) or not torch.equal(
-            as_bits(before), as_bits(now).to(before.device)
-        )
-
-    def put_back(self) -> None:
-        """The same tensors, in the same storage, with the same bits."""
-        self._registered.put_back()
-        for name, tensor in self._tensors.items():
-            tensor.data = self._storage[name]
-            self._storage[name].copy_(self._bits[name])
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

@@ -15,7 +15,17 @@ from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.source import ModuleWatch, Registered
+from deltasync.sync.proved import (
+    matches,
+    named,
+    prove_routes,
+    read_whole,
+    refuse_unfilled,
+    refuse_unsent,
+)
+from deltasync.sync.proving import Proof, Upkeep
+from deltasync.sync.reach import Reach
+from deltasync.sync.source import ModuleWatch
 from deltasync.sync.target import match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -40,10 +50,12 @@ class RoutedTarget:
         checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
         load: The loader; by default the module's `load_weights`. It is called with a few tensors at
             a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
-        copied: Names of the module's tensors that the engine keeps a second time, where no write
-            would reach it: packed, or absorbed into others. Nothing is sent there.
         finish: Called in the pause after every sync, full or not: brings up to date what the engine
             derives from its weights. It must leave them where they were loaded.
+        upkeep: What `prove` has found to have to follow besides, for this module and checkpoint.
+
+    Attributes:
+        upkeep: The same; `prove` finds it.
     """
 
     def __init__(
@@ -52,12 +64,14 @@ class RoutedTarget:
         checkpoint: Sequence[CheckpointTensor],
         *,
         load: Load | None = None,
-        copied: Collection[str] = (),
         finish: Callable[[], object] = lambda: None,
+        upkeep: Upkeep | None = None,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
-        self._copied, self._finish = frozenset(copied), finish
+        self._finish, self.upkeep = finish, upkeep
+        self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
+        self._names: dict[int, str] = {}  # own, by number
         self._watch = ModuleWatch(module)
         self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
         self._known: tuple[ModuleWatch, Recording] | None = None
@@ -87,13 +101,32 @@ class RoutedTarget:
         self._own_names = {
             layout[n].name: recording.given[s.name] for n, s in zip(numbers, held, strict=True)
         }
+        self._names = {number: spec.name for number, spec in zip(numbers, held, strict=True)}
+        self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
         return dict(zip(numbers, accesses, strict=True))
 
-    def prove(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Read back what the engine holds of the checkpoint that it was started on.
+    def prove(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        proof: Callable[[], Proof] | None = None,
+        *,
+        keep: Collection[str] = (),
+    ) -> None:
+        """Prove that what is written through routes reaches all that the engine computes with.
 
-        For engines that work on weights after loading: what the loader alone would do says nothing
-        of that. Raises ConfigError, by name, for tensors that are not where it puts them.
+        What the engine holds of the checkpoint that it was started on is read back; then see
+        `prove_routes`. The engine must not run. It holds the same weights afterwards.
+
+        Args:
+            weights: That checkpoint.
+            proof: Makes what updates are held against. Without one nothing is found out about what
+                the engine derives from weights, or keeps a second time.
+            keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
+
+        Raises:
+            ConfigError: By name, for tensors that are not where the loader puts them, for such as
+                the trainer does not send, and for what would be stale.
+            DirtyReceiver: The engine could not be put back.
         """
         layout = self.parameters()
         numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
@@ -102,7 +135,10 @@ class RoutedTarget:
         wrong: dict[int, str] = {}
         right: set[int] = set()
         others: list[str] = []
+        loaded: list[CheckpointTensor] = []
         for name, tensor in weights:
+            if not matches(name, keep):
+                loaded.append(CheckpointTensor(name, tuple(tensor.shape), tensor.dtype))
             if (number := numbers.get(name)) is None:
                 others.append(name)
                 continue
@@ -126,6 +162,22 @@ class RoutedTarget:
                 f"{len(wrong)} tensors have no route: {some_of(names)} are not where the loader "
                 f"puts them: the engine changes its layout after loading; {RELOAD}"
             )
+        if proof is not None:
+            self._prove(proof(), loaded)
+
+    def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
+        refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
+        self.upkeep = prove_routes(proof, self._recorded(), self._held)
+
+    def prove_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
+        """The same for an engine of which nobody knows what it was loaded with: nothing is read
+        back. Here `keep` are the engine's own names. Raises as `prove`.
+        """
+        self.bind(self.parameters())
+        recording = self._recorded()
+        written = {piece.live for pieces in recording.pieces.values() for piece in pieces}
+        refuse_unfilled(proof, written, keep)
+        self.upkeep = prove_routes(proof, recording, self._held)
 
     def check_unmoved(self) -> None:
         """Compare the address, size, strides and dtype of every tensor of the module."""
@@ -148,13 +200,16 @@ class RoutedTarget:
         groups = ([names.get(recording.given[n]) for n in g] for g in recording.together)
         return [[name for name in group if name is not None] for group in groups]
 
-    def finish(self) -> None:
+    def finish(self, changed: Collection[int] | None = None) -> None:
         """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""
         self._finish()
+        if self.upkeep is not None:
+            names = None if changed is None else {self._names[n] for n in changed}
+            self.upkeep.run(lambda name: read_whole(*self._held[name]), names)
         self.check_unmoved()
 
     def _live(self) -> dict[str, Tensor]:
-        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        return named(self._module)
 
     def _specs(self, recording: Recording) -> tuple[ParameterSpec, ...]:
         return tuple(
@@ -174,12 +229,6 @@ class RoutedTarget:
                 raise ConfigError(f"{error}; {RELOAD}") from error
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
-        whys |= {
-            f"{name!r} goes to {piece.live!r}, of which the engine keeps a copy elsewhere"
-            for name, pieces in recording.pieces.items()
-            for piece in pieces
-            if piece.live in self._copied
-        }
         if self._checkpoint and not whys and not any(recording.pieces.values()):
             names = [one.name for one in self._checkpoint]
             raise ConfigError(
@@ -195,10 +244,10 @@ class RoutedTarget:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Put back parameters and buffers that the loader registers anew, and refuse it."""
-        watch, registered, before = (
+        """Put back what the loader replaces. Refuse it for parameters and buffers."""
+        watch, reach, before = (
             ModuleWatch(self._module),
-            Registered(self._module),
+            Reach([("", self._module)]),
             self._live(),
         )
         replaced: list[str] = []
@@ -208,7 +257,7 @@ class RoutedTarget:
             if not watch.is_unmoved():
                 now = self._live()
                 replaced = sorted(n for n in before | now if before.get(n) is not now.get(n))
-                registered.put_back()
+            reach.put_back()
         if replaced:
             raise ConfigError(
                 f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -51,8 +51,12 @@ class WeightTarget(Protocol):
         """What has to write a full sync, or None if that can go to what `bind` returned."""
         ...
 
-    def finish(self) -> None:
-        """Weights were written: bring up to date what the engine has derived from them."""
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        """Weights were written: bring up to date what the engine has derived from them.
+
+        Args:
+            changed: Numbers of those that were, in the layout that was bound; None for all.
+        """
         ...
 
 
@@ -102,7 +106,7 @@ class ModuleTarget:
         """None: the module's tensors are the checkpoint's."""
         return None
 
-    def finish(self) -> None:
+    def finish(self, changed: Collection[int] | None = None) -> None:
         """Nothing is derived."""
 
     def _tensors(self) -> list[NamedTensor]:

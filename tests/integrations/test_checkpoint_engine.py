@@ -20,6 +20,8 @@ from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
+from deltasync.sync.cold import Startup
+from deltasync.sync.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model
 
@@ -60,11 +62,14 @@ class Server:
         self.worker.disconnect()
         to = Connection.model_validate(connection)
         try:
-            target = self.worker.routed(self.engine, to, self.started_on)
+            target = self.worker.routed(self.engine, to, self.started_on, self._proof)
             self.worker.connect(to, target, CPU, rank=0, world=1)
         except Exception as error:
             self.worker.decline(to, CPU, error)
             raise
+
+    def _proof(self) -> Proof:
+        return Proof(self.engine, Startup(Engine))
 
     def started_on(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("a", torch.zeros(4, 4)), ("b", torch.zeros(4, 4)))

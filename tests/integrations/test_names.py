@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
+from deltasync.sync.cold import Startup
+from deltasync.sync.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, random_model
 
@@ -58,11 +61,16 @@ class Server:
         self.worker.disconnect()
         to = Connection.model_validate(connection)
         try:
-            target = self.worker.routed(self.engine, to, lambda: self._started_on.items())
+            target = self.worker.routed(
+                self.engine, to, lambda: self._started_on.items(), self._proof
+            )
             self.worker.connect(to, target, CPU, rank=0, world=1)
         except Exception as error:
             self.worker.decline(to, CPU, error)
             raise
+
+    def _proof(self) -> Proof:
+        return Proof(self.engine, Startup(lambda: deepcopy(self.engine)))
 
     def update(self, version: int, /) -> None:
         self.worker.commit(version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,8 @@ class Stubborn(ModuleTarget):
 
     fails = False
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        super().finish(changed)
         if self.fails:
             self.fails = False
             raise TargetMoved("planted")

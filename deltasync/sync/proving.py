@@ -1,0 +1,346 @@
+"""Proves, with other weights than its own, that an engine that is kept in sync computes with what
+a fresh one would compute with.
+
+Weights with other bits are given to a second instance of the model as the engine does when it
+starts (see `cold`), and to the live one as a sync does. Every tensor that can be reached has to be
+the same then. Loading what was loaded before has to leave the live one as it was, where it was.
+That is done for one layer after the other, so that the memory it takes is a layer's.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from deltasync.delta.bits import as_bits, identity
+from deltasync.delta.recorder import Recording
+from deltasync.errors import ConfigError
+from deltasync.sync.cold import ColdModel, Startup
+from deltasync.sync.reach import Found, Reach, settle
+
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)|\d+(?=\.|$)")
+_SHOWN = 3
+Bits = Mapping[str, Tensor]
+
+
+def scope_of(name: str) -> str:
+    """The layer that a tensor or module is in: up to the first number. "" outside of all."""
+    found = _LAYER.match(name)
+    return found.group() if found else ""
+
+
+class Scopes:
+    """A model's modules by layer, and the rest of them.
+
+    Args:
+        model: Whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._stop = {id(module) for module in self._modules.values()}
+
+    def names(self) -> list[str]:
+        """The rest, which is called "", and the layers, in order."""
+        return list(dict.fromkeys(scope_of(name) for name in self._modules))
+
+    def modules(self, scopes: Collection[str]) -> dict[str, nn.Module]:
+        """Those of some layers, by name."""
+        return {n: m for n, m in self._modules.items() if scope_of(n) in scopes}
+
+    def reach(self, scopes: Collection[str]) -> Reach:
+        """What is reached from them, and not through others."""
+        return Reach(self.roots(scopes), stop=self.stop(scopes))
+
+    def roots(self, scopes: Collection[str]) -> list[tuple[str, nn.Module]]:
+        """Their outermost modules, by name."""
+        return [(n, m) for n, m in self._modules.items() if n in scopes]
+
+    def stop(self, scopes: Collection[str]) -> set[int]:
+        """`id`s of all other modules."""
+        return self._stop - {id(module) for module in self.modules(scopes).values()}
+
+
+def other_bits(tensor: Tensor, name: str) -> Tensor:
+    """Weights that no rounding takes for these: each float smaller by 10 to 50 %, with its sign.
+
+    Zeros, and what is not finite, change by a bit. Integers are put in another order. The same for
+    the same name.
+    """
+    if not tensor.is_floating_point():
+        return tensor.flatten().flip(0).view(tensor.shape)
+    made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+    flat, there = tensor.reshape(-1), made.view(-1)
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    for start in range(0, tensor.numel(), _BLOCK):
+        here = flat[start : start + _BLOCK]
+        factor = torch.rand(len(here), generator=generator, device=tensor.device)
+        other = (here.to(wide) * (0.5 + 0.4 * factor)).to(tensor.dtype)
+        same = as_bits(other) == as_bits(here)
+        there[start : start + _BLOCK].copy_(other)
+        as_bits(there[start : start + _BLOCK]).bitwise_xor_(same.to(as_bits(there).dtype))
+    return made
+
+
+_BLOCK = 1 << 22  # elements that are changed together
+
+
+class Kept:
+    """The bits of what was reached, on the host, and a way back to them.
+
+    Args:
+        reach: Where.
+        besides: Addresses of tensors that belong to others too, and paths of those that came after
+            loading: they are left alone.
+    """
+
+    def __init__(self, reach: Reach, shared: Collection[int], late: Collection[str]) -> None:
+        self.reach = reach
+        self.founds = {
+            path: found
+            for path, found in reach.tensors.items()
+            if path not in late and found.tensor.data_ptr() not in shared and found.tensor.numel()
+        }
+        by_place: dict[tuple[object, ...], Tensor] = {}
+        self.bits: dict[str, Tensor] = {}
+        for path, found in self.founds.items():
+            key = identity(found.alias)
+            if key not in by_place:
+                by_place[key] = found.alias.to("cpu", copy=True)
+            self.bits[path] = by_place[key]
+
+    def put_back(self) -> None:
+        """The same tensors, in the same storage, with the same bits."""
+        self.reach.put_back()
+        for path, found in self.founds.items():
+            as_bits(_each_once(found.alias)).copy_(as_bits(_each_once(self.bits[path])))
+
+    def changed(self, expected: Bits | None = None) -> list[str]:
+        """Paths of what is elsewhere, or has other bits than these, or than expected."""
+        wanted = self.bits if expected is None else {**self.bits, **expected}
+        return [
+            path
+            for path, found in self.founds.items()
+            if found.is_moved or not same_bits(found.alias, wanted[path])
+        ]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same to the bit."""
+    alike = (left.shape, left.dtype, left.is_meta) == (right.shape, right.dtype, right.is_meta)
+    return alike and torch.equal(as_bits(left), as_bits(right).to(left.device))
+
+
+def _each_once(tensor: Tensor) -> Tensor:
+    """Without the dimensions along which it is expanded."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not stride:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What brings up to date what is derived from some weights.
+
+    Attributes:
+        names: Checkpoint tensors whose live values are loaded again.
+        modules: What the engine works on then, as it does when it starts.
+    """
+
+    names: tuple[str, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share weights: mostly one.
+
+    Attributes:
+        scopes: The layers.
+        names: The checkpoint tensors that go there.
+    """
+
+    scopes: frozenset[str]
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Upkeep:
+    """What has to follow after weights were written, found by `prove_routes`.
+
+    Attributes:
+        startup: The engine's.
+        model: Its model.
+        given: The names under which its loader takes each checkpoint tensor.
+        steps: By group what it takes; only where it takes something.
+        moved: What steps put elsewhere: it is written to where it was.
+    """
+
+    startup: Startup
+    model: nn.Module
+    given: Mapping[str, tuple[str, ...]]
+    steps: dict[Group, Step] = field(default_factory=dict)
+    moved: dict[str, Found] = field(default_factory=dict)
+
+    def run(self, read: Callable[[str], Tensor], changed: Collection[str] | None = None) -> None:
+        """Bring up to date what is derived of checkpoint tensors; of all, or of some.
+
+        Args:
+            read: Gives the live value of a checkpoint tensor.
+            changed: Their names.
+        """
+        if not self.steps:
+            return
+        touched = [
+            step
+            for group, step in self.steps.items()
+            if changed is None or not set(changed).isdisjoint(group.names)
+        ]
+        names = tuple(name for step in touched for name in step.names)
+        self.take(Step(names, tuple(m for step in touched for m in step.modules)), read)
+        settle(self.moved)
+
+    def take(self, step: Step, read: Callable[[str], Tensor]) -> None:
+        """Do what a step says."""
+        with torch.no_grad():
+            if step.names:
+                live = [(name, read(name)) for name in step.names]
+                self.startup.load(self.model, under(self.given, live))
+            if step.modules:
+                self.startup.work_on(step.modules)
+
+
+def under(
+    given: Mapping[str, tuple[str, ...]], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights under all of the names that a loader takes them by."""
+    return ((own, tensor) for name, tensor in weights for own in given[name])
+
+
+class Proof:
+    """What both ways of writing weights are held against.
+
+    Args:
+        model: The live one.
+        startup: How the engine came to it.
+        loaded: Paths of what was reached when it had just been loaded; None if that is not known.
+
+    Raises:
+        ConfigError: There is no second instance to compare it with.
+    """
+
+    def __init__(
+        self, model: nn.Module, startup: Startup, loaded: Collection[str] | None = None
+    ) -> None:
+        self.model, self.startup, self._loaded = model, startup, loaded
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.cold = ColdModel(startup, device)
+        self.scopes, self._cold_scopes = Scopes(model), Scopes(self.cold.model)
+        own = Reach([("", self.cold.model)]).tensors.values()
+        self._shared = {f.tensor.data_ptr() for f in own if not f.tensor.is_meta} - {0}
+
+    def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Kept:
+        """Note what some layers hold.
+
+        Raises ConfigError, by path, for what came after loading and is a copy of one of `weights`.
+        """
+        reach = self.scopes.reach(scopes)
+        late = set() if self._loaded is None else reach.tensors.keys() - set(self._loaded)
+        for path in late:
+            if _is_copy(reach.tensors[path].alias, weights):
+                raise ConfigError(
+                    f"{path!r} is a copy of weights, which the engine made while it ran"
+                )
+        return Kept(reach, self._shared, late)
+
+    @contextmanager
+    def started(
+        self, group: Group, weights: Iterable[tuple[str, Tensor]], kept: Kept
+    ) -> Iterator[tuple[dict[str, Tensor], list[str]]]:
+        """Start a part of the second instance with other weights.
+
+        Returns by path the bits that are other then, and paths of what it does not have.
+        """
+        roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)
+        with self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled):
+            before = {
+                path: kept.bits[path] if path in filled else found.alias.clone()
+                for path, found in fresh.tensors.items()
+                if not found.alias.is_meta
+            }
+            modules = self._cold_scopes.modules(group.scopes)
+            self.cold.start(weights, tuple(modules.values()))
+            after = Reach(roots, stop=stop).tensors
+            expected = {
+                path: found.alias
+                for path, found in after.items()
+                if not _is_known(found.alias, before.get(path))
+            }
+            with_like = {
+                storage_of(kept.founds[p].alias) for p in kept.founds.keys() & after.keys()
+            }
+            alone = [p for p, f in kept.founds.items() if storage_of(f.alias) not in with_like]
+            yield expected, alone
+
+
+def reached(model: nn.Module) -> set[str]:
+    """Paths of all tensors with elements that are reached from a model now."""
+    scopes = Scopes(model)
+    founds = (scopes.reach((name,)).tensors.items() for name in scopes.names())
+    return {path for one in founds for path, found in one if found.tensor.numel()}
+
+
+def _is_known(now: Tensor, before: Tensor | None) -> bool:
+    """Whether loading has left it alone."""
+    return before is not None and not now.is_meta and same_bits(now, before)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors over the same storage share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
+    """Whether it has the values of one of these, in any order, as far as its dtype tells them."""
+    for weight in weights:
+        if tensor.numel() == weight.numel() > 1:
+            mine, theirs = (
+                t.flatten().to(weight.device, torch.float32).sort().values
+                for t in (tensor, weight.to(tensor.dtype))
+            )
+            if mine[0] != mine[-1] and torch.equal(mine, theirs):
+                return True
+    return False
+
+
+def groups_of(recording: Recording, scopes: Sequence[str]) -> list[Group]:
+    """Which checkpoint tensors go to which layers; layers of one tensor are one group.
+
+    Those that the recording refuses go by their own names, if layers are called so.
+    """
+    touched = {
+        name: {scope_of(piece.live) for piece in pieces}
+        for name, pieces in recording.pieces.items()
+        if pieces
+    }
+    for name in recording.refused:
+        touched[name] = {scope_of(name) if scope_of(name) in scopes else ""}
+    members: dict[str, set[str]] = {scope: {scope} for scope in scopes}
+    for found in touched.values():
+        together = set().union(*(members.setdefault(scope, {scope}) for scope in found))
+        members |= dict.fromkeys(together, together)
+    names: dict[frozenset[str], list[str]] = defaultdict(list)
+    for scope in members:  # in order, so that all ranks of an engine go through them alike
+        names[frozenset(members[scope])] = []
+    for name, found in touched.items():
+        names[frozenset(members[next(iter(found))])].append(name)
+    return [Group(scopes, tuple(held)) for scopes, held in names.items()]

@@ -1,0 +1,319 @@
+"""Every tensor that can be reached from a model, and the way there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deltasync.delta.bits import identity
+from deltasync.errors import ConfigError
+
+_MOST = 4_000_000  # objects; a model of 1,000 layers has fewer
+_ATTRIBUTES = object()  # the key of an object's own dict
+# Nothing beneath them belongs to one model.
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, type, ModuleType, range),
+    *(logging.Logger, logging.Handler, threading.Thread, torch.fx.Graph, torch.Generator),
+    *(OpOverload, OpOverloadPacket, torch.Size, torch.dtype, torch.device),
+)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+Link = tuple[Any, Any]
+"""An object, and the key under which it holds the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor where it was found.
+
+    Attributes:
+        tensor: It.
+        links: How it was reached from the first of these objects. Each is kept alive.
+        alias: The same storage, as it was then.
+    """
+
+    tensor: Tensor
+    links: tuple[Link, ...]
+    alias: Tensor
+
+    def now(self) -> Tensor | None:
+        """What is found there now, if it is a tensor."""
+        one = self.links[0][0]
+        for _, key in self.links:
+            try:
+                one = _get(one, key)
+            except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+                return None
+        return one if isinstance(one, Tensor) else None
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether another tensor, or other storage, is there now."""
+        now = self.now()
+        return now is not self.tensor or identity(now) != identity(self.alias)
+
+    def put_back(self) -> None:
+        """Let the same tensor in the same storage be there again."""
+        for (one, key), after in zip(self.links, [*self._holders()[1:], self.tensor], strict=True):
+            if _peek(one, key) is not after:
+                _set(one, key, after)
+                break
+        if identity(self.tensor) != identity(self.alias):
+            self.tensor.data = self.alias
+
+    def _holders(self) -> list[Any]:
+        return [one for one, _ in self.links]
+
+
+class Reach:
+    """What is reached from some modules: parameters, buffers, and whatever else holds tensors.
+
+    Followed are attributes and slots of any object, dicts, lists, tuples, sets, partial and bound
+    functions, closures and defaults; not globals of functions, modules, classes. It is found in the
+    same order each time, an object once, a tensor at each place.
+
+    Args:
+        roots: Where to begin, by path.
+        stop: What not to look into: `id`s.
+
+    Attributes:
+        tensors: By path, in the order found. Those without plain dense storage are left out.
+        opaque: By path, those: sparse, packed, wrapped ones.
+        seen: `id`s of all objects that were looked into.
+    """
+
+    def __init__(
+        self, roots: Iterable[tuple[str, nn.Module]], *, stop: Collection[int] = ()
+    ) -> None:
+        self.tensors: dict[str, Found] = {}
+        self.opaque: dict[str, Tensor] = {}
+        self._stop, self._links = frozenset(stop), dict[int, tuple[Link, ...]]()
+        self._kept: list[Any] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        queue: deque[tuple[str, Any]] = deque()
+        for path, root in roots:  # all modules before what else may lead to them
+            self._enter_module(queue, path, root, ())
+        while queue:
+            path, one = queue.popleft()
+            for key, label, value in _children(one):
+                self._enter(queue, path + label if path else label[1:], value, (one, key))
+        self.seen = frozenset(self._links)
+
+    def put_back(self) -> None:
+        """Let all objects that lead to a tensor hold what they held, and storage be where it was.
+
+        Says nothing of what is in that storage.
+        """
+        for one, before in self._contents.values():
+            _restore(one, before)
+        for found in self.tensors.values():
+            if identity(found.tensor) != identity(found.alias):
+                found.tensor.data = found.alias
+
+    def _enter_module(
+        self, queue: deque[tuple[str, Any]], path: str, module: nn.Module, way: tuple[Link, ...]
+    ) -> None:
+        """A module and those that are registered in it."""
+        if id(module) in self._links or id(module) in self._stop:
+            return
+        own, inside = vars(module), module._modules
+        to_own = (*way, (module, _ATTRIBUTES))
+        to_inside = (*to_own, (own, "_modules"))
+        for value, link in ((module, way), (own, to_own), (inside, to_inside)):
+            self._look_into(path, value, link)
+        for one in (own, inside, module._parameters, module._buffers):
+            self._remember(one)
+        queue.append((path, own))
+        for name, child in inside.items():
+            if child is not None:
+                below = f"{path}.{name}" if path else name
+                self._enter_module(queue, below, child, (*to_inside, (inside, name)))
+
+    def _enter(self, queue: deque[tuple[str, Any]], path: str, value: Any, link: Link) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._stop:
+            return
+        way = (*self._links[id(link[0])], link)
+        if isinstance(value, Tensor):
+            self._note(path, value, way)
+        if id(value) in self._links:
+            return
+        if isinstance(value, nn.Module):
+            self._enter_module(queue, path, value, way)
+        else:
+            self._look_into(path, value, way)
+            queue.append((path, value))
+
+    def _look_into(self, path: str, value: Any, way: tuple[Link, ...]) -> None:
+        if len(self._links) >= _MOST:
+            raise ConfigError(f"more than {_MOST} objects are reached from the model, by {path!r}")
+        self._links[id(value)] = way
+        self._kept.append(value)  # so that no other object has its id
+
+    def _note(self, path: str, tensor: Tensor, way: tuple[Link, ...]) -> None:
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            return
+        if not is_plain(tensor):
+            self.opaque[path] = tensor
+            return
+        self.tensors[path] = Found(tensor, way, tensor.detach())
+        for one, _ in way:
+            self._remember(one)
+
+    def _remember(self, one: Any) -> None:
+        if id(one) not in self._contents and isinstance(one, dict | list | CellType):
+            held = one.cell_contents if isinstance(one, CellType) else one.copy()
+            self._contents[id(one)] = (one, held)
+
+
+def settle(founds: Mapping[str, Found]) -> None:
+    """Write what is now in the place of these tensors into their storage, and put them back.
+
+    Raises ConfigError for what is of another shape or dtype, or gone.
+    """
+    moved = {path: (found, found.now()) for path, found in founds.items() if found.is_moved}
+    for path, (found, now) in moved.items():
+        here = found.alias
+        if now is None or (now.shape, now.dtype, now.device) != (
+            *(here.shape, here.dtype, here.device),
+        ):
+            raise ConfigError(f"the engine puts something else in the place of {path!r}")
+        if identity(now) != identity(here):
+            here.copy_(now.detach())
+    for found, _ in moved.values():
+        found.put_back()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it has dense storage of its own, or of a tensor that it is a view of."""
+    return (
+        tensor.layout == torch.strided
+        and not is_traceable_wrapper_subclass(tensor)
+        and not tensor.is_nested
+        and not (tensor.is_conj() or tensor.is_neg())
+        and not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+    )
+
+
+def _children(one: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(key, what it adds to a path, value) of all that an object holds."""
+    match one:
+        case dict():
+            for key, value in list(one.items()):
+                yield key, _label(key), value
+        case list() | tuple() | deque() | set() | frozenset():
+            for n, value in enumerate(list(one)):
+                yield n, f".{n}", value
+        case CellType():
+            if (held := _peek(one, 0)) is not None:
+                yield 0, "", held
+        case FunctionType():
+            names = one.__code__.co_freevars
+            for name, cell in zip(names, one.__closure__ or (), strict=True):
+                yield ("__closure__", names.index(name)), f".<{name}>", cell
+            yield "__defaults__", ".<defaults>", one.__defaults__
+            yield "__kwdefaults__", ".<defaults>", one.__kwdefaults__
+        case MethodType():
+            yield "__self__", ".<self>", one.__self__
+            yield "__func__", "", one.__func__
+        case partial():
+            for name in ("func", "args", "keywords"):
+                yield name, f".<{name}>", getattr(one, name)
+    if not isinstance(one, MethodType) and isinstance(own := _own_dict(one), dict):
+        yield _ATTRIBUTES, "", own
+    for slot in _slots(type(one)):
+        value = _peek(one, slot)
+        if value is not None:
+            yield slot, f".{slot}", value
+
+
+def _label(key: Any) -> str:
+    if key in _REGISTERED if isinstance(key, str) else False:
+        return ""
+    return f".{key}"[:256] if isinstance(key, str | int) else f".<{type(key).__name__}>"
+
+
+def _own_dict(one: Any) -> Any:
+    try:
+        return object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return None
+
+
+_slots_of: dict[type, tuple[str, ...]] = {}
+
+
+def _slots(kind: type) -> Sequence[str]:
+    """Names of attributes that instances keep outside of a dict. Of classes made in Python."""
+    if kind not in _slots_of:
+        names = []
+        for cls in kind.__mro__:
+            own = cls.__dict__.get("__slots__", ())
+            names += [own] if isinstance(own, str) else list(own)
+        _slots_of[kind] = tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+    return _slots_of[kind]
+
+
+def _get(one: Any, key: Any) -> Any:
+    """What an object holds under a key of `_children`."""
+    if key is _ATTRIBUTES:
+        return object.__getattribute__(one, "__dict__")
+    if isinstance(one, dict):
+        return one[key]
+    if isinstance(one, set | frozenset):
+        return list(one)[key]
+    if isinstance(one, list | tuple | deque) and isinstance(key, int):
+        return one[key]
+    if isinstance(one, CellType):
+        return one.cell_contents
+    if isinstance(key, tuple):
+        return one.__closure__[key[1]]
+    return getattr(one, key)
+
+
+def _peek(one: Any, key: Any) -> Any:
+    """The same, or None where there is nothing."""
+    try:
+        return _get(one, key)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def _set(one: Any, key: Any, value: Any) -> None:
+    """Let an object hold this under a key. Raises ConfigError for one that cannot change."""
+    if isinstance(one, CellType):
+        one.cell_contents = value
+    elif isinstance(one, dict | list | deque):
+        one[key] = value
+    elif isinstance(one, tuple | set | frozenset) or not isinstance(key, str):
+        raise ConfigError(f"a {type(one).__name__} that holds weights cannot be put back")
+    else:
+        setattr(one, key, value)
+
+
+def _restore(one: Any, before: Any) -> None:
+    if isinstance(one, CellType):
+        one.cell_contents = before
+    elif isinstance(one, list):
+        if len(one) != len(before) or not all(map(is_, one, before)):
+            one[:] = before
+    elif not (
+        len(one) == len(before)
+        and all(map(is_, one, before))
+        and all(map(is_, one.values(), before.values()))
+    ):
+        kind = OrderedDict if isinstance(one, OrderedDict) else dict
+        kind.clear(one)
+        kind.update(one, before)

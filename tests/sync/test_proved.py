@@ -1,0 +1,417 @@
+"""What an engine computes with after an update is what a fresh one would compute with, or it is
+refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from deltasync.delta.bits import as_bits
+from deltasync.delta.recorder import CheckpointTensor
+from deltasync.errors import ConfigError
+from deltasync.sync.cold import Startup
+from deltasync.sync.proving import Proof, other_bits, reached, scope_of
+from deltasync.sync.reach import Reach
+from deltasync.sync.reloaded import ReloadedTarget
+from deltasync.sync.routed import RoutedTarget
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Layer(nn.Module):
+    """A projection with a bias, and what a kind of engine makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.sinks = nn.Parameter(torch.empty(6, dtype=torch.bfloat16), requires_grad=False)
+        self.table = torch.arange(5).cos()  # of no weights
+        self.space = torch.empty(32)  # likewise, and left as it is
+
+    def work(self) -> None:
+        """What the engine does once weights are there; again, if it is asked to."""
+
+
+class Engine(nn.Module):
+    """Layers, an embedding, and a head of its own.
+
+    Attributes:
+        made: Of these layers.
+    """
+
+    made: type[Layer] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.made() for _ in range(3)])
+        self.embed = nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.head = nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+    @classmethod
+    def started(cls, weights: Iterable[tuple[str, Tensor]]) -> Engine:
+        engine = cls()
+        engine.load_weights(weights)
+        work_on(list(engine.modules()))
+        return engine
+
+
+def work_on(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, Layer):
+            module.work()
+
+
+def checkpoint(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"embed": (8, 4), "head": (8, 4)}
+    shapes |= {f"layers.{n}.weight": (6, 4) for n in range(3)}
+    shapes |= {f"layers.{n}.sinks": (6,) for n in range(3)}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+
+
+def specs(weights: dict[str, Tensor]) -> list[CheckpointTensor]:
+    return [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
+
+
+class Again(Layer):
+    """Computes anew each time, into other storage."""
+
+    def work(self) -> None:
+        self.absorbed = self.weight.data.T.contiguous() * 2
+
+
+class Beside(Layer):
+    """Likewise, in objects that it makes anew: a kernel, a list, a closure, a partial function."""
+
+    def work(self) -> None:
+        doubled = self.weight.data * 2
+        self.kernel = Kernel(doubled + 1)
+        self.parts = [doubled.clone(), {"last": doubled[1:].clone()}]
+        self.linear = lambda x: x @ doubled.T
+        self.other = partial(torch.add, doubled - 1)
+
+
+class Kernel:
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed
+
+
+class Once(Layer):
+    """Computes only the first time."""
+
+    def work(self) -> None:
+        if not hasattr(self, "absorbed"):
+            self.absorbed = self.weight.data * 2
+
+
+class Flagged(Layer):
+    """Likewise, into memory that it has from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absorbed, self.is_done = torch.empty(6, 4), False
+
+    def work(self) -> None:
+        if not self.is_done:
+            self.absorbed.copy_(self.weight.data * 2)
+            self.is_done = True
+
+
+class Cast(Layer):
+    """Keeps its sinks as float32; those are left alone the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.impl: Any = type("Impl", (), {})()
+        self.impl.sinks = self.sinks
+
+    def work(self) -> None:
+        if self.impl.sinks.dtype != torch.float32:
+            self.impl.sinks = self.impl.sinks.to(torch.float32)
+
+
+class Unseen(Layer):
+    """Keeps what it packs in a list of modules that are not registered, and packs once."""
+
+    def work(self) -> None:
+        if not hasattr(self, "others"):
+            self.others = [nn.Module()]
+            self.others[0].packed = self.weight.data.flip(0)
+
+
+def engines(layer: type[Layer]) -> type[Engine]:
+    return type("Engine", (Engine,), {"made": layer})
+
+
+class InLoader(Engine):
+    """Computes what it derives at the end of loading, all layers each time."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(weights)
+        for layer in list[Any](self.layers):
+            layer.absorbed = (layer.weight.data + layer.sinks.data[:, None]).T.contiguous()
+
+
+class ForLoaded(Engine):
+    """Likewise, for the layers that were loaded."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        weights = list(weights)
+        super().load_weights(weights)
+        for number in sorted({int(n.split(".")[1]) for n, _ in weights if n.endswith("t")}):
+            layer: Any = self.layers[number]
+            layer.absorbed = layer.weight.data * 2
+
+
+def prove(
+    kind: type[Engine],
+    weights: dict[str, Tensor],
+    *,
+    sent: Iterable[str] | None = None,
+    **options: Any,
+) -> tuple[Engine, RoutedTarget]:
+    """An engine that was started on weights, and a target that is proved."""
+    engine = kind.started(weights.items())
+    names = set(weights if sent is None else sent)
+    target = RoutedTarget(engine, [one for one in specs(weights) if one.name in names])
+    before = snapshot(engine)
+    try:
+        target.prove(
+            weights.items(), lambda: Proof(engine, Startup(kind, work_on=work_on)), **options
+        )
+    finally:
+        assert_same(snapshot(engine), before)
+    return engine, target
+
+
+def snapshot(engine: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    """Address and bits of everything, by path."""
+    found = Reach([("", engine)]).tensors
+    return {path: (one.tensor.data_ptr(), one.tensor.clone()) for path, one in found.items()}
+
+
+def assert_same(
+    left: dict[str, tuple[int, Tensor]],
+    right: dict[str, tuple[int, Tensor]],
+    *,
+    places: bool = True,
+) -> None:
+    assert left.keys() == right.keys()
+    for path, (address, tensor) in left.items():
+        if not path.endswith("space"):
+            assert torch.equal(as_bits(tensor), as_bits(right[path][1])), path
+        assert not places or address == right[path][0], path
+
+
+def write(target: RoutedTarget, weights: dict[str, Tensor], changed: Sequence[str]) -> None:
+    """As a delta does."""
+    layout = target.parameters()
+    lives = target.bind(layout)
+    numbers = [n for n, spec in enumerate(layout) if spec.name in changed]
+    for number in numbers:
+        bits = as_bits(weights[layout[number].name])
+        lives[number].write(0, bits.view(-1))
+    target.finish(numbers)
+
+
+@pytest.mark.parametrize(
+    "kind", [Engine, engines(Again), engines(Beside), InLoader, ForLoaded], ids=lambda k: k.__name__
+)
+def test_what_is_derived_follows_every_update_in_its_place(kind: type[Engine]) -> None:
+    before, after = checkpoint(0), checkpoint(1)
+    engine, target = prove(kind, before)
+    places = {path: address for path, (address, _) in snapshot(engine).items()}
+    write(target, after, list(after))
+    assert_same(snapshot(engine), snapshot(kind.started(after.items())), places=False)
+    assert {path: address for path, (address, _) in snapshot(engine).items()} == places
+    mixed = after | {"layers.1.weight": before["layers.1.weight"]}
+    write(target, mixed, ["layers.1.weight"])
+    assert_same(snapshot(engine), snapshot(kind.started(mixed.items())), places=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "path"),
+    [
+        (Once, "layers.0.absorbed"),
+        (Flagged, "layers.0.absorbed"),
+        (Cast, "layers.0.impl.sinks"),
+        (Unseen, "layers.0.others.0.packed"),
+    ],
+)
+def test_what_would_be_stale_is_refused_by_name(layer: type[Layer], path: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{path}': the engine computes with it"):
+        prove(engines(layer), checkpoint())
+
+
+def test_weights_that_the_trainer_does_not_send_are_refused_by_name() -> None:
+    weights = checkpoint()
+    sent = weights.keys() - {"head"}
+    with pytest.raises(ConfigError, match="'head' among them, were loaded from the checkpoint"):
+        prove(Engine, weights, sent=sent)
+    prove(Engine, weights, sent=sent, keep=["hea*"])
+
+
+def test_weights_that_nobody_sends_are_refused_where_no_checkpoint_is_known() -> None:
+    weights = checkpoint()
+    engine = Engine.started(weights.items())
+    proof = Proof(engine, Startup(Engine, work_on=work_on))
+    target = RoutedTarget(engine, [one for one in specs(weights) if one.name != "head"])
+    with pytest.raises(ConfigError, match="'head' among them, are not sent by the trainer"):
+        target.prove_updates(proof)
+    target.prove_updates(proof, keep=["head"])
+
+
+class Reloading(Engine):
+    """Reloads layer by layer, in the way that it does, or does not."""
+
+    reloads: Literal["all", "nothing", "no sinks", "elsewhere", "beside"] = "all"
+
+    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        match self.reloads:
+            case "nothing":
+                return
+            case "no sinks":  # their loader copies into what reloading throws away
+                weights = [one for one in weights if "sinks" not in one[0]]
+            case "elsewhere":
+                for layer in self.layers:
+                    layer.weight = nn.Parameter(
+                        torch.empty_like(cast("Tensor", layer.weight)), requires_grad=False
+                    )
+        self.load_weights(weights)
+        if self.reloads != "beside":
+            work_on(list(self.modules()))
+
+
+def prove_reload(kind: type[Reloading], weights: dict[str, Tensor]) -> Reloading:
+    engine = kind.started(weights.items())
+    assert isinstance(engine, Reloading)
+    target = ReloadedTarget(specs(weights), engine.reload, module=engine)
+    target.know(weights.items())
+    before = snapshot(engine)
+    try:
+        target.prove(Proof(engine, Startup(kind, work_on=work_on)))
+    finally:
+        assert_same(snapshot(engine), before)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("reloads", "layer", "stale"),
+    [
+        ("all", Layer, None),
+        ("all", Again, None),
+        ("elsewhere", Again, None),
+        ("all", Beside, None),
+        ("nothing", Layer, "'embed', 'head', 'layers.0.sinks'"),
+        ("no sinks", Layer, "'layers.0.sinks', 'layers.1.sinks', 'layers.2.sinks'"),
+        ("beside", Again, r"'layers.0.absorbed', 'layers.1.absorbed'"),
+        ("all", Once, r"'layers.0.absorbed', 'layers.1.absorbed'"),
+        ("all", Cast, r"'layers.0.impl.sinks', 'layers.1.impl.sinks'"),
+    ],
+)
+def test_reloading_is_held_against_a_fresh_engine(
+    reloads: str, layer: type[Layer], stale: str | None
+) -> None:
+    kind = type("Engine", (Reloading,), {"made": layer, "reloads": reloads})
+    if stale is None:
+        prove_reload(kind, checkpoint())
+    else:
+        with pytest.raises(ConfigError, match=f"{stale}.*computes with it, and reload"):
+            prove_reload(kind, checkpoint())
+
+
+@pytest.mark.parametrize("at", range(1, 40, 3))
+def test_whatever_is_raised_everything_is_put_back(at: int) -> None:
+    """At each call of what an engine does."""
+    calls = 0
+
+    def interrupted(modules: Sequence[nn.Module]) -> None:
+        nonlocal calls
+        calls += 1
+        work_on(modules)
+        if calls == at:
+            raise KeyboardInterrupt
+
+    weights, kind = checkpoint(), engines(Beside)
+    engine = kind.started(weights.items())
+    before = snapshot(engine)
+    kernels = [layer.kernel for layer in list[Any](engine.layers)]
+    target = RoutedTarget(engine, specs(weights))
+    startup = Startup(kind, work_on=interrupted)
+    try:
+        target.prove(weights.items(), lambda: Proof(engine, startup))
+    except KeyboardInterrupt:
+        assert calls == at
+    assert_same(snapshot(engine), before)
+    assert [layer.kernel for layer in list[Any](engine.layers)] == kernels
+
+
+def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
+    weights = checkpoint()
+    engine = Engine.started(weights.items())
+    layer: Any = engine.layers[1]
+    layer.keys = torch.tensor([])  # a place that is kept for them
+    loaded = reached(engine)
+    layer.cache = layer.keys = torch.randn(1 << 10)
+    target = RoutedTarget(engine, specs(weights))
+    startup = Startup(Engine, work_on=work_on)
+    target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
+    with pytest.raises(ConfigError, match=r"'layers.1.cache', .* the engine made when it started"):
+        target.prove(weights.items(), lambda: Proof(engine, startup))
+    layer.packed = layer.weight.data.T.float().contiguous()
+    with pytest.raises(ConfigError, match=r"'layers.1.packed' is a copy of weights"):
+        target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
+
+
+def test_an_engine_that_cannot_be_made_without_memory_is_refused() -> None:
+    class Measuring(Engine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.embed.abs().max().item()
+
+    with pytest.raises(ConfigError, match="making its model without memory raised"):
+        prove(Measuring, checkpoint())
+
+
+@given(
+    dtype=st.sampled_from(
+        [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
+    ),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([0.0, 1e-7, 1.0, 1e4]),
+)
+def test_other_bits_are_other_everywhere(dtype: torch.dtype, seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(7, 5, generator=generator) * scale
+    values[0, :3] = torch.tensor([0.0, torch.inf, torch.nan])
+    tensor = values.to(dtype)
+    other = other_bits(tensor, "a")
+    assert (other.shape, other.dtype) == (tensor.shape, dtype)
+    assert torch.equal(as_bits(other), as_bits(other_bits(tensor, "a")))
+    if dtype.is_floating_point:
+        assert bool((as_bits(other) != as_bits(tensor)).all())
+        assert torch.equal(tensor.float().signbit(), other.float().signbit())
+    else:
+        assert torch.equal(other.flatten().sort().values, tensor.flatten().sort().values)
+
+
+def test_layers_are_told_by_the_first_number() -> None:
+    assert scope_of("model.layers.12.mlp.experts.3.weight") == "model.layers.12"
+    assert scope_of("0.weight") == "0"
+    assert scope_of("lm_head.weight") == ""
+    assert scope_of("model.conv1.weight") == ""
