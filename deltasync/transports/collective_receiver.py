@@ -220,6 +220,7 @@ class Receiver:
     def _pause_s(self, pace: Pace, deadline: Deadline) -> float:
         """How long to wait for a message: briefly if no message tells the end of what goes on."""
         is_waiting = self._announced is not None and not self._announced.is_answered
+        is_waiting = is_waiting or self._client.is_lost  # which nothing tells a second time
         if is_waiting or self._arrivals or self._membership.join is not None:
             return pace.pause_s(deadline)
         return deadline.remaining_s

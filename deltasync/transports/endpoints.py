@@ -356,6 +356,11 @@ class Client:
         self._connection: Connection | None = None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether there was a connection and it has ended; what arrived before can be taken."""
+        return self._connection is not None and self._connection.lost is not None
+
+    @property
     def local_host(self) -> str:
         """The address by which the server reaches this machine."""
         return self._current().local_host

@@ -28,7 +28,7 @@ from deltasync import (
     WeightSender,
     sync_after_step,
 )
-from deltasync.errors import PeerLost, TransportClosed
+from deltasync.errors import TransportClosed, TransportTimeout
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
 from tests.sync.harness import Model, random_model
@@ -187,7 +187,8 @@ def serve(kind: str, folder: Path, mode: str) -> None:
         while receiver.version != 4:
             if staging.wait_staged(timeout_s=0.1):
                 staging.commit()
-            if isinstance(staging.last_error, PeerLost):
+            error = staging.last_error
+            if error is not None and not isinstance(error, TransportTimeout):  # it has begun late
                 (folder / "noticed").touch()
                 return
             if mode.startswith("serve-") and not is_forked and (folder / "fork").exists():
