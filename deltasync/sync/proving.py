@@ -23,7 +23,7 @@ from deltasync.delta.bits import as_bits, identity
 from deltasync.delta.recorder import Recording
 from deltasync.errors import ConfigError
 from deltasync.sync.cold import ColdModel, Startup
-from deltasync.sync.reach import Found, Reach, settle
+from deltasync.sync.reach import Found, Reach, is_handle, settle
 
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)|\d+(?=\.|$)")
 _SHOWN = 3
@@ -129,6 +129,7 @@ class Kept:
         return [
             path
             for path, found in self.founds.items()
+            if not (found.is_moved and is_handle(found.alias))  # made anew
             if found.is_moved or not same_bits(found.alias, wanted[path])
         ]
 

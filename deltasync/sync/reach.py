@@ -178,12 +178,20 @@ class Reach:
             self._contents[id(one)] = (one, held)
 
 
+def is_handle(tensor: Tensor) -> bool:
+    """Whether it is one number, as libraries give for what they keep: its bits say nothing."""
+    return tensor.dtype == torch.int64 and tensor.numel() == 1
+
+
 def settle(founds: Mapping[str, Found]) -> None:
     """Write what is now in the place of these tensors into their storage, and put them back.
+
+    Handles stay where they are: what they stand for goes with the object that made them.
 
     Raises ConfigError for what is of another shape or dtype, or gone.
     """
     moved = {path: (found, found.now()) for path, found in founds.items() if found.is_moved}
+    moved = {path: one for path, one in moved.items() if not is_handle(one[0].alias)}
     for path, (found, now) in moved.items():
         here = found.alias
         if now is None or (now.shape, now.dtype, now.device) != (
