@@ -265,7 +265,7 @@ def refuse_beside(folder: Path) -> None:
     refused(folder, stale, sent="embed|norm", keep=["model.layers.*proj*"])
 
 
-def refuse_unsent(_: int, folder: Path) -> None:
+def refuse_unsent(folder: Path) -> None:
     """What the trainer does not send, and the engine was started on, would stay as it is."""
     refused(folder, r"were loaded from the checkpoint.*name them in `keep`", sent="embed|norm")
 
