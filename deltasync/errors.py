@@ -2,7 +2,7 @@
 
 * DeltaSyncError
   + ConfigError(ValueError)        fix the configuration or the call
-  + WireError(ValueError)          the bytes are wrong: nothing was written
+  + WireError(ValueError)          the bytes are wrong: nothing of them was written
     - TruncatedFrame               fewer or more bytes than the frame declares
     - BadMagic                     not a deltasync frame
     - UnsupportedVersion           a format version this build does not read
@@ -46,7 +46,12 @@ class ConfigError(DeltaSyncError, ValueError):
 
 
 class WireError(DeltaSyncError, ValueError):
-    """Received bytes break the wire format. Nothing was written."""
+    """Received bytes break the wire format. Nothing of them was written.
+
+    Nor anything else, unless the sync is written in place, as one larger than `max_staged_bytes`
+    is: buckets before the bad one are written then. The receiver `is_dirty`, refuses to serve, and
+    heals by a full sync.
+    """
 
 
 class TruncatedFrame(WireError):

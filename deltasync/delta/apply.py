@@ -166,8 +166,8 @@ class Staging:
     writes and reads back; `undo` restores. Its memory is positions, new bits and undo log.
 
     With `in_place`, for receivers without that memory, what is staged is written at once and
-    nothing of it is kept. The engine must be paused. There is no undo: broken off, the model is
-    dirty.
+    nothing of it is kept. A bucket is checked whole before its first element is written. The engine
+    must be paused. There is no undo: broken off after a write, the model is dirty.
 
     Attributes:
         in_place: Whether it does so.
@@ -204,11 +204,18 @@ class Staging:
         """Take over all its rows; their memory is copied. Raises InvalidIndices, LimitExceeded."""
         sparse = self._lines.sparse(bucket)
         item_size = self.ledger.item_sizes[bucket.rows["parameter"]] * sparse
-        for size in np.unique(item_size[sparse]):
-            rows = HostRows.of(bucket, np.flatnonzero(item_size == size), self._lines)
+        groups = [
+            HostRows.of(bucket, np.flatnonzero(item_size == size), self._lines)
+            for size in np.unique(item_size[sparse])
+        ]
+        alone = list(bucket.runs(~sparse))
+        for rows in groups:
             rows.check(bucket.specs)
-            self._stage_rows(rows.held())
-        for parameter, run in bucket.runs(~sparse):
+        for parameter, run in alone:
+            check_indices(run, name=self.ledger.specs[parameter].name)
+        while groups:
+            self._stage_rows(groups.pop(0).held())
+        for parameter, run in alone:
             self._stage_run(parameter, run)
 
     def _stage_rows(self, rows: HostRows) -> None:
@@ -226,7 +233,6 @@ class Staging:
     def _stage_run(self, parameter: int, run: Run) -> None:
         flat = self._lines.flats.get(parameter)
         name = self.ledger.specs[parameter].name
-        check_indices(run, name=name)
         if flat is None or run.bits is None:
             return
         bits = run.bits.to(flat.line.device, copy=not self.in_place)

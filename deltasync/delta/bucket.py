@@ -14,7 +14,7 @@ from torch import Tensor
 from deltasync.delta.bits import integer_dtype
 from deltasync.delta.patch import Run
 from deltasync.delta.shard import Share, share_of
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, LimitExceeded
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import (
@@ -155,6 +155,26 @@ class ReadBucket:
             yield parameter, Run(start, span, indices, bits)
 
 
+class Budget:
+    """What is left of the indices and values that a sync declares, on all of its connections.
+
+    Args:
+        num_bytes: What it declares. A row takes some of it, so that buckets are bounded too.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+
+    def take(self, rows: Rows) -> None:
+        """Raises LimitExceeded for rows that bring more."""
+        self._left -= int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
+        if self._left < 0:
+            raise LimitExceeded(
+                f"the sync is {-self._left} bytes larger than its begin declared: begin must count "
+                "the indices and values of all buckets"
+            )
+
+
 class BucketReader:
     """Takes the buckets of a sync apart, in order, checking each bound of the wire format.
 
@@ -169,11 +189,11 @@ class BucketReader:
         self._specs = specs
         self._numels = np.array([spec.numel for spec in specs], np.uint64)
         self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
-        self.reached = (0, 0)
+        self.begin()
 
-    def begin(self) -> None:
-        """A new sync begins."""
-        self.reached = (0, 0)
+    def begin(self, budget: Budget | None = None) -> None:
+        """A new sync begins, which brings no more than `budget` if there is one."""
+        self.reached, self._budget = (0, 0), budget
 
     def open(self, payload: Tensor, num_rows: int) -> ReadBucket:
         """Check the table of uint8[n] `payload`. Raises WireError."""
@@ -187,6 +207,8 @@ class BucketReader:
             item_sizes=self._item_sizes,
             after=self.reached,
         )
+        if self._budget is not None:
+            self._budget.take(rows)
         last = rows[-1]
         self.reached = int(last["parameter"]), int(last["start"] + last["span"])
         index_at, value_at, _ = block_offsets(rows)

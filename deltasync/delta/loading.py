@@ -78,6 +78,7 @@ class Loading:
         self._loader, self._flats, self._measure = loader, flats, measure
         self._expected = ledger.copy()
         self._parts: dict[int, _Part] = {}
+        self._complete: set[int] = set()  # all of them has come
         numbers = {spec.name: number for number, spec in enumerate(ledger.specs)}
         groups = [tuple(map(numbers.__getitem__, names)) for names in loader.together()]
         self._groups = {number: group for group in groups for number in group}
@@ -85,10 +86,16 @@ class Loading:
         self._payload_bytes = 0
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
-        """Load the tensors that it completes. Raises InvalidTable for more than all of one."""
+        """Load the tensors that it completes, or nothing of a bucket that is bad.
+
+        Raises InvalidIndices, and InvalidTable for more than all of a tensor.
+        """
         self._payload_bytes = max(self._payload_bytes, len(bucket.payload))
         whole: dict[int, Tensor] = {}
-        for number, run in bucket.runs():
+        runs = list(bucket.runs())
+        for number, run in runs:
+            check_indices(run, name=self._expected.specs[number].name)
+        for number, run in runs:
             if number in self._flats and (bits := self._completed(number, run)) is not None:
                 self._expect(number, bits)
                 whole[number] = bits
@@ -158,12 +165,16 @@ class Loading:
         raise DigestMismatch("weights that were loaded in place cannot be put back")
 
     def _completed(self, number: int, run: Run) -> Tensor | None:
-        """int[numel] if the run completes its parameter."""
+        """int[numel] if the run completes its parameter. Raises InvalidTable."""
         spec = self._expected.specs[number]
         assert run.bits is not None
-        if run.count == spec.numel and run.indices is None:
-            return run.bits
         part = self._parts.get(number)
+        is_whole = run.count == spec.numel and run.indices is None
+        if number in self._complete or (is_whole and part is not None):
+            raise InvalidTable(f"{spec.name}: a full sync brings some of it twice")
+        if is_whole:
+            self._complete.add(number)
+            return run.bits
         if part is None:
             device, dtype = run.bits.device, integer_dtype(spec.dtype)
             part = _Part(torch.empty(spec.numel, dtype=dtype, device=device), spec.numel)
@@ -172,6 +183,7 @@ class Loading:
         part.fill(run, spec.name)
         if part.missing:
             return None
+        self._complete.add(number)
         return self._parts.pop(number).bits
 
 
@@ -183,10 +195,9 @@ class _Part:
     missing: int
 
     def fill(self, run: Run, name: str) -> None:
-        """Raises InvalidTable, InvalidIndices."""
+        """Take a run whose indices were checked. Raises InvalidTable."""
         self.missing -= run.count
         if self.missing < 0:
             raise InvalidTable(f"{name}: a full sync brings some of it twice")
         assert run.bits is not None
-        check_indices(run, name=name)
         write_run(Flat.of(self.bits), run, run.bits)

@@ -103,7 +103,6 @@ class BoundWeights:
             return BatchedStaging(
                 self._batched,
                 self.ledger,
-                max_bytes=declared,
                 in_place=declared > limit,
                 writing=writing,
             )

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from torch import Tensor
 
 from deltasync.delta.apply import Applier
-from deltasync.delta.bucket import BucketReader
+from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.loading import Loading
 from deltasync.errors import (
     DeltaSyncError,
@@ -332,8 +332,7 @@ class WeightReceiver:
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
-        is_patient = self._session.state in _PATIENT
-        timeout_s = _rest(deadline) if is_patient else self._patience_s()
+        timeout_s = _rest(deadline) if self._session.state in _PATIENT else self._patience_s()
         lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
         with self._lock:
             self._session.on(message, lane=lane)
@@ -388,8 +387,9 @@ class WeightReceiver:
     def _begin(self, begin: messages.Begin) -> None:
         if not self._are_kept():
             raise DigestMismatch("weights changed or moved while they were detached; rejoin")
+        budget = Budget(begin.sparse_bytes + begin.dense_bytes)
         for reader in self._readers:
-            reader.begin()
+            reader.begin(budget)
         loader = self._target.loader() if begin.base_version is None else None
         self._staging = self._weights.applier(begin, loader, writing=self._session.writing)
         if self._is_undivided:

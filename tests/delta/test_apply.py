@@ -220,6 +220,25 @@ def test_bad_indices_are_found_before_any_write(
     assert writer.ledger.total == ledger.total
 
 
+@pytest.mark.parametrize("bad", range(4))
+def test_in_place_a_bucket_is_checked_whole_before_its_first_element_is_written(bad: int) -> None:
+    """Whatever way its rows are taken: by item size, or one by one where they are strided."""
+    strided = torch.zeros(10, 2, dtype=torch.int32)[:, 0]
+    live = {"a": torch.zeros(10, dtype=torch.int16), "b": torch.zeros(10, dtype=torch.int32)}
+    live |= {"c": strided, "d": torch.zeros(10, dtype=torch.int8), "e": torch.zeros(10).bfloat16()}
+    flats, said = {n: Flat.of(tensor) for n, tensor in enumerate(live.values())}, list[bool]()
+    ledger = ledger_of(live, 4)
+    runs = [(4, Run(0, 10, None, torch.ones(10, dtype=torch.int16)))]
+    for number, tensor in enumerate([*live.values()][:4]):
+        indices = I32([3, 2] if number == bad else [2, 3])
+        runs.insert(number, (number, Run(0, 10, indices, torch.ones(2, dtype=tensor.dtype))))
+    writer = staging_of(flats, ledger, in_place=True, writing=lambda: said.append(True))
+    with pytest.raises(InvalidIndices, match=f"{[*live][bad]}: "):
+        stage_runs(writer, runs, ledger.specs)
+    assert [name for name, tensor in live.items() if tensor.any()] == []
+    assert not said
+
+
 @dataclass
 class Faulty:
     """A parameter of which one element keeps its old bits whatever is written."""

@@ -22,7 +22,7 @@ from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
 from deltasync.delta.batched.warm_up import sync_tiny_models
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
-from deltasync.delta.bucket import BucketReader
+from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
@@ -90,9 +90,9 @@ class Ends:
 
     def staged(self, delta: Delta, *, in_place: bool = False) -> BatchedStaging:
         """The delta, packed into poisoned payloads and staged."""
-        declared = delta.sparse_bytes + delta.dense_bytes
-        staging = BatchedStaging(self.weights, self.ledger, max_bytes=declared, in_place=in_place)
+        staging = BatchedStaging(self.weights, self.ledger, in_place=in_place)
         reader = BucketReader(self.specs)
+        reader.begin(Budget(delta.sparse_bytes + delta.dense_bytes))
         for bucket in delta.buckets():
             payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8, device=DEVICE)
             bucket.write(payload)
@@ -275,11 +275,40 @@ def test_bad_indices_are_found_before_a_write(indices: list[int], *, in_place: b
     assert not both.replica["w"].any()
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_in_place_nothing_of_a_bucket_with_bad_indices_is_written_nor_of_later_ones(
+    bad: int,
+) -> None:
+    """Whatever its item sizes."""
+    kinds = (torch.int16, torch.int32, torch.int8)
+    model = {name: torch.zeros(100, dtype=dtype) for name, dtype in zip("abc", kinds, strict=True)}
+    both = Ends(placed(model), placed(model), Policy(dense_above=1.0), 1000)
+    for tensor in both.source.values():
+        tensor[:3] = 7
+    (bucket,) = both.compare(bucket_bytes=1 << 16, max_held_bytes=1 << 20).buckets()
+    payload = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=DEVICE)
+    bucket.write(payload)
+    reader = BucketReader(both.specs)
+    staging = BatchedStaging(both.weights, both.ledger, in_place=True)
+    wrong, good = payload.clone(), payload
+    at = int(reader.open(wrong, 3).index_at[bad])
+    wrong[at : at + 4] = wrong[at + 4 : at + 8].clone()  # the first index is the second again
+    for each in (wrong, good):
+        reader.begin()
+        staging.stage_bucket(reader.open(each, 3))
+    with pytest.raises(InvalidIndices, match=f"{'abc'[bad]}: "):
+        staging.commit()
+    assert not any(tensor.any() for tensor in both.replica.values())
+
+
 def test_a_sync_larger_than_declared_is_refused() -> None:
     both, payload, reader = payload_of([1, 2, 3])
-    staging = BatchedStaging(both.weights, both.ledger, max_bytes=3 * 6 - 1)
-    with pytest.raises(LimitExceeded):
-        staging.stage_bucket(reader.open(payload, 1))
+    reader.begin(Budget(3 * 6 - 1))
+    with pytest.raises(LimitExceeded, match="1 bytes larger than its begin declared"):
+        reader.open(payload, 1)
+    reader.begin(Budget(3 * 6))
+    staging = BatchedStaging(both.weights, both.ledger)
+    staging.stage_bucket(reader.open(payload, 1))
 
 
 def test_weights_that_do_not_keep_what_is_written_are_found() -> None:

@@ -292,6 +292,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     "negative index at the end": (indexed(3, -1), InvalidIndices),
     "unsorted indices": (indexed(5, 4, 9), InvalidIndices),
     "repeated index": (indexed(4, 4, 9), InvalidIndices),
+    "unsorted indices after good rows of another item size": (
+        [*JOINED, begin(), bucket(SPARSE, Row(parameter=1, indices=(5, 4), span=30))],
+        InvalidIndices,
+    ),
     # Memory.
     "begin of less than its buckets": (
         [*JOINED, begin(sparse_bytes=8, dense_bytes=8), bucket(SPARSE, DENSE)],
@@ -339,6 +343,35 @@ def test_a_bad_sender_leaves_no_mixture_unnoticed_where_syncs_are_written_in_pla
         error, DeltaSyncError if expected is LimitExceeded else expected | SyncAborted
     )
     assert hand.is_untouched() or hand.receiver.is_dirty
+    hand.serve_honestly()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", [name for name in CASES if issubclass(CASES[name][1], WireError)])
+def test_bytes_that_break_the_format_write_nothing_of_their_bucket_in_place(
+    name: str, world: int
+) -> None:
+    """And make nobody dirty, unless a bucket before was written."""
+    talk, expected = CASES[name]
+    hand = Hand(OPTIONS.model_copy(update={"max_staged_bytes": 0}), world=world)
+    error = hand.say(talk)
+    assert isinstance(error, expected), repr(error)
+    is_written = name.endswith("across buckets")
+    assert hand.receiver.is_dirty is is_written
+    assert hand.is_untouched() is not is_written
+
+
+def test_in_place_an_earlier_bucket_is_written_and_the_receiver_refuses_to_serve() -> None:
+    hand = Hand(OPTIONS.model_copy(update={"max_staged_bytes": 0}))
+    small = begin(sparse_bytes=18, dense_bytes=0)  # the first bucket is all that it declares
+    error = hand.say([*JOINED, small, bucket(SPARSE), bucket(DENSE, sequence=1)])
+    assert type(error) is LimitExceeded
+    now = [as_bits(parameter.data) for parameter in hand.module.parameters()]
+    expected = [bits.clone() for bits in hand.before]
+    expected[0].view(-1)[SPARSE.positions] = SPARSE.bits
+    assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
+    with pytest.raises(DirtyReceiver):
+        hand.receiver.check_serving()
     hand.serve_honestly()
 
 

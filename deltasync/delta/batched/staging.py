@@ -81,7 +81,9 @@ class BatchedStaging:
     that before `ledger` is asked for. `commit` exchanges new bits with live ones in one
     launch a bucket and item size, so that the staged payload becomes the undo log.
 
-    With `in_place` a bucket is written as soon as it is checked, and nothing of it is kept.
+    With `in_place` a bucket is written as soon as all of it is checked, and nothing of it is kept.
+    The device checks, and nothing waits for it: of a bad bucket, and of those that follow, nothing
+    is written, and `ledger` raises.
 
     Attributes:
         in_place: Whether it does so.
@@ -93,7 +95,6 @@ class BatchedStaging:
         weights: BatchedWeights,
         ledger: DigestLedger,
         *,
-        max_bytes: int | None = None,
         in_place: bool = False,
         writing: Callable[[], None] = lambda: None,
     ) -> None:
@@ -102,14 +103,13 @@ class BatchedStaging:
         Args:
             weights: The live weights that this receiver holds.
             ledger: Their digests now. Not changed.
-            max_bytes: Raise LimitExceeded when indices and values take more; None for no limit.
             in_place: Write what is staged, at once.
             writing: Called before `stage_bucket` writes in place.
         """
         self.staged_bytes = 0
         self._writing = writing
         self._weights, self._before = weights, ledger
-        self._max_bytes, self._data_bytes, self.in_place = max_bytes, 0, in_place
+        self.in_place = in_place
         self._staged: list[_Staged] = []
         self._num_written = 0  # parts
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
@@ -126,10 +126,6 @@ class BatchedStaging:
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
-        if not self.in_place:
-            self._data_bytes += _data_bytes(bucket.rows)
-            if self._max_bytes is not None and self._data_bytes > self._max_bytes:
-                raise LimitExceeded("the sync is larger than its begin declared")
         with device_of(self._weights.device):
             payload = bucket.payload.to(self._weights.device, copy=not self.in_place)
             if self.in_place:
@@ -388,10 +384,6 @@ class BatchedStaging:
                 BLOCK=SPAN,
                 num_warps=4,
             )
-
-
-def _data_bytes(rows: Rows) -> int:
-    return int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
 
 
 def _total(sums: NDArray[np.int64]) -> int:
