@@ -97,9 +97,9 @@ class Kept:
     """The bits of what was reached, on the host, and a way back to them.
 
     Args:
-        reach: Where.
-        besides: Addresses of tensors that belong to others too, and paths of those that came after
-            loading: they are left alone.
+        reach: Where. What has no memory there is left alone: compilers keep such tensors.
+        shared: Addresses of tensors that belong to others too; left alone.
+        late: Paths of those that came after loading; left alone.
     """
 
     def __init__(self, reach: Reach, shared: Collection[int], late: Collection[str]) -> None:
@@ -107,7 +107,10 @@ class Kept:
         self.founds = {
             path: found
             for path, found in reach.tensors.items()
-            if path not in late and found.tensor.data_ptr() not in shared and found.tensor.numel()
+            if path not in late
+            and not found.tensor.is_meta
+            and found.tensor.data_ptr() not in shared
+            and found.tensor.numel()
         }
         by_place: dict[tuple[object, ...], Tensor] = {}
         self.bits: dict[str, Tensor] = {}
@@ -311,9 +314,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
-    """Whether it has the values of one of these, in any order, as far as its dtype tells them."""
+    """Whether it has the values of one of these, in any order, as far as its dtype tells them.
+
+    What has no memory, as compilers keep it, has no values.
+    """
     for weight in weights:
-        if tensor.numel() == weight.numel() > 1:
+        if tensor.numel() == weight.numel() > 1 and not tensor.is_meta:
             mine, theirs = (
                 t.flatten().to(weight.device, torch.float32).sort().values
                 for t in (tensor, weight.to(tensor.dtype))

@@ -368,6 +368,7 @@ def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
     layer.keys = torch.tensor([])  # a place that is kept for them
     loaded = reached(engine)
     layer.cache = layer.keys = torch.randn(1 << 10)
+    layer.traced = torch.empty(6, 4, device="meta")  # as compilers keep what they have traced
     target = RoutedTarget(engine, specs(weights))
     startup = Startup(Engine, work_on=work_on)
     target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
