@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +28,8 @@ from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import ParameterSpec
+
+logger = logging.getLogger(__name__)
 
 # What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
 _STAGED_PER_BYTE = 10
@@ -114,6 +117,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
         self._pause = ExitStack()
+        forks.keep(self._pause)  # an end of this object or of the process resumes no mixture
         self._is_paused = False
         self._updates: dict[int, Future[None]] = {}
         self._sent: Future[SyncStats] = Future()  # what has become of the version
@@ -130,7 +134,6 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def forked(self) -> None:
         """In a child nothing is asked of the engine, nor is it resumed."""
-        forks.keep(self._pause)
         self._pause, self._is_parents = ExitStack(), True
         self._calls = ThreadPoolExecutor(1)
 
@@ -219,9 +222,34 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             _asked(self._server.disconnect)
 
     def close(self) -> None:
-        """End every connection. The engine keeps its weights."""
+        """End every connection. The engine keeps its weights.
+
+        If a failed update has left generation paused, it is resumed where all workers are known to
+        hold the version. Where the engine may hold a mixture of two versions it stays paused, and
+        an error is logged that says so. An update under way ends first, in its thread.
+        """
         self.sender.close()
+        under_way = [each for each in self._updates.values() if not each.cancel()]
         self._calls.shutdown(wait=False, cancel_futures=True)
+        if under_way:
+            under_way[-1].add_done_callback(lambda _: self._leave_engine())
+        else:
+            self._leave_engine()
+
+    def _leave_engine(self) -> None:
+        """Resume generation if it is paused and the weights are whole; else say why not."""
+        if self._is_parents or not self._is_paused:
+            return
+        if self._sent.done() and self._sent.exception() is None:
+            self._resume()
+            return
+        logger.error(
+            "%s was closed after an update that failed: its weights may mix two versions, so that "
+            "generation stays paused; send it weights by a new EngineSync, or load them anew and "
+            "resume it",
+            self._name or "an engine",
+        )
+        self._is_paused = False  # it is said once
 
     def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
         self._updates.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource
-from deltasync.errors import EngineFailed, SyncAborted
+from deltasync.errors import DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
@@ -56,7 +57,9 @@ class Server:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.worker = engine, Worker()
         self.named: list[int] = []
-        self.is_paused = self.refuses_names = False
+        self.is_paused = self.refuses_names = self.breaks_off = False
+        self.update_ends = threading.Event()
+        self.update_ends.set()
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self.worker.disconnect()
@@ -76,7 +79,13 @@ class Server:
 
     def update(self, version: int, /) -> None:
         try:
-            self.worker.commit(version)
+            if self.breaks_off:
+                self.worker.disconnect()
+            else:
+                self.worker.commit(version)
+            self.update_ends.wait(30)
+            if self.breaks_off:
+                raise RuntimeError("planted")
         except Exception as error:
             raise EngineFailed(str(error)) from error
 
@@ -92,8 +101,10 @@ class Server:
     @contextmanager
     def paused(self) -> Iterator[None]:
         self.is_paused = True
-        yield
-        self.is_paused = False
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
 
 def weights(seed: int) -> Model:
@@ -102,9 +113,13 @@ def weights(seed: int) -> Model:
 
 
 @contextmanager
-def connected(source: Model, server: Server, folder: Path) -> Iterator[EngineSync]:
+def connected(
+    source: Model, server: Server, folder: Path, *, timeout_s: float = 60.0
+) -> Iterator[EngineSync]:
     link = shared_memory.Sender(folder / "socket")
-    with EngineSync(ModuleSource(source), server, link, paused=server.paused) as sync:
+    with EngineSync(
+        ModuleSource(source), server, link, paused=server.paused, timeout_s=timeout_s
+    ) as sync:
         yield sync
         server.worker.disconnect()
 
@@ -149,6 +164,52 @@ def test_generation_resumes_when_others_have_loaded_the_trainers_weights(tmp_pat
         assert sync.send_weights().full_synced == 0
         assert not server.is_paused
         assert server.named == [sync.sender.version]
+
+
+def test_an_engine_that_may_hold_a_mixture_stays_paused_and_close_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, server = weights(0), Server(Engine())
+    server.worker.reloaded()
+    with connected(source, server, tmp_path) as sync:
+        with pytest.raises(SyncAborted):
+            sync.send_weights()
+        sync.close()
+        del sync
+    gc.collect()
+    assert server.is_paused
+    (said,) = caplog.records
+    assert said.levelname == "ERROR"
+    assert "stays paused" in said.message
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["whole", "a mixture"])
+def test_close_while_an_update_is_under_way_leaves_a_mixture_paused_and_nothing_else(
+    is_held: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, server = weights(0), Server(Engine())
+    server.update_ends.clear()
+    with connected(source, server, tmp_path, timeout_s=2.0) as sync:
+        server.breaks_off = not is_held
+        with pytest.raises(DeltaSyncError):
+            sync.send_weights()
+        assert server.is_paused
+        sync.close()
+        assert not caplog.records
+        server.update_ends.set()
+        sync._calls.shutdown(wait=True)
+    assert server.is_paused is not is_held
+    assert len(caplog.records) == (not is_held)
+
+
+def test_generation_that_was_resumed_is_nothing_to_speak_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, server = weights(0), Server(Engine())
+    with connected(source, server, tmp_path) as sync:
+        sync.send_weights()
+    assert not server.is_paused
+    assert not caplog.records
 
 
 def test_generation_resumes_though_the_version_of_right_weights_gets_no_name(
