@@ -6,13 +6,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
+from deltasync.delta.options import OptionsModel
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.errors import ConfigError
 
 
-class Costs(BaseModel):
+class Costs(OptionsModel):
     """What an element costs in a whole sync, both ends together, on one kind of machine.
 
     A sparse element costs an index, a gather and a scatter on both ends; a dense one a copy
@@ -20,7 +21,7 @@ class Costs(BaseModel):
     file that `load` reads.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     machine: str = Field(description="where they were measured, and with what")
     sparse_ns: float = Field(gt=0, description="cost of one changed element, all phases")
@@ -36,7 +37,7 @@ class Costs(BaseModel):
         """Read a JSON file of these fields. Raises ConfigError."""
         try:
             return cls.model_validate_json(Path(path).read_bytes())
-        except (OSError, ValidationError) as error:
+        except (OSError, ConfigError) as error:
             raise ConfigError(f"no costs in {path}: {error}") from error
 
 
@@ -51,21 +52,25 @@ DEFAULT_COSTS = MappingProxyType(
 """By type of the device that compares. Accelerators that are not listed count as "cuda"."""
 
 
-class Policy(BaseModel):
+class Policy(OptionsModel):
     """When a chunk stops being sparse.
 
     The crossover is where `density * sparse_ns = dense_ns`, not where the bytes are equal. A
     parameter is sent sparse when no chunk is dense, dense when all are, chunked otherwise.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    costs: Costs | None = Field(None, description="None for DEFAULT_COSTS of the device")
+    costs: Costs | None = Field(default=None, description="None for DEFAULT_COSTS of the device")
     dense_above: float | None = Field(
-        None, ge=0, le=1, description="density above which a chunk is dense; overrides the costs"
+        default=None,
+        ge=0,
+        le=1,
+        description="density above which a chunk is dense; overrides the costs",
     )
     chunk_numel: int | None = Field(
-        None, ge=1, lt=1 << 31, description="elements in a chunk; None for what fits the device"
+        default=None,
+        ge=1,
+        lt=1 << 31,
+        description="elements in a chunk; None for what fits the device",
     )
 
     def crossover(self, device_type: str) -> float:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import ray
 from omegaconf import OmegaConf
-from pydantic import ValidationError
 from torch import Tensor, nn
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.fsdp_utils import fsdp_version
@@ -232,7 +231,7 @@ def _options(engine_kwargs: Mapping[str, Any], defaults: Mapping[str, object]) -
     given.setdefault("host", ray.util.get_node_ip_address().strip("[]"))
     try:
         return Options(**given)
-    except ValidationError as error:
+    except ConfigError as error:
         raise ConfigError(f"engine_kwargs: {error}") from error
 
 

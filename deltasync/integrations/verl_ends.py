@@ -11,11 +11,12 @@ from contextlib import nullcontext
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.sync.copied import CopiedTarget
 from deltasync.sync.crew import Crew
@@ -36,17 +37,19 @@ Metrics = dict[str, float]
 """Of one sync, as verl logs them."""
 
 
-class Options(BaseModel):
+class Options(OptionsModel):
     """The `engine_kwargs` of both ends."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    link: LinkName = Field("gloo", description="what moves weights, from trainers to rollouts")
-    host: str = Field("", description="of this trainer's rank, as rollouts reach it")
-    hand_over: Literal["changed", "all"] = Field(
-        "changed", description="which tensors a rollout is given in a sync"
+    link: LinkName = Field(
+        default="gloo", description="what moves weights, from trainers to rollouts"
     )
-    timeout_s: float = Field(600.0, gt=0, description="for each wait; covers the trainer's export")
+    host: str = Field(default="", description="of this trainer's rank, as rollouts reach it")
+    hand_over: Literal["changed", "all"] = Field(
+        default="changed", description="which tensors a rollout is given in a sync"
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="for each wait; covers the trainer's export"
+    )
     sender: SenderOptions = SenderOptions()
 
     def sized(self, bucket_size: int) -> SenderOptions:

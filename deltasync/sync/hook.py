@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -14,6 +17,8 @@ from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
 
+_LOG = logging.getLogger("deltasync")
+_QUIET_S = 60.0  # longest, between two warnings of syncs that fail
 _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
@@ -57,6 +62,11 @@ class StepHook:
         callback: Callable[[SyncStats | DeltaSyncError], None] | None,
         timeout_s: float,
     ) -> None:
+        for one in optimizers:
+            if not hasattr(one, "register_step_post_hook"):
+                raise ConfigError(f"optimizer is a {type(one).__name__}, not one of torch")
+        if not hasattr(sender, "send_weights"):
+            raise ConfigError(f"sender is a {type(sender).__name__}; give a WeightSender")
         if not optimizers:
             raise ConfigError("no optimizer was given, whose steps count")
         if every < 1:
@@ -77,6 +87,8 @@ class StepHook:
         self._sync_under_way: Future[None] | None = None
         self._released = threading.Event()
         self._syncing: threading.Thread | None = None  # that of syncs in the background
+        self._warned_at, self._quiet_s = -math.inf, 0.0
+        self._unmentioned = 0  # failures since the last warning
         self._is_settled = False  # the last sync was one of all receivers
         self._handles = [one.register_step_pre_hook(self._before_step) for one in optimizers]
         self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
@@ -197,6 +209,25 @@ class StepHook:
             self._callback(error)
         if self._on_error == "raise":
             raise StepApplied(f"{_APPLIED}: {error}") from error
+        if self._callback is None:
+            self._warn(error)
+
+    def _warn(self, error: DeltaSyncError) -> None:
+        """Log a failure that nobody else hears of: ever less often while syncs go on to fail."""
+        self._unmentioned += 1
+        now = time.monotonic()
+        since_s = now - self._warned_at
+        if since_s < self._quiet_s:
+            return
+        is_new = since_s > 2 * _QUIET_S
+        self._quiet_s = 1.0 if is_new else min(2 * self._quiet_s, _QUIET_S)
+        _LOG.warning(
+            "the sync after step %d failed, %d in all, %d since the last warning: %s: %s; "
+            "training goes on, the next sync covers it",
+            *(self.steps, self.failures, self._unmentioned),
+            *(type(error).__name__, error),
+        )
+        self._warned_at, self._unmentioned = now, 0
 
 
 def _own_thread() -> ThreadPoolExecutor:
@@ -225,8 +256,9 @@ def sync_after_step(
             `EngineSync`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training (it is counted, and the next
-            sync covers both) or "raise" StepApplied: the step itself was applied. What is no
-            DeltaSyncError (out of memory, say) is always raised so.
+            sync covers both; unless there is a `callback`, a warning goes to the logger
+            "deltasync", at most one a minute in the long run) or "raise" StepApplied: the step
+            itself was applied. What is no DeltaSyncError (out of memory, say) is always raised so.
         on_busy: None: the step returns when the sync is done. Otherwise it returns at once: a
             thread syncs while the next step's forward and backward passes run, and the optimizer
             waits only until the weights have been read. Nothing else may change them before: no
@@ -245,7 +277,7 @@ def sync_after_step(
         The handle; its `remove` ends the syncing.
     """
     return StepHook(
-        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+        optimizer if isinstance(optimizer, Sequence) else [optimizer],
         sender,
         every=every,
         on_error=on_error,

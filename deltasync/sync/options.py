@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deltasync.delta.batched import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 
 
-class SenderOptions(BaseModel):
+class SenderOptions(OptionsModel):
     """How a sender sends. Sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Policy = Policy()
     bucket_bytes: int | None = Field(
-        None,
+        default=None,
         ge=MIN_BUCKET_BYTES,
         description="largest payload; None for 64 MiB, on GPUs 256 MiB: there each one costs about "
         "a millisecond of waiting for each other",
     )
     max_inflight_bytes: int | None = Field(
-        None, ge=0, description="patches kept until the decision; None for 5 % of the model"
+        default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
     compression: Compression = "none"
     wire_dtypes: dict[str, str] = Field(
@@ -35,47 +34,53 @@ class SenderOptions(BaseModel):
         description="dtype name by parameter name pattern, where receivers disagree",
     )
     leave_out: Sequence[str] = Field(
-        (),
+        default=(),
         description="name patterns (as in fnmatch) of tensors that are not sent, since engines "
         "have no use for them; on all ranks of a crew. Of a tied tensor the other names stay",
     )
     snapshot_device: str | None = Field(
-        None, description="where the snapshot lives; None for each parameter's own device"
+        default=None, description="where the snapshot lives; None for each parameter's own device"
     )
     kernels: Kernels = Field(
-        "auto", description="what compares: Triton on GPUs, torch elsewhere, or one of them always"
+        default="auto",
+        description="what compares: Triton on GPUs, torch elsewhere, or one of them always",
     )
-    stream_id: str | None = Field(None, description="names the training run; None for a new one")
+    stream_id: str | None = Field(
+        default=None, description="names the training run; None for a new one"
+    )
 
     def leaves_out(self, name: str) -> bool:
         """Whether a tensor of this name is not sent."""
         return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
 
 
-class ReceiverOptions(BaseModel):
+class ReceiverOptions(OptionsModel):
     """How a receiver receives. Sizes in bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     max_staged_bytes: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="staged payload and undo log; None for a quarter of the weights, at least "
         "64 MiB. A sync that needs more is written in place: see `WeightReceiver.stage`",
     )
-    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted")
+    max_payload_bytes: int = Field(
+        default=MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted"
+    )
     stall_timeout_s: float = Field(
-        60.0, gt=0, description="longest silence of the sender within a sync, seconds"
+        default=60.0, gt=0, description="longest silence of the sender within a sync, seconds"
     )
     scrub_every: int = Field(
-        64, ge=0, description="re-compute 1/scrub_every of the weights at each sync; 0 for never"
+        default=64,
+        ge=0,
+        description="re-compute 1/scrub_every of the weights at each sync; 0 for never",
     )
     chunk_numel: int | None = Field(
-        None,
+        default=None,
         ge=1,
         lt=1 << 31,
         description="elements that one digest covers; None for what fits the device",
     )
     kernels: Kernels = Field(
-        "auto", description="what writes: Triton on GPUs, torch elsewhere, or one of them always"
+        default="auto",
+        description="what writes: Triton on GPUs, torch elsewhere, or one of them always",
     )

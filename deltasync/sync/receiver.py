@@ -26,6 +26,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.bound import BoundWeights
+from deltasync.sync.ends import check_options, check_receive_transport, check_target
 from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.payloads import inflated
@@ -68,6 +69,10 @@ class WeightReceiver:
         world: int = 1,
         options: ReceiverOptions | None = None,
     ) -> None:
+        check_target(target)
+        for link in (transport, *lanes):
+            check_receive_transport(link)
+        check_options(options, ReceiverOptions)
         self.options = options or ReceiverOptions()
         self._target = target
         self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)

@@ -19,6 +19,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.crew import Crew
 from deltasync.sync.crew_weights import CrewWeights
+from deltasync.sync.ends import check_options, check_send_transport, check_source
 from deltasync.sync.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Greeting, Lobby, greet_back
@@ -83,6 +84,8 @@ class WeightSender:
         admits: Callable[[str], bool] = lambda engine: True,
         crew: Crew | None = None,
     ) -> None:
+        check_send_transport(transport)
+        check_options(options, SenderOptions)
         self._tell = tell
         own = self._own = _local(source, options)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
@@ -446,6 +449,7 @@ class WeightSender:
 
 def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
     if not isinstance(source, LocalWeights):
+        check_source(source)
         return OwnWeights(source, options or SenderOptions())
     if options is not None:
         raise ConfigError("these weights have options of their own")

@@ -21,9 +21,9 @@ class Address(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     link: LinkName
-    host: str = Field("", description="of `nccl` and `gloo`")
-    port: int = Field(0, ge=0, lt=1 << 16, description="of `nccl` and `gloo`")
-    path: str = Field("", description="of the socket of the others")
+    host: str = Field(default="", description="of `nccl` and `gloo`")
+    port: int = Field(default=0, ge=0, lt=1 << 16, description="of `nccl` and `gloo`")
+    path: str = Field(default="", description="of the socket of the others")
 
     @classmethod
     def of(cls, transport: SendTransport) -> Self | None:

@@ -1,0 +1,60 @@
+"""What is given to the two ends, looked at before it is used: near misses are told apart."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+
+from deltasync.errors import ConfigError
+
+
+def check_source(source: object) -> None:
+    """Raises ConfigError unless a sender can read it."""
+    if isinstance(source, nn.Module):
+        raise ConfigError(f"source is a {_kind(source)}, a module: give ModuleSource(module)")
+    if not hasattr(source, "tensors"):
+        raise ConfigError(f"source is a {_kind(source)}; give a source, as ModuleSource(module) is")
+
+
+def check_target(target: object) -> None:
+    """Raises ConfigError unless a receiver can write to it."""
+    if isinstance(target, nn.Module):
+        raise ConfigError(f"target is a {_kind(target)}, a module: give ModuleTarget(module)")
+    if not hasattr(target, "bind"):
+        raise ConfigError(f"target is a {_kind(target)}; give a target, as ModuleTarget(module) is")
+
+
+def check_send_transport(transport: object) -> None:
+    """Raises ConfigError unless it is a sender's end of a link."""
+    _check_end(transport, "Sender", has="poll", other="Receiver", other_has="reply")
+
+
+def check_receive_transport(transport: object) -> None:
+    """Raises ConfigError unless it is a receiver's end of a link."""
+    _check_end(transport, "Receiver", has="reply", other="Sender", other_has="poll")
+
+
+def check_options(options: object, kind: type) -> None:
+    """Raises ConfigError for options of another kind; None stands for the defaults."""
+    if options is not None and not isinstance(options, kind):
+        raise ConfigError(f"options is a {_kind(options)}; give {kind.__name__}(...)")
+
+
+def _check_end(transport: object, end: str, *, has: str, other: str, other_has: str) -> None:
+    if isinstance(transport, (str, os.PathLike)):
+        raise ConfigError(
+            f"transport is {os.fspath(transport)!r}, an address: make an end of it, for instance "
+            f"deltasync.transports.shared_memory.{end}({os.fspath(transport)!r})"
+        )
+    if hasattr(transport, has):
+        return
+    if hasattr(transport, other_has):
+        raise ConfigError(f"transport is a {other}, the other end of a link: give a {end}")
+    raise ConfigError(
+        f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
+    )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
