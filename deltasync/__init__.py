@@ -1,26 +1,34 @@
 """deltasync: push only the changed weights of an RL trainer into live inference engines."""
 
-from deltasync.delta.apply import apply_patch
-from deltasync.delta.diff import diff
-from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
-from deltasync.delta.policy import Costs, Policy
-from deltasync.delta.recorder import CheckpointTensor
-from deltasync.delta.shard import ShardSpec
-from deltasync.delta.sparsity import Sparsity, sparsity
-from deltasync.errors import DeltaSyncError
-from deltasync.sync.crew import Crew
-from deltasync.sync.crew_rank import CrewRank
-from deltasync.sync.hook import StepHook, sync_after_step
-from deltasync.sync.options import ReceiverOptions, SenderOptions
-from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.reloaded import ReloadedTarget
-from deltasync.sync.routed import RoutedTarget
-from deltasync.sync.sender import WeightSender
-from deltasync.sync.session import ReceiverState
-from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
-from deltasync.sync.staging_thread import StagingThread
-from deltasync.sync.stats import SyncStats
-from deltasync.sync.target import ModuleTarget, WeightTarget
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltasync.delta.apply import apply_patch
+    from deltasync.delta.diff import diff
+    from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
+    from deltasync.delta.policy import Costs, Policy
+    from deltasync.delta.recorder import CheckpointTensor
+    from deltasync.delta.shard import ShardSpec
+    from deltasync.delta.sparsity import Sparsity, sparsity
+    from deltasync.errors import DeltaSyncError
+    from deltasync.sync.crew import Crew
+    from deltasync.sync.crew_rank import CrewRank
+    from deltasync.sync.hook import StepHook, sync_after_step
+    from deltasync.sync.options import ReceiverOptions, SenderOptions
+    from deltasync.sync.receiver import WeightReceiver
+    from deltasync.sync.reloaded import ReloadedTarget
+    from deltasync.sync.routed import RoutedTarget
+    from deltasync.sync.sender import WeightSender
+    from deltasync.sync.session import ReceiverState
+    from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
+    from deltasync.sync.staging_thread import StagingThread
+    from deltasync.sync.stats import SyncStats
+    from deltasync.sync.target import ModuleTarget, WeightTarget
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointTensor",
@@ -56,3 +64,55 @@ __all__ = [
     "sparsity",
     "sync_after_step",
 ]
+
+# Imported when they are asked for: torch takes seconds, and a command's --help needs none of it.
+_HOMES = {
+    "CheckpointTensor": "deltasync.delta.recorder",
+    "Chunk": "deltasync.delta.patch",
+    "ChunkedPatch": "deltasync.delta.patch",
+    "Costs": "deltasync.delta.policy",
+    "Crew": "deltasync.sync.crew",
+    "CrewRank": "deltasync.sync.crew_rank",
+    "DeltaSyncError": "deltasync.errors",
+    "DensePatch": "deltasync.delta.patch",
+    "ModuleSource": "deltasync.sync.source",
+    "ModuleTarget": "deltasync.sync.target",
+    "NamedTensor": "deltasync.sync.source",
+    "Patch": "deltasync.delta.patch",
+    "Policy": "deltasync.delta.policy",
+    "ReceiverOptions": "deltasync.sync.options",
+    "ReceiverState": "deltasync.sync.session",
+    "ReloadedTarget": "deltasync.sync.reloaded",
+    "RoutedTarget": "deltasync.sync.routed",
+    "SenderOptions": "deltasync.sync.options",
+    "ShardSpec": "deltasync.delta.shard",
+    "SparsePatch": "deltasync.delta.patch",
+    "Sparsity": "deltasync.delta.sparsity",
+    "StagingThread": "deltasync.sync.staging_thread",
+    "StepHook": "deltasync.sync.hook",
+    "SyncStats": "deltasync.sync.stats",
+    "WeightReceiver": "deltasync.sync.receiver",
+    "WeightSender": "deltasync.sync.sender",
+    "WeightSource": "deltasync.sync.source",
+    "WeightTarget": "deltasync.sync.target",
+    "apply_patch": "deltasync.delta.apply",
+    "diff": "deltasync.delta.diff",
+    "sparsity": "deltasync.delta.sparsity",
+    "sync_after_step": "deltasync.sync.hook",
+}
+_MODULES = {"delta", "dtypes", "errors", "files", "integrations", "sync", "transports", "wire"}
+
+if not TYPE_CHECKING:  # which is to see that a name does not exist
+
+    def __getattr__(name: str) -> object:
+        """Import what is public where it is first used."""
+        if name in _MODULES:
+            return import_module(f"deltasync.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'deltasync' has no attribute {name!r}")
+        globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

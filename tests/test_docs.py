@@ -17,14 +17,17 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from html.parser import HTMLParser
 from itertools import dropwhile
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests.cli.command import call
 
 ROOT = Path(__file__).parents[1]
+SITE = ROOT / "site"
 MAX_NOT_RUN = 8
 SHELLS = {"bash", "console"}
 PROSE = {"diff", "json", "make", "mermaid", "text", "toml", "yaml"}
@@ -262,6 +265,62 @@ def test_unclosed_block_is_refused() -> None:
 )
 def test_make_targets_are_looked_up(language: str, code: str, faults: int) -> None:
     assert len(unknown_commands(Block("x.md", 1, language, code))) == faults
+
+
+class Page(HTMLParser):
+    """Links of a page, and what others can link to in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if value and key in ("href", "src"):
+                self.links.append(value)
+            elif value and key in ("id", "name"):
+                self.anchors.add(value)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Those inside the site that lead nowhere. It may be served under any path but for its 404."""
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    found = []
+    for path, page in pages.items():
+        for link in page.links:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            folder = site if url.path.startswith("/") else path.parent
+            target = (folder / unquote(url.path).lstrip("/")).resolve() if url.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.exists() or (url.fragment and unquote(url.fragment) not in anchors):
+                found.append(f"{path.relative_to(site)}: {link}")
+    return found
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="make docs builds the site first")
+def test_no_link_of_the_site_is_broken() -> None:
+    found = broken_links(SITE)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a href="page/#there">a</a><a href="page/#gone">b</a><a href="gone/">c</a>'
+        '<img src="page/gone.png"><a href="https://example.org/gone">d</a><a href="#top">e</a>'
+    )
+    (tmp_path / "page" / "index.html").write_text('<h1 id="there">x</h1><a href="../">a</a>')
+    assert sorted(broken_links(tmp_path)) == [
+        "index.html: #top",
+        "index.html: gone/",
+        "index.html: page/#gone",
+        "index.html: page/gone.png",
+    ]
 
 
 def test_first_word_of_a_deltasync_command_is_its_name() -> None:

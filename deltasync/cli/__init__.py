@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from importlib import import_module
+import traceback
 
-COMMANDS = ("apply", "bench", "demo", "diff", "doctor", "inspect", "verify")
-"""Each a function of this name in a module of this name."""
+from deltasync.cli.signals import (
+    INTERRUPTED,
+    READER_LEFT,
+    handle_signals,
+    silence_stdout,
+    was_interrupted,
+)
 
-USAGE_ERROR, SIGNALLED = 2, 128
+COMMANDS = {
+    "apply": ("deltasync.files.patch_file",),
+    "bench": ("deltasync.cli.measuring", "rich.progress"),
+    "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
+    "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
+    "doctor": ("deltasync.cli.checks",),
+    "inspect": ("deltasync.files.inspection",),
+    "verify": ("deltasync.files.comparing",),
+}
+"""Each a function of this name in a module of this name, and what it needs before it begins."""
 
-_ENDINGS = (signal.SIGHUP, signal.SIGTERM)
+USAGE_ERROR, INTERNAL_ERROR = 2, 70
 
 
 def main() -> None:
     """Run the command that `sys.argv` asks for, and exit with its code."""
-    for number in _ENDINGS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _terminate)
-    sys.exit(_run())
+    with _Ending():
+        code = _run()
+        sys.stdout.flush()
+    sys.exit(code)
 
 
-def _terminate(number: int, _: object) -> None:
-    """What was begun is cleared away, undisturbed by another signal: `timeout` sends two."""
-    for ending in _ENDINGS:
-        signal.signal(ending, signal.SIG_IGN)
-    sys.exit(SIGNALLED + number)
+class _Ending:
+    """Makes an exit code of whatever ends the process."""
+
+    def __enter__(self) -> None:
+        handle_signals()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if was_interrupted() or isinstance(error, KeyboardInterrupt):
+            raise SystemExit(INTERRUPTED) from None
+        # rich and typer make a SystemExit of a broken pipe.
+        if isinstance(error, BrokenPipeError) or (
+            isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        ):
+            silence_stdout()
+            raise SystemExit(READER_LEFT) from None
+        if isinstance(error, Exception):
+            traceback.print_exception(error)
+            raise SystemExit(INTERNAL_ERROR) from None
 
 
 def _run() -> int:
@@ -37,24 +63,19 @@ def _run() -> int:
         if error.name not in {"rich", "typer"}:
             raise
         return _refuse("the command line needs typer and rich: pip install deltasync[cli]")
-    from deltasync.cli.ending import with_exit_codes
+    from deltasync.cli.app import make_app
     from deltasync.cli.terminal import printable
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
-    for name in COMMANDS:
-        app.command()(with_exit_codes(getattr(import_module(f"deltasync.cli.{name}"), name)))
+    app = make_app(COMMANDS)
     try:
         return app(prog_name="deltasync", standalone_mode=False) or 0
     except typer.BadParameter as error:
         line = error.format_message()
     except typer.TyperException as error:
         line = f"{error} See deltasync --help."
+    except typer.Abort:  # what it makes of Ctrl-C
+        return INTERRUPTED
     return _refuse(printable(line))
-
-
-def _root() -> None:
-    """Nothing comes before the command; this keeps a lone command's name."""
 
 
 def _refuse(line: str) -> int:

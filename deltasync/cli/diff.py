@@ -13,6 +13,9 @@ import typer
 from deltasync.cli.terminal import (
     AsJson,
     FilePath,
+    IgnoreMissing,
+    Only,
+    Rename,
     bar,
     count,
     make_console,
@@ -20,7 +23,9 @@ from deltasync.cli.terminal import (
     percent,
     phases,
     print_json,
+    selection,
     size,
+    tell_left_out,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +55,9 @@ def diff(
             help=f"All tensors, not the {_SHOWN} densest; all layers, not {_SHOWN_LAYERS}.",
         ),
     ] = False,
+    only: Only = None,
+    rename: Rename = None,
+    ignore_missing: IgnoreMissing = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how two checkpoints differ: by layer, by tensor, in ULPs and in bytes.
@@ -57,14 +65,18 @@ def diff(
     OLD and NEW are safetensors files, or folders of them.
     """
     from deltasync.delta.sparsity import Sparsity
-    from deltasync.files.checkpoint import Checkpoint
+    from deltasync.files.checkpoint import Checkpoint, Selection
     from deltasync.files.comparing import compare_checkpoints
     from deltasync.files.frame_file import refuse_existing
     from deltasync.files.patch_file import write_patch
 
+    chosen = selection(only, rename, ignore_missing)
     if out is not None:
+        if chosen != Selection():
+            raise typer.BadParameter("a patch is of all tensors, as they are", param_hint="--out")
         refuse_existing(out)
     before, after = Checkpoint(old), Checkpoint(new)
+    tell_left_out(chosen.apply(before, after))
     patch = None
     with phases(before.num_bytes) as phase:
         found = compare_checkpoints(before, after, encodings=encodings, advance=phase("comparing"))

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import ParamSpec
 
 import typer
 
+from deltasync.cli.signals import READER_LEFT, begin, silence_stdout
 from deltasync.cli.terminal import printable
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT = 1, 2
 
 _Options = ParamSpec("_Options")
 
 
-def with_exit_codes(command: Callable[_Options, None]) -> Callable[_Options, None]:
-    """`command`, ended by an exit code instead of what it raises."""
+def with_exit_codes(
+    command: Callable[_Options, None], needed: Iterable[str]
+) -> Callable[_Options, None]:
+    """`command`, ended by an exit code instead of what it raises.
+
+    Args:
+        command: What a user asks for.
+        needed: Modules that are imported first, while there is nothing to clear away.
+    """
 
     @functools.wraps(command)
     def ended(*args: _Options.args, **kwargs: _Options.kwargs) -> None:
         from deltasync.errors import DeltaSyncError, DigestMismatch, WireError
 
         try:
+            for name in needed:
+                import_module(name)
+            begin()
             command(*args, **kwargs)
             sys.stdout.flush()
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # whoever read stdout has left, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from None
+        except BrokenPipeError:
+            silence_stdout()
+            raise typer.Exit(READER_LEFT) from None
         except DigestMismatch as error:
             raise told(error, FAILED) from None
         except WireError as error:
@@ -39,8 +48,10 @@ def with_exit_codes(command: Callable[_Options, None]) -> Callable[_Options, Non
         except DeltaSyncError as error:
             raise told(error, BAD_INPUT) from None
         except OSError as error:  # such as a disk that is full, with what stdout goes to
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence_stdout()
             raise told(error, BAD_INPUT) from None
+        except MemoryError as error:
+            raise told(error, BAD_INPUT, hint="; not enough memory") from None
 
     return ended
 

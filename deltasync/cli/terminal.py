@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,15 +16,53 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from deltasync.files.comparing import Advance
-from deltasync.files.patch_file import Phase
+if TYPE_CHECKING:
+    from deltasync.files.checkpoint import Selection
+    from deltasync.files.comparing import Advance
+    from deltasync.files.patch_file import Phase
 
 _PIPED_WIDTH = 120
 
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, nothing else.")
 ]
+Only: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Tensors whose names fit, such as '*.mlp.*'; may be repeated."),
+]
+Rename: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="OLD=NEW",
+        help="Names that begin with OLD begin with NEW instead, in both; may be repeated.",
+    ),
+]
+IgnoreMissing: TypeAlias = Annotated[
+    bool, typer.Option("--ignore-missing", help="Leave out tensors that only one of them has.")
+]
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
+
+
+def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) -> Selection:
+    """What the options of these names ask for. Raises BadParameter."""
+    from deltasync.files.checkpoint import Selection
+
+    pairs = [text.partition("=") for text in rename or ()]
+    for old, sign, _ in pairs:
+        if not sign:
+            raise typer.BadParameter(f"{old!r} is not like OLD=NEW", param_hint="--rename")
+    renames = tuple((old, new) for old, _, new in pairs)
+    return Selection(rename=renames, only=tuple(only or ()), ignore_missing=ignore)
+
+
+def tell_left_out(names: list[str]) -> None:
+    """Say on stderr what only one of two checkpoints has."""
+    if names:
+        from deltasync.sync.target import some_of
+
+        line = f"left out, as only one has them: {some_of(names)}"
+        print(printable(line), file=sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -12,11 +12,16 @@ from deltasync.cli.ending import FAILED
 from deltasync.cli.terminal import (
     AsJson,
     FilePath,
+    IgnoreMissing,
+    Only,
+    Rename,
     count,
     make_console,
     make_table,
     phases,
     print_json,
+    selection,
+    tell_left_out,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +36,9 @@ def verify(
         bool, typer.Option("--digest", help="Compare the state digests, and print them.")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Differing elements to show.")] = 10,
+    only: Only = None,
+    rename: Rename = None,
+    ignore_missing: IgnoreMissing = False,
     as_json: AsJson = False,
 ) -> None:
     """Say whether two checkpoints are equal bit for bit; exit with 1 if they are not.
@@ -39,7 +47,9 @@ def verify(
     """
     from deltasync.files.checkpoint import Checkpoint
 
+    chosen = selection(only, rename, ignore_missing)
     checkpoints = Checkpoint(first), Checkpoint(second)
+    tell_left_out(chosen.apply(*checkpoints))
     compare = _by_digest if digest else _by_bits
     if not compare(*checkpoints, limit=limit, as_json=as_json):
         raise typer.Exit(FAILED)

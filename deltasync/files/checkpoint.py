@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -19,9 +20,15 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.frame_file import check_regular
 from deltasync.sync.target import some_of
-from deltasync.wire.messages import MAX_NAME, ParameterSpec
+from deltasync.wire.messages import ParameterSpec, limit_broken
 
 INDEX = "model.safetensors.index.json"
+_SHOWN = 80  # characters of a name that may be of any length
+_PICKLED, _ZIP = {".bin", ".pt", ".pth", ".ckpt"}, b"PK\x03\x04"
+_CONVERT = (
+    "deltasync unpickles nothing, convert it: "
+    "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
+)
 _LENGTH_BYTES = 8  # of the number that a file begins with: bytes of its header
 _DTYPES = {
     "BOOL": "bool",
@@ -52,6 +59,46 @@ class _Place:
 
     memory: mmap.mmap
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors of two checkpoints are compared, and under which names.
+
+    Attributes:
+        rename: Beginnings of names, and what stands there instead; of each name the first that fits
+            is replaced, once.
+        only: Patterns as in `fnmatch`, of names after that; those that fit none are left out. Empty
+            for all.
+        ignore_missing: Leave out tensors that only one of them has.
+    """
+
+    rename: tuple[tuple[str, str], ...] = ()
+    only: tuple[str, ...] = ()
+    ignore_missing: bool = False
+
+    def apply(self, *checkpoints: Checkpoint) -> list[str]:
+        """Let each have what is chosen. Returns the names that were left out as missing in one.
+
+        Raises ConfigError if nothing is left, or two tensors get one name.
+        """
+        for checkpoint in checkpoints:
+            checkpoint.choose(self._name)
+        if not self.ignore_missing:
+            return []
+        all_names = [set(checkpoint.specs) for checkpoint in checkpoints]
+        common = set.intersection(*all_names)
+        for checkpoint in checkpoints:
+            checkpoint.choose(lambda name: name if name in common else None)
+        return sorted(set.union(*all_names) - common)
+
+    def _name(self, name: str) -> str | None:
+        for old, new in self.rename:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        chosen = not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
+        return name if chosen else None
 
 
 class Checkpoint:
@@ -109,10 +156,27 @@ class Checkpoint:
         """
         spec, place = self.specs[name], self._places[name]
         if not spec.numel:
-            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            return torch.empty(0, dtype=torch_dtype(spec.dtype)).view(spec.shape)
         count = spec.numel * spec.dtype.item_size
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+    def choose(self, name: Callable[[str], str | None]) -> None:
+        """Keep tensors under the names that `name` gives them; those of None are left out.
+
+        Raises ConfigError if nothing is left, or two tensors get one name.
+        """
+        specs, places = {}, {}
+        for old, spec in self.specs.items():
+            if (new := name(old)) is None:
+                continue
+            if new in specs:
+                raise ConfigError(f"{self.path}: two tensors are to be called {new!r}")
+            specs[new] = ParameterSpec((new,), spec.shape, spec.dtype)
+            places[new] = self._places[old]
+        if self.specs and not specs:
+            raise ConfigError(f"{self.path}: none of its {len(self.specs)} tensors is chosen")
+        self.specs, self._places = specs, places
 
     def release(self) -> None:
         """Let go of the memory that tensors were read into: it is read again when looked at.
@@ -175,7 +239,9 @@ def _all_files(path: Path) -> tuple[Path, ...]:
         return (path,)
     if files := tuple(sorted(path.glob("*.safetensors"))):
         return files
-    raise ConfigError(f"{path}: a folder without safetensors files")
+    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
+    why = f": {pickled[0]} is a pickle; {_CONVERT}" if pickled else ""
+    raise ConfigError(f"{path}: a folder without safetensors files{why}")
 
 
 def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
@@ -203,9 +269,9 @@ def _tensors(file: Path, memory: mmap.mmap) -> Iterator[tuple[ParameterSpec, int
     entries = sorted(_header(file), key=lambda entry: (0 in entry[2], entry[0] * (0 in entry[2])))
     offset = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
     for name, dtype, shape in entries:
-        if not 0 < len(name) <= MAX_NAME:
-            raise ConfigError(f"{file}: a tensor with a name of {len(name)} characters")
         spec = ParameterSpec((name,), shape, dtype)
+        if (fault := limit_broken(spec)) is not None:
+            raise ConfigError(f"{file}: {name[:_SHOWN]!r}: {fault}")
         yield spec, offset
         offset += prod(shape) * dtype.item_size
     if offset != len(memory):
@@ -225,7 +291,16 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
                 entry = opened.get_slice(name)
                 yield name, _known(file, name, entry.get_dtype()), tuple(entry.get_shape())
     except (SafetensorError, OSError) as error:
+        if _is_pickle(file):
+            raise ConfigError(f"{file}: a pickle, as torch.save writes it; {_CONVERT}") from None
         raise ConfigError(f"{file}: not a safetensors file, or damaged: {error}") from error
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file that is not safetensors begins as those of torch.save do, or is called so."""
+    with file.open("rb") as opened:
+        begin = opened.read(4)
+    return file.suffix in _PICKLED or begin == _ZIP or begin[:1] == b"\x80"
 
 
 def _known(file: Path, name: str, dtype: str) -> Dtype:

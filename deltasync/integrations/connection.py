@@ -33,7 +33,7 @@ class Connection(BaseModel):
     )
     tensors: Tensors = Field(description="names, dtype and shape of each of the checkpoint's")
     without_routes: WithoutRoutes = Field(
-        "refuse", description="what to do where no route leads; see `EngineSync`"
+        default="refuse", description="what to do where no route leads; see `EngineSync`"
     )
     keep: tuple[Annotated[str, Field(max_length=1024)], ...] = Field(
         (), max_length=1024, description="patterns of tensors that it need not send"

@@ -78,6 +78,22 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
+def limit_broken(spec: ParameterSpec) -> str | None:
+    """What about a parameter is more than messages carry; None for nothing."""
+    if not all(0 < len(name) <= MAX_NAME for name in spec.names):
+        return f"its name must have 1 to {MAX_NAME} characters"
+    if len(spec.shape) > MAX_DIMENSIONS:
+        return f"{len(spec.shape)} dimensions, {MAX_DIMENSIONS} at most can be sent"
+    if _extent(spec.shape) > MAX_NUMEL:
+        return f"dimensions of {list(spec.shape)} without zeros multiply to more than {MAX_NUMEL}"
+    return None
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    """Elements, as if no dimension were 0: strides are computed so, empty or not."""
+    return math.prod(filter(None, shape))
+
+
 class _Parameters(_Message):
     parameters: Annotated[tuple[Entry, ...], FailFast()]
 
@@ -86,8 +102,8 @@ class _Parameters(_Message):
         names = [name for entry in self.parameters for name in entry[0]]
         if len(set(names)) != len(names):
             raise ValueError("a name stands twice in the layout")
-        if any(math.prod(shape) > MAX_NUMEL for _, shape, _ in self.parameters):
-            raise ValueError(f"a parameter of more than {MAX_NUMEL} elements")
+        if any(_extent(shape) > MAX_NUMEL for _, shape, _ in self.parameters):
+            raise ValueError(f"a parameter whose dimensions multiply to more than {MAX_NUMEL}")
         return self
 
     def specs(self) -> tuple[ParameterSpec, ...]:

@@ -104,7 +104,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
         trainer.stdout.close()
         assert trainer.stderr is not None
         assert "Traceback" not in trainer.stderr.read()
-        assert trainer.wait(timeout=30) == 1
+        assert trainer.wait(timeout=30) == 141
         wait_until_gone(rollout)
 
 

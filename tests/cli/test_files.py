@@ -146,6 +146,56 @@ def test_verify_by_digest(old: Path, new: Path) -> None:
     assert all(len(digest) == 16 for digest in digests)
 
 
+def renamed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def test_tensors_are_chosen_and_renamed_before_they_are_compared(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    other = save(renamed(stepped(model()), "module."), tmp_path / "other")
+    chosen = ["--rename", "module.=", "--only", "model.layers.0.*", "--only", "mask"]
+    found = told("diff", old, other, *chosen)
+    part = {n: f for n, f in told("diff", old, new)["tensors"].items() if "layers.0" in n}
+    mask = found["tensors"].pop("mask")
+    assert (mask["changed"], found["tensors"]) == (0, part)
+    for by in ([], ["--digest"]):
+        assert told("verify", new, other, "--rename", "module.=", *by)["equal"]
+        assert told("verify", new, other, *chosen, *by)["equal"]
+    assert "none of its" in refused("verify", new, other, *chosen[2:])
+    assert "is not like OLD=NEW" in refused("verify", new, other, "--rename", "module")
+    assert "none of its" in refused("diff", old, new, "--only", "nothing*")
+    both = ["--rename", "model.layers.0=x", "--rename", "model.layers.1=x"]
+    assert "two tensors are to be called" in refused("diff", old, new, *both)
+    out = ["--out", str(tmp_path / "patch")]
+    assert "a patch is of all tensors" in refused("diff", old, new, "--only", "mask", *out)
+
+
+def test_tensors_that_one_lacks_are_left_out_if_asked_for(old: Path, tmp_path: Path) -> None:
+    fewer = save({n: t for n, t in model().items() if n != UP}, tmp_path / "fewer")
+    assert UP in refused("diff", old, fewer)
+    done = call("verify", old, fewer, "--ignore-missing")
+    assert done.returncode == 0
+    assert done.stdout.startswith("equal: ")
+    assert done.stderr == f"left out, as only one has them: {UP!r}\n"
+
+
+def test_pickles_are_named_as_such_with_the_way_on(old: Path, tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(3)}
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    torch.save(tensors, tmp_path / "w.pt")
+    torch.save(tensors, tmp_path / "unnamed")
+    torch.save(tensors, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    for pickled in ("w.pt", "unnamed", "old.bin", "hub"):
+        line = refused("diff", old, tmp_path / pickled)
+        assert "a pickle" in line
+        assert "safetensors.torch.save_file(torch.load(" in line
+    (tmp_path / "odd").write_bytes(b"0123456789")
+    assert "a pickle" not in refused("diff", old, tmp_path / "odd")
+
+
 def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) -> None:
     bits = torch.tensor([0x0000, 0x7FC0, 0x7F81], dtype=torch.int16)
     others = torch.tensor([-0x8000, 0x7FC1, 0x7F82], dtype=torch.int16)
@@ -221,6 +271,44 @@ def test_output_that_cannot_be_written_gets_one_line(old: Path, new: Path) -> No
     assert done.returncode == 2
     assert "No space left" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([0, 1 << 63], "multiply to more than"),
+        ([1 << 62, 0, 3], "multiply to more than"),
+        ([0] * 65, "65 dimensions"),
+    ],
+)
+def test_what_no_message_could_carry_is_no_checkpoint(
+    shape: list[int], words: str, tmp_path: Path
+) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"w": entry}).encode()
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(len(header).to_bytes(8, "little") + header)
+    for command in (["verify", "--digest"], ["verify"], ["diff"]):
+        line = refused(*command, odd, odd)
+        assert "'w'" in line
+        assert words in line
+
+
+def test_an_empty_tensor_of_the_largest_size_is_equal_to_itself(tmp_path: Path) -> None:
+    large = save({"w": torch.empty(0, 1 << 62)}, tmp_path / "large")
+    assert told("verify", large, large, "--digest")["equal"]
+
+
+def test_an_internal_error_has_a_code_of_its_own(old: Path, patch: Path, tmp_path: Path) -> None:
+    change = "checkpoint.Checkpoint.flush = lambda *_: [][1]"
+    done = changed_apply(change, patch, old, tmp_path / "out")
+    assert (done.returncode, done.stdout) == (70, "")
+    assert done.stderr.splitlines()[-1] == "IndexError: list index out of range"
+    change = "checkpoint.Checkpoint.flush = lambda *_: bytearray(1 << 62)"
+    done = changed_apply(change, patch, old, tmp_path / "out")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "not enough memory" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
@@ -306,7 +394,7 @@ def test_a_reader_that_leaves_ends_it_quietly(old: Path, new: Path) -> None:
     os.close(read)
     done = diff_into(write, old, new)
     os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(

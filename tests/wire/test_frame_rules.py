@@ -249,6 +249,7 @@ def layout_with(*entries: Any) -> bytes:
         [[["a"], [-1], 1]],
         [[["a"], [2**62 + 1], 1]],
         [[["a"], [2**31, 2**31, 2], 1]],
+        [[["a"], [0, 2**62, 2], 1]],
         [[["a"], [1], 0]],
         [[["a"], [1], 256]],
         [[["a"], [1]]],
@@ -261,7 +262,7 @@ def test_w08_parameter_that_cannot_be(entries: list[Any]) -> None:
 
 
 def test_w08_largest_shapes_that_can_be() -> None:
-    shapes = [[1] * 64, [2**62], [2**31, 2**31], [0, 2**62, 2**62], []]
+    shapes = [[1] * 64, [2**62], [2**31, 2**31], [0, 2**62, 1], []]
     message, _ = m.decode(layout_with(*([[f"p{i}"], s, 1] for i, s in enumerate(shapes))))
     assert isinstance(message, m.Layout)
     assert [spec.numel for spec in message.specs()] == [1, 2**62, 2**62, 0, 1]

@@ -1,0 +1,129 @@
+"""What all commands share: help, version, completion, Ctrl-C at any moment, readers that leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import deltasync
+from deltasync.cli import COMMANDS
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.patch_file import PatchFile
+from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
+from tests.files.saved import model, save, stepped
+
+HELP_CPU_S = 0.4
+
+
+def test_help_costs_no_torch() -> None:
+    code = (
+        "import sys, time; sys.argv = ['deltasync', '--help']\n"
+        "from deltasync.cli import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, time.process_time())"
+    )
+    outs = [run(sys.executable, "-c", code).stdout.split()[-2:] for _ in range(3)]
+    assert {loaded for loaded, _ in outs} == {"False"}
+    assert min(float(seconds) for _, seconds in outs) < HELP_CPU_S
+
+
+def test_help_names_every_command() -> None:
+    text = call("--help").stdout
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+
+
+def test_version() -> None:
+    done = run(*COMMAND, "--version")
+    assert (done.returncode, done.stdout) == (0, f"deltasync {deltasync.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("deltasync d", {"demo", "diff", "doctor"}), ("deltasync verify --d", {"--digest"})],
+)
+def test_completion(words: str, offered: set[str]) -> None:
+    done = run(
+        *COMMAND,
+        _DELTASYNC_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("words", [["--help"], ["diff", "--help"], ["--version"]])
+def test_a_reader_of_help_that_leaves(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*COMMAND, *words],
+        env=ENVIRONMENT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=100,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_at_any_moment_ends_quietly(name: str, tmp_path: Path) -> None:
+    old = save(model(), tmp_path / "old.safetensors")
+    new = save(stepped(model()), tmp_path / "new.safetensors")
+    words: dict[str, list[str | Path]] = {
+        "apply": [tmp_path / "patch", old, "--out", tmp_path / "made"],
+        "bench": ["--numel", "50M"],
+        "demo": ["--quick", "--steps", "100000"],
+        "diff": [old, new, "--out", tmp_path / "out"],
+        "doctor": [],
+        "inspect": [tmp_path / "patch"],
+        "verify": [old, new],
+    }
+    assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0
+    there = set(tmp_path.iterdir())
+    began = time.monotonic()
+    ended = run(*COMMAND, "inspect", tmp_path / "patch")
+    assert ended.returncode == 0
+    takes = time.monotonic() - began
+    for _ in range(3):
+        interrupted(name, words[name], random.uniform(0.05, 1.5 * takes), there, tmp_path)
+
+
+def interrupted(
+    name: str, words: list[str | Path], after_s: float, there: set[Path], folder: Path
+) -> None:
+    """Ctrl-C in a terminal reaches all processes."""
+    with hearing_signals():
+        process = subprocess.Popen(
+            [*COMMAND, name, *words],
+            env=ENVIRONMENT | {"TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    time.sleep(after_s)
+    already = process.poll()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    assert "KeyboardInterrupt" not in errors
+    if already is None and process.returncode not in (0, 1):
+        assert process.returncode in (130, -signal.SIGINT)  # the latter while Python itself starts
+    for made in set(folder.iterdir()) - there:
+        # What was asked for may be whole already, and torch keeps a folder of its own.
+        assert made.name in ("made", "out") or made.name.startswith("torchinductor")
+        if made.is_file():
+            Checkpoint(made) if made.name == "made" else PatchFile(made)
+            made.unlink()
