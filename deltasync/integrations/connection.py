@@ -36,10 +36,10 @@ class Connection(BaseModel):
         default="refuse", description="what to do where no route leads; see `EngineSync`"
     )
     keep: tuple[Annotated[str, Field(max_length=1024)], ...] = Field(
-        (), max_length=1024, description="patterns of tensors that it need not send"
+        default=(), max_length=1024, description="patterns of tensors that it need not send"
     )
     unproved: Unproved = Field(
-        "refuse", description="what to do with engines of which updates are not proved"
+        default="refuse", description="what to do with engines of which updates are not proved"
     )
     max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
     timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
