@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from torch import nn
 
 from deltasync.errors import ConfigError
+from deltasync.sync.options import ReceiverOptions
 
 
 def check_source(source: object) -> None:
@@ -23,6 +25,14 @@ def check_target(target: object) -> None:
         raise ConfigError(f"target is a {_kind(target)}, a module: give ModuleTarget(module)")
     if not hasattr(target, "bind"):
         raise ConfigError(f"target is a {_kind(target)}; give a target, as ModuleTarget(module) is")
+
+
+def check_receiver(target: object, links: Iterable[object], options: object) -> None:
+    """Raises ConfigError for what a receiver cannot be made of."""
+    check_target(target)
+    for link in links:
+        check_receive_transport(link)
+    check_options(options, ReceiverOptions)
 
 
 def check_send_transport(transport: object) -> None:

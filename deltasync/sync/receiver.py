@@ -26,7 +26,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.bound import BoundWeights
-from deltasync.sync.ends import check_options, check_receive_transport, check_target
+from deltasync.sync.ends import check_receiver
 from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.payloads import inflated
@@ -43,18 +43,16 @@ from deltasync.wire.frame import FORMAT_VERSION
 class WeightReceiver:
     """Keeps one engine rank's weights at the trainer's.
 
-    `receive_weights` does a sync in the calling thread. `stage` and `commit` are its two halves:
-    the first does all that can fail while the engine serves, the second writes and belongs
-    into the engine's pause. Every error leaves the engine at its old version unless `is_dirty`;
-    after an error the next call joins anew by itself.
+    `receive_weights` does a sync in the calling thread. Its halves are `stage`, which does all that
+    can fail while the engine serves, and `commit`, which writes and belongs into the engine's
+    pause. Errors leave the old version unless `is_dirty`; the call after one joins anew by itself.
 
     Args:
         target: The live weights.
         transport: The receiver's end of a link. Owned from now on: `close` closes it.
         lanes: Of a trainer of several ranks: the links to its ranks 1, 2 ... Owned too.
         engine: Name of the inference engine, unique among the sender's receivers.
-        rank: This receiver's rank in its engine (tensor-, pipeline-, expert-parallel).
-        world: Ranks of the engine.
+        rank: Its own, of the `world` ranks of its engine (tensor-, pipeline-, expert-parallel).
         options: Memory, scrub.
     """
 
@@ -69,10 +67,7 @@ class WeightReceiver:
         world: int = 1,
         options: ReceiverOptions | None = None,
     ) -> None:
-        check_target(target)
-        for link in (transport, *lanes):
-            check_receive_transport(link)
-        check_options(options, ReceiverOptions)
+        check_receiver(target, (transport, *lanes), options)
         self.options = options or ReceiverOptions()
         self._target = target
         self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)
