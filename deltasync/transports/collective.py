@@ -212,10 +212,13 @@ class Sender:
             return replies
 
     def drop(self, peer: int) -> None:
-        if peer in self._members:
-            self._membership.finish(_FAREWELL_S)
-        self._server.drop(peer)
-        self._remove([peer])
+        with self._gate.dropping() as is_open:
+            if not is_open:
+                return
+            if peer in self._members:
+                self._membership.finish(_FAREWELL_S)
+            self._server.drop(peer)
+            self._remove([peer])
 
     def close(self) -> None:
         self._gate.close(self._dispose)

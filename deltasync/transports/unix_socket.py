@@ -172,11 +172,14 @@ class SlotSender:
             return replies
 
     def drop(self, peer: int) -> None:
-        for slot in self._slots:
-            if peer in slot.readers:
-                slot.settle()
-        self._members.discard(peer)
-        self._server.drop(peer)
+        with self._gate.dropping() as is_open:
+            if not is_open:
+                return
+            for slot in self._slots:
+                if peer in slot.readers:
+                    slot.settle()
+            self._members.discard(peer)
+            self._server.drop(peer)
 
     def close(self) -> None:
         """Removes the socket file."""
