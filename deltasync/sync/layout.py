@@ -17,7 +17,7 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source import NamedTensor, WeightSource
 from deltasync.sync.target import match_parameters, some_of
-from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, layout_hash
+from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, check_limits, layout_hash
 
 
 class SentLayout:
@@ -188,8 +188,13 @@ def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool
 
 
 def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:
-    """The parameters in the dtypes that the source has."""
-    return tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor, name=e.name)) for e in tensors)
+    """The parameters in the dtypes that the source has.
+
+    Raises ConfigError for one that no message can carry.
+    """
+    specs = tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor, name=e.name)) for e in tensors)
+    check_limits(specs)
+    return specs
 
 
 def specs_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from deltasync import dtypes
-from deltasync.errors import LimitExceeded, MalformedMessage, UnknownDtype
+from deltasync.errors import ConfigError, LimitExceeded, MalformedMessage, UnknownDtype
 from deltasync.wire import frame
 from deltasync.wire.compression import Compression
 
@@ -30,6 +31,7 @@ MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
 MAX_WORLD = 1 << 16
 MAX_NAME = 4096
+MAX_SHOWN = 80  # characters of a name that is refused
 MAX_FAULTS = 64  # of one message, spelled out
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -80,13 +82,21 @@ class ParameterSpec:
 
 def limit_broken(spec: ParameterSpec) -> str | None:
     """What about a parameter is more than messages carry; None for nothing."""
-    if not all(0 < len(name) <= MAX_NAME for name in spec.names):
-        return f"its name must have 1 to {MAX_NAME} characters"
+    for length in map(len, spec.names):
+        if not 0 < length <= MAX_NAME:
+            return f"its name has {length} characters, 1 to {MAX_NAME} can be sent"
     if len(spec.shape) > MAX_DIMENSIONS:
         return f"{len(spec.shape)} dimensions, {MAX_DIMENSIONS} at most can be sent"
     if _extent(spec.shape) > MAX_NUMEL:
         return f"dimensions of {list(spec.shape)} without zeros multiply to more than {MAX_NUMEL}"
     return None
+
+
+def check_limits(specs: Iterable[ParameterSpec]) -> None:
+    """Raises ConfigError for a parameter that no message can carry."""
+    for spec in specs:
+        if (fault := limit_broken(spec)) is not None:
+            raise ConfigError(f"{spec.name[:MAX_SHOWN]!r}: {fault}")
 
 
 def _extent(shape: tuple[int, ...]) -> int:
@@ -372,7 +382,8 @@ def _first_fault(error: ValidationError) -> str:
 
 
 def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:
-    """`specs` as they stand in a hello or a layout."""
+    """`specs` as they stand in a hello or a layout. Raises ConfigError for what is too large."""
+    check_limits(specs)
     return tuple((spec.names, spec.shape, spec.dtype.code) for spec in specs)
 
 

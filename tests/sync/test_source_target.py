@@ -533,6 +533,25 @@ def test_tensors_without_plain_storage_are_refused_by_name(
         streamed.take([("odd", make())])
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("odd" * 2000, (2,), "its name has 6000 characters, 1 to 4096 can be sent"),
+        ("odd", (1,) * 65, "65 dimensions, 64 at most can be sent"),
+    ],
+)
+def test_what_no_message_can_carry_is_refused_by_name(
+    name: str, shape: tuple[int, ...], words: str
+) -> None:
+    tensor = torch.ones(2 if shape == (2,) else 1).reshape(shape)
+    with pytest.raises(ConfigError, match=f"^'odd.{{0,90}}: {words}"):
+        source_specs([NamedTensor((name,), tensor)])
+    module = module_with(tensor)
+    target = ModuleTarget(module, rename=lambda own: name if own == "odd" else own)
+    with pytest.raises(ConfigError, match=f"^'odd.{{0,90}}: {words}"):
+        entries(target.parameters())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [make for make, _ in ODD.values()], ids=ODD.keys())
 def test_tensors_without_plain_storage_can_be_left_out(make: Callable[[], Tensor]) -> None:
