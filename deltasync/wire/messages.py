@@ -113,7 +113,7 @@ class _Parameters(_Message):
         if len(set(names)) != len(names):
             raise ValueError("a name stands twice in the layout")
         if any(_extent(shape) > MAX_NUMEL for _, shape, _ in self.parameters):
-            raise ValueError(f"a parameter whose dimensions multiply to more than {MAX_NUMEL}")
+            raise ValueError(f"a parameter of more than {MAX_NUMEL} elements, zeros aside")
         return self
 
     def specs(self) -> tuple[ParameterSpec, ...]:
