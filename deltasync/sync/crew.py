@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TypeVar
 
-from deltasync.errors import DeltaSyncError, SyncAborted, TransportError, WireError
+from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
 from deltasync.sync import orders
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
@@ -161,7 +161,7 @@ class Crew:
         self._is_owed = False
         found: dict[int, orders.Said | DeltaSyncError] = {}
         for rank, peer in self._peers.items():
-            reply = replies[peer]
+            reply = replies.get(peer, PeerLost("it has connected anew since it was asked"))
             if isinstance(reply, TransportError):
                 found[rank] = reply
                 continue
