@@ -95,7 +95,9 @@ class Versions:
         self, model: Any, before: dict[str, Seen], error: Exception, derived: int
     ) -> Verdict:
         """A refusal leaves everything as it was."""
-        wrong = self._wrong(model, before, 0)
+        wrong = {p: "changed" for p, one in seen(model).items() if _is_other(before.get(p), one)}
+        moved = self._wrong(model, before, 0)
+        wrong |= {path: how for path, how in moved.items() if how == "moved"}
         outcome = WRONG if wrong else REFUSED
         return Verdict(outcome, f"at connect: {_said(error)}", wrong, derived)
 
