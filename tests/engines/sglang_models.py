@@ -96,7 +96,11 @@ def write_config(architecture: str, folder: Path) -> Specs:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if "text_config" in config:
         specs = _mla_specs(config["text_config"], "language_model.")
-        return specs | _projector_specs(config["vision_config"])
+        return (
+            specs
+            | _tower_specs(config["vision_config"])
+            | _projector_specs(config["vision_config"])
+        )
     return _mla_specs(config, "")
 
 
@@ -136,8 +140,28 @@ def _mla_specs(config: dict[str, Any], prefix: str) -> Specs:
     return {f"{prefix}{name}.weight": (torch.bfloat16, shape) for name, shape in found.items()}
 
 
+def _tower_specs(vision: dict[str, Any]) -> Specs:
+    """What reads images: of one layer."""
+    inner, wide, block = vision["hidden_size"], vision["intermediate_size"], "encoder.blocks.0."
+    rows, columns = vision["init_pos_emb_height"], vision["init_pos_emb_width"]
+    linear: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj": (inner, 3, 14, 14),
+        f"{block}norm0": (inner,),
+        f"{block}norm1": (inner,),
+        f"{block}mlp.fc0": (wide, inner),
+        f"{block}mlp.fc1": (inner, wide),
+        f"{block}wqkv": (3 * inner, inner),
+        f"{block}wo": (inner, inner),
+        "encoder.final_layernorm": (inner,),
+    }
+    shapes = {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    shapes["patch_embed.pos_emb.weight"] = (rows, columns, inner)
+    return {f"vision_tower.{n}": (torch.bfloat16, shape) for n, shape in shapes.items()}
+
+
 def _projector_specs(vision: dict[str, Any]) -> Specs:
-    """What stands beside the language model, and is not read from its images."""
+    """Between the images and the language model."""
     inner, merged = vision["hidden_size"], vision["hidden_size"] * 4
     shapes = {
         "pre_norm.weight": (inner,),

@@ -67,7 +67,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("architecture", sglang.CONFIGS)
 def test_what_is_computed_from_weights_follows(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Found
 ) -> None:
