@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltasync.delta.bits import as_bits
 from deltasync.delta.operations import as_returned, tensors_in, written_by
 from deltasync.delta.recorder import CheckpointTensor
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.sync.reach import Reach
 
 _UNFILLED: frozenset[Any] = frozenset(
@@ -147,16 +147,11 @@ class ColdModel:
     def start(self, weights: Weights, modules: Sequence[nn.Module]) -> None:
         """Load weights, and do what the engine does with modules then.
 
-        Raises ConfigError if it cannot be done with a part of the model.
+        Raises what the engine raises, if it cannot be done with a part of the model.
         """
-        try:
-            with torch.no_grad():
-                self._startup.load(self.model, weights)
-                self._startup.work_on(modules)
-        except FAILURES as error:
-            raise ConfigError(
-                f"what a fresh engine makes of other weights cannot be found out: {error!r}"
-            ) from error
+        with torch.no_grad():
+            self._startup.load(self.model, weights)
+            self._startup.work_on(modules)
 
     def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
         """The like with memory, shared as the other's would be."""
@@ -169,6 +164,21 @@ class ColdModel:
         real: Tensor = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         return real
+
+
+@contextmanager
+def refusing_failures() -> Iterator[None]:
+    """Raise ConfigError where what a fresh engine would compute with cannot be found out."""
+    try:
+        yield
+    except DeltaSyncError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(
+            f"what a fresh engine makes of other weights cannot be found out: {error!r}; "
+            "EngineSync(unproved='accept_stale_weights') goes on without, at the risk that the "
+            "engine computes with stale weights"
+        ) from error
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

@@ -12,6 +12,7 @@ from deltasync.delta.loading import Loader
 from deltasync.delta.naming import suggested
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
+from deltasync.sync.cold import refusing_failures
 from deltasync.sync.proved import in_place, matches, prove_reload, refuse_unsent
 from deltasync.sync.proving import Proof, under
 from deltasync.sync.target import match_parameters, some_of
@@ -89,6 +90,7 @@ class ReloadedTarget:
                 f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
             )
 
+    @refusing_failures()
     def prove(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """Reload other weights, then what is known once more: see `prove_reload`.
 

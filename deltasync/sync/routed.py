@@ -15,6 +15,7 @@ from deltasync.delta.part import Part
 from deltasync.delta.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.cold import refusing_failures
 from deltasync.sync.proved import (
     matches,
     named,
@@ -165,10 +166,12 @@ class RoutedTarget:
         if proof is not None:
             self._prove(proof(), loaded)
 
+    @refusing_failures()
     def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
         refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
         self.upkeep = prove_routes(proof, self._recorded(), self._held)
 
+    @refusing_failures()
     def prove_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """The same for an engine of which nobody knows what it was loaded with: nothing is read
         back. Here `keep` are the engine's own names. Raises as `prove`.

@@ -389,6 +389,19 @@ def test_an_engine_that_cannot_be_made_without_memory_is_refused() -> None:
         prove(Measuring, checkpoint())
 
 
+def test_an_engine_whose_parts_cannot_be_given_memory_is_refused() -> None:
+    class Viewing(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = self.weight.view(4, 6)
+
+    class Views(Engine):
+        made = Viewing
+
+    with pytest.raises(ConfigError, match=r"cannot be found out: .*accept_stale_weights"):
+        prove(Views, checkpoint())
+
+
 @given(
     dtype=st.sampled_from(
         [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
