@@ -39,6 +39,9 @@ set_forkserver_preload(
     ]
 )
 
+# Before anything imports them: failures of the shipped contracts show the values they compared.
+pytest.register_assert_rewrite("deltasync.testing.transport", "deltasync.testing.links")
+
 DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 
 
