@@ -312,15 +312,12 @@ def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> Non
 @pytest.mark.timeout(60)
 def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
     place = make_place()
+    half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
     before = resident_bytes()
-
-    def send_half(sock: socket.socket) -> None:
-        sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1))
 
     def hold() -> None:
         with suppress(OSError):
-            sock = place.stranger()
-            send_half(sock)
+            place.stranger().sendall(half)
 
     threads = [threading.Thread(target=hold) for _ in range(40)]
     for thread in threads:
