@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +23,31 @@ class OptionsModel(BaseModel):
     if not TYPE_CHECKING:  # which is to see the fields as arguments
 
         def __init__(self, /, **options: Any) -> None:
-            try:
+            with _refusing(type(self)):
                 super().__init__(**options)
-            except ValidationError as error:
-                raise ConfigError(_fault(type(self), error)) from None
 
         @classmethod
         def model_validate(cls, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with _refusing(cls):
                 return super().model_validate(*args, **kwargs)
-            except ValidationError as error:
-                raise ConfigError(_fault(cls, error)) from None
 
         @classmethod
         def model_validate_json(cls, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with _refusing(cls):
                 return super().model_validate_json(*args, **kwargs)
-            except ValidationError as error:
-                raise ConfigError(_fault(cls, error)) from None
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(
                 f"{type(self).__name__}: {name} cannot be set; make others by model_copy"
             )
+
+
+@contextmanager
+def _refusing(options: type[BaseModel]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(_fault(options, error)) from None
 
 
 def _fault(options: type[BaseModel], error: ValidationError) -> str:
