@@ -1,7 +1,4 @@
-"""A second process that follows this one's weights: what `doctor` tries and `bench` times.
-
-`python -m deltasync.cli.follower LINK ADDRESS NUMEL DEVICE KERNELS` runs it until its sender ends.
-"""
+"""A second process that follows this one's weights: what `doctor` tries and `bench` times."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
+from deltasync.cli.companion import start_companion
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
@@ -78,17 +76,15 @@ def followed(
         transport, address = _sender(link, folder, devices[0])
         with closing(WeightSender(ModuleSource(module), transport, options=options)) as sender:
             words = [link, address, str(numel), devices[1], options.kernels]
-            command = [sys.executable, "-m", "deltasync.cli.follower", *words]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
-            try:
-                _wait(sender, process, said)
-                sender.send_weights(timeout_s=JOIN_TIMEOUT_S)  # both hold the same already
-                yield sender
-                sender.close()
-                process.wait(_EXIT_TIMEOUT_S)
-            finally:
-                process.kill()
-                process.wait()
+            with start_companion("deltasync.cli.follower", *words, stderr=said) as process:
+                try:
+                    _wait(sender, process, said)
+                    sender.send_weights(timeout_s=JOIN_TIMEOUT_S)  # both hold the same already
+                    yield sender
+                    sender.close()
+                    process.wait(_EXIT_TIMEOUT_S)
+                finally:
+                    process.kill()
 
 
 def last_line(said: IO[bytes]) -> str:
@@ -135,7 +131,7 @@ def _receiver(link: str, address: str, device: str) -> ReceiveTransport:
 
 
 def main() -> None:
-    """Follow until the sender has left."""
+    """Follow the sender that `sys.argv` names until it has left."""
     link, address, numel, device, kernels = sys.argv[1:]
     target = ModuleTarget(make_model(int(numel), device))
     options = ReceiverOptions.model_validate({"kernels": kernels})
@@ -143,7 +139,3 @@ def main() -> None:
     with closing(receiver), contextlib.suppress(PeerLost):
         while True:
             receiver.receive_weights(timeout_s=JOIN_TIMEOUT_S)
-
-
-if __name__ == "__main__":
-    main()

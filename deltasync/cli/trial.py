@@ -1,6 +1,6 @@
 """What `doctor` really tries, each in processes of its own: a crash or a hang harms nobody else.
 
-Run as `python -m deltasync.cli.trial NAME`; what fails is the last line on stderr.
+What fails is the last line on stderr of such a process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from deltasync import SenderOptions
+from deltasync.cli.companion import start_companion
 from deltasync.cli.follower import LinkName, followed, last_line, make_model
 from deltasync.errors import SyncError
 
@@ -28,26 +29,34 @@ class Trial:
     def __init__(self, name: str) -> None:
         self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed one leaves
         self._said = TemporaryFile()  # noqa: SIM115 (closed by __exit__)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "deltasync.cli.trial", name],
-            stdout=subprocess.DEVNULL,
-            stderr=self._said,
-            start_new_session=True,
-            env=os.environ | {"TMPDIR": self._folder.name},
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._not_started = ""
+        try:
+            self._process = start_companion(
+                "deltasync.cli.trial",
+                name,
+                stderr=self._said,
+                start_new_session=True,
+                env=os.environ | {"TMPDIR": self._folder.name},
+            )
+        except OSError as error:  # no descriptor or no process is left
+            self._not_started = str(error)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process is not None:
+            with self._process:
+                if self._process.poll() is None:
+                    os.killpg(self._process.pid, signal.SIGKILL)
         self._said.close()
         self._folder.cleanup()
 
     def problem(self, deadline: float) -> str | None:
         """What went wrong by `deadline`, of time.monotonic; None for nothing."""
+        if self._process is None:
+            return self._not_started
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -81,7 +90,7 @@ def try_triton() -> None:
 
 
 def main() -> None:
-    """Whatever fails is raised: its last line is what `doctor` shows."""
+    """Try what `sys.argv` names. What fails is raised: its last line is what `doctor` shows."""
     match sys.argv[1]:
         case "shared_memory":
             try_link("shared_memory", "cpu")
@@ -93,7 +102,3 @@ def main() -> None:
             try_link("nccl", "cuda:0", "cuda:1")
         case "triton":
             try_triton()
-
-
-if __name__ == "__main__":
-    main()

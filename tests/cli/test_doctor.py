@@ -89,6 +89,7 @@ def test_a_trial_that_hangs_is_ended_with_its_processes_and_files(
         while not list(tmp_path.rglob("weights.sock")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert trial._process is not None
         os.killpg(trial._process.pid, signal.SIGSTOP)
         assert trial.problem(time.monotonic()) == "it did not end in time"
         group = trial._process.pid

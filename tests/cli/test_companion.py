@@ -1,0 +1,98 @@
+"""What `bench`, `doctor` and `demo` start ends when they do, however and whenever they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.cli.command import COMMAND, ENVIRONMENT, hearing_signals, wait_until_gone
+
+# Sends a signal to itself as soon as a second process runs, before anything else is done.
+SIGNALLED = """
+import os, subprocess, sys
+from deltasync.cli import main
+
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **settings):
+        super().__init__(*words, **settings)
+        os.write(2, b"%d\\n" % self.pid)
+        os.kill(os.getpid(), number)
+
+number = int(sys.argv.pop())
+subprocess.Popen = Popen
+main()
+"""
+BENCH, DOCTOR, DEMO = ["bench", "--numel", "1M"], ["doctor"], ["demo", "--quick"]
+
+
+@contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that hears signals, and whose files are looked for in a folder of its own."""
+    with hearing_signals(), TemporaryDirectory(prefix="") as folder:
+        process = subprocess.Popen(
+            words,
+            env=ENVIRONMENT | {"TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+        if process.returncode != -signal.SIGKILL:
+            assert not list(Path(folder).iterdir())
+
+
+def descendants(process: int) -> list[int]:
+    children = Path(f"/proc/{process}/task/{process}/children")
+    try:
+        found = [int(child) for child in children.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
+    return found + [one for child in found for one in descendants(child)]
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        (BENCH, signal.SIGINT, 130),
+        (BENCH, signal.SIGTERM, 143),
+        (BENCH, signal.SIGHUP, 129),
+        (BENCH, signal.SIGKILL, -9),
+        (DOCTOR, signal.SIGTERM, 143),
+        (DOCTOR, signal.SIGKILL, -9),
+        (DEMO, signal.SIGKILL, -9),
+    ],
+)
+def test_a_signal_as_soon_as_it_starts_leaves_no_process(
+    words: list[str], number: int, code: int
+) -> None:
+    with running(sys.executable, "-c", SIGNALLED, *words, str(int(number))) as process:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code
+        (companion,) = errors.split()
+        wait_until_gone(int(companion))
+
+
+@pytest.mark.parametrize("words", [BENCH, DOCTOR], ids=["bench", "doctor"])
+@pytest.mark.parametrize("moment", [0.5, 3.0])
+def test_what_is_killed_at_any_moment_leaves_no_process(words: list[str], moment: float) -> None:
+    with running(*COMMAND, *words) as process:
+        while not descendants(process.pid):
+            assert process.poll() is None
+            signal.sigtimedwait([], 0.05)
+        signal.sigtimedwait([], moment)
+        found = descendants(process.pid)
+        process.kill()
+        process.wait()
+        for companion in found:
+            wait_until_gone(companion)
