@@ -173,7 +173,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         try:
             self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
         except EngineFailed as error:
-            raise _typed(error) from None
+            raise self._typed(error) from None
         self.sender.check_newcomers(specs)
 
     def _hear_why(self, error: DeltaSyncError) -> None:
@@ -182,7 +182,14 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             try:
                 self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
             except EngineFailed as told:
-                raise _typed(told) from error
+                raise self._typed(told) from error
+
+    def _typed(self, told: EngineFailed) -> DeltaSyncError:
+        """Why workers cannot take part, of the type that they have raised where that is known."""
+        text = str(told).replace(f": {self._name}: ", ": ")
+        if told.error != ConfigError.__name__:
+            return EngineFailed(text, error=told.error)
+        return ConfigError(text.removeprefix(f"{told.error}: "))
 
     @property
     def world(self) -> int:
@@ -361,13 +368,6 @@ def _asked(call: Callable[..., object], *arguments: object) -> None:
         raise
     except Exception as error:
         raise EngineFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _typed(error: EngineFailed) -> DeltaSyncError:
-    """Why a worker cannot take part, of the type that it has raised where callers are told that."""
-    if error.error != ConfigError.__name__:
-        return error
-    return ConfigError(str(error).removeprefix(f"{error.error}: "))
 
 
 def _reachable(address: Address | None, *, rank: int) -> Address:

@@ -119,7 +119,8 @@ class Worker:
         """Tell a trainer, which waits for this worker to connect, why it does not. Does not wait:
         the trainer may begin to listen only when all workers have been told to connect.
         """
-        failed = Failed(version=None, error=type(error).__name__, reason=str(error)[:4096])
+        reason = f"{to.engine}: {error}"  # by which the trainer knows that it is meant
+        failed = Failed(version=None, error=type(error).__name__, reason=reason[:4096])
         link = to.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:

@@ -82,7 +82,8 @@ class Lobby:
 
     def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
         if isinstance(hello, Failed):
-            self._declined.append(hello)
+            if self._admits(hello.reason.partition(": ")[0]):  # else it means an earlier sender
+                self._declined.append(hello)
             self.forget(peer)
         elif not isinstance(hello, Hello | HelloLanes):
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))

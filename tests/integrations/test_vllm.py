@@ -174,6 +174,29 @@ def test_a_cache_that_is_not_cleared_is_an_error_and_made_up_for(tmp_path: Path)
         assert bits_equal(source, server.module)
 
 
+class Late(Server):
+    """A worker that declines an earlier trainer when the next one lets it connect."""
+
+    earlier: Connection | None = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        if self.earlier is not None:
+            self.worker.decline(self.earlier, torch.device("cpu"), ConfigError("of the earlier"))
+            sleep(0.5)
+        super().init_weight_transfer_engine(init_info)
+        self.earlier = Connection.model_validate(init_info["connection"])
+
+
+def test_why_a_worker_declined_an_earlier_trainer_is_not_heard_by_the_next(tmp_path: Path) -> None:
+    source, server = model(0), Late(model(0))
+    with connected(source, server, tmp_path) as sync:
+        assert sync.send_weights().receivers == 1
+    with connected(source, server, tmp_path) as sync:  # at the same address
+        assert sync.send_weights().receivers == 1
+        sync.connect()  # nor what an earlier call was to hear
+        assert sync.send_weights().receivers == 1
+
+
 def test_caches_are_kept_for_who_wants_that(tmp_path: Path) -> None:
     source, server = model(0), Server(model(1))
     link = shared_memory.Sender(tmp_path / "socket")
