@@ -178,8 +178,8 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def started(folder: Path) -> Any:
-    """A worker's model, loaded from the folder. One in each process."""
+def started(folder: Path, load_format: str = "auto") -> Any:
+    """A worker's model, made from the folder and loaded in this format. One in each process."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -191,6 +191,7 @@ def started(folder: Path) -> Any:
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
+        load_format=load_format,
         skip_tokenizer_init=True,
         attention_backend="torch_native",
         sampling_backend="pytorch",

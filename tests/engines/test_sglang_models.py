@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from deltasync import CheckpointTensor, RoutedTarget, SenderOptions
-from deltasync.testing.processes import free_port, run_ranks
+from deltasync.testing.processes import run_ranks
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
+from tests.engines.sglang_models import started
 from tests.sync.harness import fleet
 
 ARCHITECTURES = [
@@ -29,29 +30,6 @@ ARCHITECTURES = [
 ]
 
 
-def model_of(folder: Path) -> Any:
-    """A model of a worker of SGLang's, as its scheduler makes it."""
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    port = free_port()
-    arguments = ServerArgs(
-        model_path=str(folder),
-        device="cpu",
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_cuda_graph=True,
-        context_length=128,
-    )
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
-    return TpModelWorker(arguments, gpu_id=0, nccl_port=port).model_runner.model
-
-
 def assert_as_loaded(model: Any, weights: dict[str, Tensor]) -> None:
     """Loading all changes nothing."""
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -63,7 +41,7 @@ def assert_as_loaded(model: Any, weights: dict[str, Tensor]) -> None:
 def follow(_: int, folder: Path) -> None:
     weights = checkpoint(folder, 0)
     generator = torch.Generator().manual_seed(1)
-    model = model_of(folder)
+    model = started(folder, load_format="dummy")
     model.load_weights(list(checkpoint(folder, 1).items()))
     target = RoutedTarget(
         model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
