@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from types import ModuleType
 
-from deltasync.integrations.connection import Order
+from deltasync.integrations import sglang_scheduler
 from deltasync.integrations.sglang import NOT_YET, ORDER, Extension, SglangServer
 
 __all__ = ["NOT_YET", "ORDER", "SglangIpcServer", "register"]
@@ -28,6 +28,7 @@ _EXTENSION = f"{_MODULE}.{_CLASS}"
 
 def register() -> None:
     """Let SGLang's workers take orders. A plugin of SGLang's, which each of its processes calls."""
+    sglang_scheduler.register()
     if find_spec("checkpoint_engine") is None:
         _stand_in()
         return
@@ -58,4 +59,4 @@ class SglangIpcServer(SglangServer):
 
     def name(self, version: int, /) -> None:
         """The workers hold it already: for the server too this is an update that succeeds."""
-        self._give(Order(version=version), weight_version=str(version))
+        self._write(version, weight_version=str(version))

@@ -75,9 +75,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             parallel.
         paused: Makes the context in which an update is asked for: pauses generation, and resumes.
         without_routes: What workers do that keep weights in another layout than they were loaded
-            in, or compute what they keep. "refuse": `connect` raises, and names one. "reload": they
-            keep a copy of the whole checkpoint on the host, which is brought up to date and loaded
-            anew in each update.
+            in, or compute what they keep. "refuse": `connect` raises, and names one. "reload", of
+            vLLM alone: they keep a copy of the whole checkpoint on the host, which is brought up to
+            date and loaded again in each update.
         keep: Patterns (`visual.*`) of checkpoint tensors that engines may keep as they were started
             on. Without it `connect` raises for weights that the trainer does not send.
         unproved: What workers do that cannot prove that an update reaches everything which they
@@ -221,8 +221,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def disconnect(self) -> None:
         """Let the engine's workers end their connection, and leave weights alone.
 
-        Call it before the engine sleeps, releases its memory or reloads weights: nothing tells
-        workers that it does. The next `send_weights` connects anew and brings what is missing.
+        Call it before anything else writes the engine's weights. The next `send_weights` connects
+        again and sends what differs.
         """
         self._is_behind = True
         if not self._is_parents:

@@ -34,6 +34,8 @@ _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
 # What servers answer whose workers take no orders: of a route, a package or a device that is not
 # there.
 _WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
+# Settings of servers that keep prefixes outside of their own memory.
+_STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 
 
 class Extension:
@@ -83,16 +85,23 @@ def worker_of(model: nn.Module) -> Worker:
 def obey(model: nn.Module, order: Order) -> None:
     """Carry out an order in a worker of SGLang's. Raises what is wrong with it, or a commit."""
     worker = worker_of(model)
-    if order.version is not None:
+    if order.connection is not None:
+        _connect(worker, model, order.connection)
+    elif order.version is not None:
         worker.commit(order.version)
     else:
         worker.disconnect()
-    if order.connection is not None:
-        _connect(worker, model, order.connection)
 
 
 def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
     try:
+        worker.check_awake()
+        worker.disconnect()
+        if to.without_routes != "refuse":
+            raise ConfigError(
+                f'SGLang\'s workers cannot do without_routes="{to.without_routes}": leave it at '
+                '"refuse", and weights without a route are named'
+            )
         target = worker.routed(model, to, lambda: _started_on(model), lambda: _proof(model))
         worker.connect(to, target, _device_of(model), **_place())
     except Exception as error:
@@ -180,8 +189,15 @@ class SglangServer:
     Args:
         url: Of the server: scheme, host and port.
         api_key: If it wants one.
-        flush_cache: Drop cached prefixes at each update. That fails while requests are kept.
+        clear_cache: In each update, drop what the old weights have made: cached prefixes, keys and
+            values of requests that are kept, which are computed again, and encodings of images.
+            Otherwise prompts go on with keys and values of old weights for as long as SGLang keeps
+            them.
         timeout_s: For each call.
+
+    Raises:
+        ConfigError: The server has several data-parallel replicas; or prefixes are to be cleared
+            that it also keeps where no update reaches them.
     """
 
     def __init__(
@@ -189,15 +205,22 @@ class SglangServer:
         url: str,
         *,
         api_key: str | None = None,
-        flush_cache: bool = False,
+        clear_cache: bool = True,
         timeout_s: float = 300.0,
     ) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = Http(url, headers=headers, timeout_s=timeout_s)
-        self._flush_cache = flush_cache
+        self._clear_cache = clear_cache
+        self._is_stale = False  # something may be cached of other weights
         info = self._http.get("server_info")
         if info["dp_size"] != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
+        if clear_cache and (stores := [name for name in _STORES if info.get(name)]):
+            raise ConfigError(
+                f"the server keeps prefixes where no update clears them ({', '.join(stores)}), so "
+                "that prompts would go on with keys and values of old weights: start it without, "
+                "or say clear_cache=False"
+            )
         self.workers = int(info["tp_size"]) * int(info["pp_size"])
 
     def connect(self, connection: dict[str, Any], /) -> None:
@@ -205,9 +228,12 @@ class SglangServer:
         self._give(Order(connection=Connection.model_validate(connection)))
 
     def update(self, version: int, /) -> None:
-        self._give(Order(version=version), flush_cache=self._flush_cache)
+        self._is_stale = True
+        self._write(version)
 
     def name(self, version: int, /) -> None:
+        if self._is_stale:  # an update has failed since
+            self._write(version)
         named = {"new_version": str(version), "abort_all_requests": False}
         self._http.post("update_weight_version", named)
 
@@ -215,13 +241,21 @@ class SglangServer:
         self._give(Order())
 
     @contextmanager
-    def paused(self, mode: PauseMode = "in_place") -> Iterator[None]:
-        """Pause generation, and resume it. "in_place" keeps requests and their cache."""
+    def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
+        """Pause generation, and resume it. "in_place" lets requests keep their keys and values if
+        no cache is cleared, "retract" computes them again, "abort" ends requests.
+        """
         self._http.post("pause_generation", {"mode": mode})
         try:
             yield
         finally:
             self._http.post("continue_generation", {})
+
+    def _write(self, version: int, *, weight_version: str | None = None) -> None:
+        """Let workers hold a version, and nothing of older ones in their caches."""
+        clears = self._is_stale and self._clear_cache
+        self._give(Order(version=version), flush_cache=clears, weight_version=weight_version)
+        self._is_stale = False
 
     def _give(
         self, order: Order, *, flush_cache: bool = False, weight_version: str | None = None
@@ -239,7 +273,8 @@ class SglangServer:
                 return
             if any(said in str(error) for said in _WITHOUT_US):
                 raise ConfigError(
-                    "the server takes no orders: install deltasync in SGLang's environment, and "
-                    f"name it in SGLANG_PLUGINS if that is set there ({error})"
+                    "the server takes no orders: install deltasync in SGLang's environment, name "
+                    "it in SGLANG_PLUGINS if that is set there, and see the server's log for why "
+                    f"it was not loaded ({error})"
                 ) from error
             raise

@@ -35,7 +35,6 @@ def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Itera
         "--skip-tokenizer-init",
         "--disable-cuda-graph",
         "--skip-server-warmup",
-        "--disable-radix-cache",
         *settings,
     ]
     server = ["-m", "sglang.launch_server", "--model-path", folder, "--port", port, *flags]
@@ -45,6 +44,8 @@ def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Itera
         yield url
 
 
-def generate(server: Http, count: int = 12) -> Any:
+def generate(server: Http, count: int = 12, *, prompt: int = 17) -> Any:
+    """Of a prompt of so many tokens: each longer one begins with all shorter ones."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    return server.post("generate", {"input_ids": list(range(3, 20)), "sampling_params": sampling})
+    tokens = list(range(3, 3 + prompt))
+    return server.post("generate", {"input_ids": tokens, "sampling_params": sampling})

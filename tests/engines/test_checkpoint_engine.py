@@ -105,11 +105,14 @@ def test_deltas_follow_the_checkpoints_of_a_parameter_server(folder: Path) -> No
         with trainer.sync() as sync:
             assert sync.send_weights().full_synced == 0
             assert trainer.http.get("model_info")["weight_version"] == "1"
+            before = generate(trainer.http, prompt=200)["output_ids"]
             trainer.source.take(new)
             stats = sync.send_weights()
             assert (stats.kind, stats.full_synced) == ("delta", 0)
             expected = trainer.checksum()
-            trainer.bring(new)
+            tokens = generate(trainer.http, prompt=200)["output_ids"]
+            trainer.bring(new)  # which clears the cache of prefixes
+            assert generate(trainer.http, prompt=200)["output_ids"] == tokens != before
             assert trainer.checksum() == expected  # bit for bit
             assert sync.send_weights().full_synced == 0  # it holds them, and connects anew
             trainer.source.take(old)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.sglang import SglangServer
@@ -22,6 +27,7 @@ from tests.engines.sglang_server import generate, served
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 LONG = 300
+CROWD = 6
 
 
 @pytest.fixture
@@ -62,6 +68,103 @@ def test_a_server_without_configuration(
             assert sync.send_weights().full_synced == 1
             assert generate(http)["output_ids"] == before
         assert generate(http)["output_ids"] == before  # disconnected
+
+
+@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
+def test_prompts_find_nothing_that_old_weights_have_made(
+    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In no way of pausing, and with requests that run and wait meanwhile."""
+    use_sglang(monkeypatch, version)
+    old = load_file(folder / "model.safetensors")
+    new = changed(old, 0.3, seed=1)
+    with served(folder, new) as url:
+        tokens = {"new": prompted(Http(url))}
+    with served(folder, old) as url:
+        http, server = Http(url), SglangServer(url)
+        tokens["old"] = prompted(http)
+        assert tokens["old"] != tokens["new"]
+        assert prompted(http) == tokens["old"]
+        source = Weights({name: tensor.clone() for name, tensor in old.items()})
+        link = shared_memory.Sender(folder / "socket")
+        pauses: list[Any] = [
+            nullcontext,
+            server.paused,
+            partial(server.paused, "in_place"),
+            partial(server.paused, "abort"),
+        ]
+        with EngineSync(source, server, link) as sync:
+            sync.send_weights()
+            for number, paused in enumerate(pauses):
+                sync._paused = paused
+                name = "old" if number % 2 else "new"
+                source.take(old if number % 2 else new)
+                requests = crowd(http) if number in (1, 2) else None
+                assert sync.send_weights().kind == "delta"
+                assert prompted(http) == tokens[name], (name, number)
+                if requests is not None:
+                    assert [len(ids) for ids in requests()] == [LONG] * CROWD
+        keep = SglangServer(url, clear_cache=False)
+        link = shared_memory.Sender(folder / "socket")
+        with EngineSync(source, keep, link, paused=keep.paused) as sync:
+            source.take(new)
+            sync.send_weights()
+            assert prompted(http) != tokens["new"]  # what was to be seen
+
+
+def prompted(http: Http) -> list[int]:
+    """Tokens of a long prompt."""
+    return list(generate(http, prompt=200)["output_ids"])
+
+
+def crowd(http: Http) -> Callable[[], list[list[int]]]:
+    """More requests than run at a time. Waits until some do; what they have answered."""
+    pool = ThreadPoolExecutor(CROWD)
+    requests = [pool.submit(generate, http, LONG) for _ in range(CROWD)]
+    time.sleep(1)
+    assert not any(request.done() for request in requests)
+
+    def ended() -> list[list[int]]:
+        pool.shutdown()
+        return [request.result()["output_ids"] for request in requests]
+
+    return ended
+
+
+@pytest.mark.parametrize("version", [None, "0.5.20"], ids=["sessions", "no sessions"])
+def test_weights_that_are_released_are_left_alone(
+    version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs their memory stays; workers are told all the same."""
+    use_sglang(monkeypatch, version)
+    old = load_file(folder / "model.safetensors")
+    with served(folder, old) as url:
+        http, server = Http(url), SglangServer(url)
+        source = Weights({name: tensor.clone() for name, tensor in old.items()})
+        link = shared_memory.Sender(folder / "socket")
+        with EngineSync(source, server, link, paused=server.paused) as sync:
+            sync.send_weights()
+            for tags in (["weights"], None):
+                http.post("release_memory_occupation", {"tags": tags})
+                http.post("resume_memory_occupation", {"tags": tags})
+                source.take(changed(source.weights, 0.01, seed=1))
+                stats = sync.send_weights()
+                assert (stats.kind, stats.full_synced, stats.joined) == ("delta", 0, 0)
+            http.post("release_memory_occupation", {"tags": ["kv_cache"]})
+            source.take(changed(source.weights, 0.01, seed=2))
+            assert sync.send_weights().kind == "delta"
+            http.post("release_memory_occupation", {"tags": ["weights"]})
+            source.take(changed(source.weights, 0.01, seed=3))
+            for error in (SyncAborted, ConfigError):
+                with pytest.raises(error, match=None if error is SyncAborted else "sleep"):
+                    sync.send_weights()
+            http.post("resume_memory_occupation", {"tags": ["kv_cache"]})
+            with pytest.raises(ConfigError, match="resume_memory_occupation"):
+                sync.send_weights()
+            http.post("resume_memory_occupation", {"tags": ["weights"]})
+            assert sync.send_weights().receivers == 1
+            version_now = http.get("model_info")["weight_version"]
+            assert version_now == str(sync.sender.version)
 
 
 def test_a_server_without_the_plugin_is_told_apart(

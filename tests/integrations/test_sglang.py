@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import nn
 
 from deltasync import ModuleSource
-from deltasync.errors import EngineFailed
+from deltasync.errors import ConfigError, EngineFailed
+from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import Extension
+from deltasync.integrations.sglang import Extension, SglangServer
 from deltasync.transports import shared_memory
 from tests.sync.harness import random_model
 
@@ -80,5 +85,91 @@ def test_a_worker_that_cannot_connect_tells_the_trainer(tmp_path: Path) -> None:
     with (
         EngineSync(source, Worker(), link) as sync,
         pytest.raises(EngineFailed, match="load_weights"),
+    ):
+        sync.connect()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as SGLang does; `info` of the server, and what was `asked` of it."""
+
+    info: ClassVar[dict[str, Any]] = {}
+    asked: ClassVar[list[tuple[str, Any]]] = []
+    fails: ClassVar[bool] = False
+
+    def do_GET(self) -> None:
+        self.answer(200, {"dp_size": 1, "tp_size": 2, "pp_size": 3} | self.info)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body.get("flush_cache")))
+        self.answer(400 if self.fails else 200, {"success": not self.fails})
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in {"info": {}, "asked": [], "fails": False}.items():
+        monkeypatch.setattr(Handler, name, value)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+WRITE, NAME = "/update_weights_from_ipc", "/update_weight_version"
+
+
+@pytest.mark.parametrize("kind", [SglangServer, SglangIpcServer])
+def test_what_an_update_did_not_clear_is_cleared_before_a_version_is_named(
+    kind: type[SglangServer], url: str
+) -> None:
+    server = kind(url)
+    server.update(1)
+    server.name(1)
+    Handler.fails = True
+    with pytest.raises(EngineFailed):
+        server.update(2)
+    Handler.fails = False
+    server.name(2)
+    server.name(2)
+    named = [(NAME, None)] if kind is SglangServer else [(WRITE, False)]
+    cleared = [(WRITE, True), *named] if kind is SglangServer else [(WRITE, True)]
+    assert Handler.asked == [(WRITE, True), *named, (WRITE, True), *cleared, *named]
+
+
+def test_caches_are_kept_for_who_wants_that(url: str) -> None:
+    server = SglangServer(url, clear_cache=False)
+    server.update(1)
+    server.name(1)
+    assert Handler.asked == [(WRITE, False), (NAME, None)]
+    assert server.workers == 6
+
+
+@pytest.mark.parametrize("store", ["hicache_storage_backend", "enable_lmcache", "enable_flexkv"])
+def test_a_server_that_keeps_prefixes_where_no_update_clears_them_is_refused(
+    store: str, url: str
+) -> None:
+    Handler.info = {store: "file" if "backend" in store else True}
+    with pytest.raises(ConfigError, match=rf"\({store}\).* or say clear_cache=False"):
+        SglangServer(url)
+    SglangServer(url, clear_cache=False)
+
+
+def test_reloading_is_refused(tmp_path: Path) -> None:
+    source = ModuleSource(random_model({"a": (3,)}, 0))
+    link = shared_memory.Sender(tmp_path / "socket")
+    with (
+        EngineSync(source, Worker(), link, without_routes="reload") as sync,
+        pytest.raises(ConfigError, match=r"SGLang.* without_routes=\"reload\""),
     ):
         sync.connect()

@@ -1,0 +1,106 @@
+"""What deltasync does around calls of SGLang's scheduler: clear caches, and leave weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import Any
+
+from deltasync.integrations.sglang import ORDER, worker_of
+from deltasync.integrations.worker import Worker
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_WEIGHTS = "weights"
+_NOT_CLEARED = (
+    "SGLang has not dropped its cached prefixes, which are of old weights: transfers of keys and "
+    "values are under way; the next update tries again"
+)
+
+
+def register() -> None:
+    """Let SGLang call the functions below, in each of its processes that schedules.
+
+    Raises ImportError or AttributeError where SGLang does not have what they are called around.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    manager = resolve_name(_MANAGER)
+    for name, around in _AROUND.items():
+        getattr(manager, name)
+        HookRegistry.register(f"{_MANAGER}.{name}", around, HookType.AROUND)
+
+
+def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Clear caches for an order that asks for it. SGLang itself refuses to while requests run, and
+    0.5.20 ends then.
+    """
+    if ORDER not in request.zmq_handles or not request.flush_cache:
+        return update(manager, request)
+    request.flush_cache = False
+    with _retracted(manager.scheduler):
+        done = update(manager, request)
+        if done.success and not _clear(manager):
+            done.success, done.message = False, _NOT_CLEARED
+    return done
+
+
+@contextmanager
+def _retracted(scheduler: Any) -> Iterator[None]:
+    """Within, no request has keys and values. SGLang computes them again afterwards."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    is_paused = scheduler._engine_paused
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    try:
+        yield
+    finally:
+        if not is_paused:
+            scheduler.continue_generation(ContinueGenerationReqInput())
+
+
+def _clear(manager: Any) -> bool:
+    """Drop what weights have made: cached keys and values, and encodings. False if it cannot be."""
+    from sglang.srt.managers import mm_schedule
+
+    waiting = manager.scheduler.waiting_queue
+    if any(request.kv.holds_kv for request in waiting):
+        return False
+    manager.scheduler.waiting_queue = []  # which hold nothing; 0.5.20 does not look
+    try:
+        is_cleared = bool(manager.flush_cache(empty_cache=False))
+    finally:
+        manager.scheduler.waiting_queue = waiting
+    if is_cleared and mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+    return is_cleared
+
+
+def _release(release: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Weights are about to be released, with what they hold or not."""
+    if _is_of_weights(request):
+        _worker(manager).sleep()
+    return release(manager, request)
+
+
+def _resume(resume: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Weights are back where they were."""
+    done = resume(manager, request)
+    if _is_of_weights(request):
+        _worker(manager).wake()
+    return done
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "update_weights_from_ipc": _update,
+    "release_memory_occupation": _release,
+    "resume_memory_occupation": _resume,
+}
+
+
+def _is_of_weights(request: Any) -> bool:
+    return not request.tags or _WEIGHTS in request.tags
+
+
+def _worker(manager: Any) -> Worker:
+    return worker_of(manager.tp_worker.model_runner.model)
