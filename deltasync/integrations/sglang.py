@@ -222,6 +222,7 @@ class SglangServer:
                 "or say clear_cache=False"
             )
         self.workers = int(info["tp_size"]) * int(info["pp_size"])
+        self._is_pipelined = info["pp_size"] != 1
 
     def connect(self, connection: dict[str, Any], /) -> None:
         """Let each worker connect. One that cannot says so to the trainer itself."""
@@ -243,8 +244,14 @@ class SglangServer:
     @contextmanager
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
         """Pause generation, and resume it. "in_place" lets requests keep their keys and values if
-        no cache is cleared, "retract" computes them again, "abort" ends requests.
+        no cache is cleared, "retract" computes them again, "abort" ends requests. Raises
+        ConfigError for "in_place" and "retract" with pipeline stages.
         """
+        if self._is_pipelined and mode != "abort":
+            raise ConfigError(
+                f'SGLang does not pause pipeline stages with mode="{mode}": use mode="abort", or '
+                "leave out `paused`, and updates wait until no request runs"
+            )
         self._http.post("pause_generation", {"mode": mode})
         try:
             yield

@@ -13,8 +13,9 @@ from deltasync.integrations.worker import Worker
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHTS = "weights"
 _NOT_CLEARED = (
-    "SGLang has not dropped its cached prefixes, which are of old weights: transfers of keys and "
-    "values are under way; the next update tries again"
+    "SGLang has not dropped its cached prefixes, which are of old weights: grammars are being "
+    "compiled, keys and values transferred, or requests run in pipeline stages; the next update "
+    "tries again"
 )
 
 
@@ -47,9 +48,15 @@ def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 @contextmanager
 def _retracted(scheduler: Any) -> Iterator[None]:
-    """Within, no request has keys and values. SGLang computes them again afterwards."""
+    """Within, no request has keys and values. SGLang computes them again afterwards. Of pipeline
+    stages it cannot take them away.
+    """
+    from sglang.srt.distributed.parallel_state import get_pipeline_model_parallel_world_size
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+    if get_pipeline_model_parallel_world_size() > 1:
+        yield
+        return
     is_paused = scheduler._engine_paused
     scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 from torch import nn
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
     fails: ClassVar[bool] = False
 
     def do_GET(self) -> None:
-        self.answer(200, {"dp_size": 1, "tp_size": 2, "pp_size": 3} | self.info)
+        self.answer(200, {"dp_size": 1, "tp_size": 2, "pp_size": 1} | self.info)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -152,7 +152,6 @@ def test_caches_are_kept_for_who_wants_that(url: str) -> None:
     server.update(1)
     server.name(1)
     assert Handler.asked == [(WRITE, False), (NAME, None)]
-    assert server.workers == 6
 
 
 @pytest.mark.parametrize("store", ["hicache_storage_backend", "enable_lmcache", "enable_flexkv"])
@@ -163,6 +162,22 @@ def test_a_server_that_keeps_prefixes_where_no_update_clears_them_is_refused(
     with pytest.raises(ConfigError, match=rf"\({store}\).* or say clear_cache=False"):
         SglangServer(url)
     SglangServer(url, clear_cache=False)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_pipeline_stages_are_not_paused_but_by_ending_requests(
+    mode: Literal["retract", "in_place"], url: str
+) -> None:
+    """SGLang's loop for them goes on."""
+    with SglangServer(url).paused(mode):
+        pass
+    Handler.info = {"pp_size": 3}
+    server = SglangServer(url)
+    assert server.workers == 6
+    with pytest.raises(ConfigError, match=mode), server.paused(mode):
+        pass
+    with server.paused("abort"):
+        pass
 
 
 def test_reloading_is_refused(tmp_path: Path) -> None:
