@@ -53,6 +53,8 @@ def as_returned(func: Any, written: Sequence[Tensor]) -> Any:
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Where its first and its last element lie in its storage, in elements."""
-    begin = int(tensor.storage_offset())
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach if tensor.numel() else 0)
+    begin, count = int(tensor.storage_offset()), tensor.numel()
+    if count and not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in dims)
+    return begin, begin + max(0, count - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -25,7 +25,7 @@ class Elements:
     start: int
     dims: tuple[tuple[int, int], ...]
 
-    def box(self, view: Tensor, strides: Iterable[int]) -> tuple[int, Dims] | None:
+    def box(self, view: Tensor, strides: tuple[int, ...]) -> tuple[int, Dims] | None:
         """Start and dimensions of the elements of a view of this storage.
 
         None if they are no box of the checkpoint tensor.
@@ -38,8 +38,10 @@ class Elements:
             return self.start, [(0, 0, 0)]
         if len(self.dims) == 1:  # no dimension of a view can run through more than this one
             own = self.dims[0][1]
-            sizes = zip(view.shape, view.stride(), strides, strict=True)
             start = self.start + int(view.storage_offset()) * own
+            if strides == view.stride() and view.is_contiguous():
+                return start, [(view.numel(), own, 1)]
+            sizes = zip(view.shape, view.stride(), strides, strict=True)
             return start, [(size, step * own, stride) for size, step, stride in sizes]
         spaces = [prod(size for size, _ in self.dims[n + 1 :]) for n in range(len(self.dims))]
         offset = int(view.storage_offset())

@@ -299,10 +299,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
         """Under whichever name. Refuses a tied tensor that the engine keeps in several places."""
         found = {
-            name: joined([p for p in self._pieces[name] if p.numel or not one.numel])
+            name: joined([p for p in self._pieces.get(name, ()) if p.numel or not one.numel])
             for name in self._names[one.name]
         }
-        places = set(found.values()) - {()}
+        places = {pieces for pieces in found.values() if pieces}
         if len(places) > 1:
             lives = sorted({piece.live for pieces in places for piece in pieces})
             tied = " and ".join(repr(name) for name in found if found[name])
@@ -370,7 +370,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dtype != tensor.dtype:
             self._cast(held.name, dtype)
             return copy.to(dtype)
-        box = None if self._is_reinterpreted(tensor) else held.box(tensor, copy.stride())
+        box = None if self._is_reinterpreted(tensor, held) else held.box(tensor, copy.stride())
         dims = sorted(box[1] if box else (), key=lambda dim: (-dim[2], dim[0]))
         strides = [prod(size for size, _, _ in dims[n + 1 :]) for n in range(len(dims))]
         if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
@@ -383,9 +383,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is[_storage(tensor)] = elements
         self._kept.append(tensor.untyped_storage())
 
-    def _is_reinterpreted(self, tensor: Tensor) -> bool:
+    def _is_reinterpreted(self, tensor: Tensor, held: Elements) -> bool:
         """Whether bits of a checkpoint tensor are seen as something else."""
-        own = self._checkpoint[self._is[_storage(tensor)].name].dtype
+        own = self._checkpoint[held.name].dtype
         return tensor.dtype != own or tensor.is_neg() or tensor.is_conj()
 
     def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
@@ -404,13 +404,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         key = _storage(source)
-        join = self._joins.get(key)
+        held = self._is.get(key)
+        join = self._joins.get(key) if held is None else None
         if join is not None and (copies := join.split(source, target)) is not None:
             self._back.joined(self._checkpoint[n].name for n in self._sources([source]))
             for there, part in copies:
                 self._copy(there, part)
             return
-        held = self._is.get(key)
         if held is not None and held.name != self.given:
             self._back.copied(self._checkpoint[held.name].name, self._checkpoint[self.given].name)
         live = self._live_name(target)
@@ -421,15 +421,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
-        elif live is None or self._is_reinterpreted(source):
+        elif live is None or self._is_reinterpreted(source, held):
             self._refuse([held.name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
             self._cast(held.name, target.dtype)
         elif (box := held.box(_expanded(source, target), target.stride())) is None:
             self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
         else:
-            live_start = int(target.storage_offset())
-            self._pieces[held.name].append(Piece.of(live, box[0], live_start, box[1]))
+            piece = Piece.of(live, box[0], int(target.storage_offset()), box[1])
+            self._pieces[held.name].append(piece)
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
