@@ -35,14 +35,12 @@ Held = Mapping[str, tuple[Live, ParameterSpec]]
 
 
 def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
-    """A checkpoint tensor as it is held; zeros where another rank holds it."""
-    whole = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=live.line.device)
+    """A checkpoint tensor as it is held; zeros where another rank holds it. The caller's own."""
     positions, bits = live.held(0, spec.numel), live.read(0, spec.numel)
-    flat = as_bits(whole).view(-1)
     if positions is None:
-        flat.copy_(bits)
-    else:
-        flat[positions] = bits
+        return bits.clone().view(torch_dtype(spec.dtype)).view(spec.shape)
+    whole = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=live.line.device)
+    as_bits(whole).view(-1)[positions] = bits
     return whole
 
 

@@ -424,6 +424,33 @@ def test_other_bits_are_other_everywhere(dtype: torch.dtype, seed: int, scale: f
         assert torch.equal(other.flatten().sort().values, tensor.flatten().sort().values)
 
 
+FLOATS = [
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_other_floats_are_smaller_by_10_to_50_percent(dtype: torch.dtype) -> None:
+    normal = torch.finfo(dtype).tiny * 4
+    values = torch.logspace(-4, 2, 100_000).clamp(min=normal)
+    values = (values * torch.tensor([1, -1]).repeat(50_000)).to(dtype)
+    ratios = other_bits(values, "a").double() / values.double()
+    assert 0.5 <= ratios.min() <= 0.58
+    assert 0.83 <= ratios.max() <= 0.9
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e8m0fnu], ids=str)
+def test_equal_floats_become_different_ones_at_each_place(dtype: torch.dtype) -> None:
+    ones = torch.ones(600_000).to(dtype)
+    first, second = (as_bits(other_bits(ones, name)) for name in "ab")
+    for step in (1, 64, 4096, 1 << 18):  # elements, rows, blocks are in another order
+        assert not torch.equal(first[step:], first[:-step])
+    assert not torch.equal(first[:64], second[:64])
+    one, two = as_bits(torch.tensor([1.0, 2.0]).to(dtype)).tolist()
+    assert len(set(first.tolist())) >= max(2, min(90, (two - one) * 3 // 4))
+
+
 def test_layers_are_told_by_the_first_number() -> None:
     assert scope_of("model.layers.12.mlp.experts.3.weight") == "model.layers.12"
     assert scope_of("0.weight") == "0"
