@@ -68,6 +68,9 @@ class Trainer:
     def checksum(self) -> Any:
         return self.http.post("weights_checker", {"action": "checksum"})
 
+    def tokens(self) -> Any:
+        return generate(self.http, prompt=200)["output_ids"]
+
     def is_ready(self, *, within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s
         while True:
@@ -105,20 +108,23 @@ def test_deltas_follow_the_checkpoints_of_a_parameter_server(folder: Path) -> No
         with trainer.sync() as sync:
             assert sync.send_weights().full_synced == 0
             assert trainer.http.get("model_info")["weight_version"] == "1"
-            before = generate(trainer.http, prompt=200)["output_ids"]
             trainer.source.take(new)
             stats = sync.send_weights()
             assert (stats.kind, stats.full_synced) == ("delta", 0)
             expected = trainer.checksum()
-            tokens = generate(trainer.http, prompt=200)["output_ids"]
+            tokens = trainer.tokens()
             trainer.bring(new)  # which clears the cache of prefixes
-            assert generate(trainer.http, prompt=200)["output_ids"] == tokens != before
+            assert trainer.tokens() == tokens
             assert trainer.checksum() == expected  # bit for bit
             assert sync.send_weights().full_synced == 0  # it holds them, and connects anew
             trainer.source.take(old)
             assert sync.send_weights().kind == "delta"
+            others = trainer.tokens()
+            assert others != tokens  # of a prompt that is cached
             trainer.bring(new)  # which the trainer does not hold
+            assert trainer.tokens() == tokens
             assert sync.send_weights().full_synced == 1
+            assert trainer.tokens() == others
             deltas = trainer.checksum()
             assert deltas != expected
             generate(trainer.http)
