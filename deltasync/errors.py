@@ -115,7 +115,10 @@ class SourceChanged(SyncError):
 
 
 class TargetMoved(SyncError):
-    """Live storage was replaced between stage and commit; nothing was written."""
+    """Live storage was replaced between stage and commit.
+
+    Nothing of a staged sync was written. One received in place was: the receiver `is_dirty`.
+    """
 
 
 class VersionGap(SyncError):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
+    DirtyReceiver,
     EngineFailed,
     SyncAborted,
     TransportTimeout,
@@ -118,7 +119,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._is_parents = False
         self._pause = ExitStack()
         forks.keep(self._pause)  # an end of this object or of the process resumes no mixture
-        self._is_paused = False
+        self._is_paused = self._is_spoiled = False
         self._updates: dict[int, Future[None]] = {}
         self._sent: Future[SyncStats] = Future()  # what has become of the version
         self._is_behind = True  # workers have to connect
@@ -148,6 +149,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
         Raises:
             ConfigError: A worker cannot take part; the text is the worker's own.
+            DirtyReceiver: A worker's proof could not put back the engine's own weights. Generation
+                is paused, and stays so: restart the engine, which the next call connects then.
             EngineFailed: The engine, or a worker, raises something else; the text names its type.
             TransportTimeout: Workers do not come.
             SyncAborted: A rank of the trainer does not.
@@ -157,10 +160,26 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         before, self._name = self._name, f"engine-{uuid.uuid4().hex[:8]}"
         try:
             self._let_connect()
-        except BaseException:
+        except BaseException as error:
             self._name = before  # workers that have not heard of another go by that
+            if isinstance(error, DirtyReceiver):
+                self._stop()
             raise
         self._is_behind = False
+        if self._is_spoiled:  # and has been started again, since it would not connect
+            self._is_spoiled = False
+            self._resume()
+
+    def _stop(self) -> None:
+        """Pause generation for good: the engine's weights are not its own."""
+        self._is_behind = self._is_spoiled = True
+        self._sent = Future()  # nothing is known of what workers hold
+        if not self._is_paused:
+            try:
+                _asked(self._pause.enter_context, self._paused())
+                self._is_paused = True
+            except DeltaSyncError:
+                logger.exception("an engine whose weights are wrong could not be paused")
 
     def _let_connect(self) -> None:
         """Raises as `connect`."""
@@ -187,9 +206,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def _typed(self, told: EngineFailed) -> DeltaSyncError:
         """Why workers cannot take part, of the type that they have raised where that is known."""
         text = str(told).replace(f": {self._name}: ", ": ")
-        if told.error != ConfigError.__name__:
-            return EngineFailed(text, error=told.error)
-        return ConfigError(text.removeprefix(f"{told.error}: "))
+        for kind in (ConfigError, DirtyReceiver):
+            if told.error == kind.__name__:
+                return kind(text.removeprefix(f"{told.error}: "))
+        return EngineFailed(text, error=told.error)
 
     @property
     def world(self) -> int:

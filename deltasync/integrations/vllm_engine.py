@@ -75,8 +75,9 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Connect to the trainer. A connection to another one is ended.
 
         Raises ConfigError, by name, for tensors that have no route, or are not where it leads; or,
-        where the trainer wants them reloaded, for those that are not the same then. What it raises
-        it also tells the trainer, since vLLM's processes pass on no types.
+        where the trainer wants them reloaded, for those that are not the same then; DirtyReceiver
+        as `Worker.proving`. What it raises it also tells the trainer, since vLLM's processes pass
+        on no types.
         """
         connection = Connection.model_validate(init_info.connection)
         try:
@@ -123,7 +124,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if to.sent() not in self._reloads:
             target.know(self._started_on())
             if to.unproved == "refuse":
-                with set_current_vllm_config(self.vllm_config):
+                with self._worker.proving(), set_current_vllm_config(self.vllm_config):
                     target.prove(self._proof(), keep=to.keep)
             self._reloads.add(to.sent())
         return target

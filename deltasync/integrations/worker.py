@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from deltasync.config import network_secret
 from deltasync.delta.loading import Loader
 from deltasync.errors import (
     ConfigError,
+    DirtyReceiver,
     IllegalMessage,
     SyncAborted,
     TransportError,
@@ -41,6 +42,7 @@ class Worker:
         self._proved: dict[Sent, Upkeep | None] = {}  # what has to follow for which tensors
         self._unproved: tuple[Sent, RoutedTarget] | None = None  # until it holds a version
         self._is_as_started = True
+        self._spoiled: DirtyReceiver | None = None
         self._is_asleep = False
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
@@ -89,7 +91,9 @@ class Worker:
         started_on: Callable[[], Iterable[tuple[str, Tensor]]],
         proof: Callable[[], Proof],
     ) -> RoutedTarget:
-        """The worker's weights by routes that lead there. Raises ConfigError, by name.
+        """The worker's weights by routes that lead there.
+
+        Raises ConfigError, by name, and DirtyReceiver as `proving`.
 
         Args:
             model: The worker's.
@@ -98,6 +102,16 @@ class Worker:
                 asked once others have loaded another.
             proof: Makes what updates are held against.
         """
+        with self.proving():
+            return self._routed(model, to, started_on, proof)
+
+    def _routed(
+        self,
+        model: nn.Module,
+        to: Connection,
+        started_on: Callable[[], Iterable[tuple[str, Tensor]]],
+        proof: Callable[[], Proof],
+    ) -> RoutedTarget:
         sent, checkpoint = to.sent(), to.checkpoint()
         if sent in self._proved:
             target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
@@ -114,6 +128,24 @@ class Worker:
             target.prove_updates(proof(), keep=to.keep)
         self._unproved = sent, target
         return target
+
+    @contextmanager
+    def proving(self) -> Iterator[None]:
+        """For proofs, in which the engine holds other weights than its own.
+
+        Raises DirtyReceiver from the first proof on that cannot put the engine's own back: nothing
+        but a new start of the engine is known to mend all that it computes with.
+        """
+        self._check_whole()
+        try:
+            yield
+        except DirtyReceiver as error:
+            self._spoiled = error
+            raise
+
+    def _check_whole(self) -> None:
+        if self._spoiled is not None:
+            raise DirtyReceiver(str(self._spoiled))
 
     def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
         """Tell a trainer, which waits for this worker to connect, why it does not. Does not wait:
@@ -134,8 +166,9 @@ class Worker:
         """Write the version that is staged, or about to be received.
 
         Raises what a commit raises; the worker keeps the old version then, unless it was received
-        in place: a full sync, or one that could not be staged.
+        in place: a full sync, or one that could not be staged. Raises DirtyReceiver as `proving`.
         """
+        self._check_whole()
         self.check_awake()
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")

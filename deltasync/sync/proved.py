@@ -276,12 +276,23 @@ def putting_back(*kept: Kept | Reach) -> Iterator[None]:
         yield
     finally:
         try:
-            for one in kept:
-                one.put_back()
-        except BaseException as error:
+            _put_back(kept)
+        except Exception as error:
             raise DirtyReceiver(
-                f"the engine's weights could not be put back ({error!r}): start it anew"
+                f"the engine's weights could not be put back ({error!r}): restart the engine"
             ) from error
+
+
+def _put_back(kept: Sequence[Kept | Reach]) -> None:
+    """If it is interrupted it starts again from the beginning, and raises the interrupt then."""
+    try:
+        for one in kept:
+            one.put_back()
+    except Exception:
+        raise
+    except BaseException:
+        _put_back(kept)
+        raise
 
 
 def refuse(paths: Collection[str], why: str) -> None:

@@ -115,13 +115,15 @@ class Reach:
     def put_back(self) -> None:
         """Let all objects that lead to a tensor hold what they held, and storage be where it was.
 
-        Says nothing of what is in that storage.
+        Says nothing of what is in that storage. Raises ConfigError for what cannot be put back.
         """
         for one, before in self._contents.values():
             _restore(one, before)
         for found in self.tensors.values():
             if identity(found.tensor) != identity(found.alias):
                 found.tensor.data = found.alias
+            if found.is_moved and not is_handle(found.alias):  # from a slot, or a set
+                found.put_back()
 
     def _enter_module(
         self, queue: deque[tuple[str, Any]], path: str, module: nn.Module, way: tuple[Link, ...]

@@ -3,7 +3,10 @@ refused by name."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import as_bits
 from deltasync.delta.recorder import CheckpointTensor
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DirtyReceiver
 from deltasync.sync.cold import Startup
 from deltasync.sync.proving import Proof, other_bits, reached, scope_of
 from deltasync.sync.reach import Reach
@@ -152,6 +155,26 @@ class Unseen(Layer):
         if not hasattr(self, "others"):
             self.others = [nn.Module()]
             self.others[0].packed = self.weight.data.flip(0)
+
+
+class Slotted(Layer):
+    """Puts what it packs into an object that it keeps, and that has no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = Kernel(torch.empty(6, 4, dtype=torch.bfloat16))
+
+    def work(self) -> None:
+        self.kernel.packed = self.weight.data * 2
+
+
+class InSet(Layer):
+    """Keeps what it packs where no proof can put it back."""
+
+    def work(self) -> None:
+        self.packed: set[Tensor] = getattr(self, "packed", set())
+        self.packed.clear()
+        self.packed.add(self.weight.data * 2)
 
 
 def engines(layer: type[Layer]) -> type[Engine]:
@@ -297,6 +320,10 @@ class Reloading(Engine):
             work_on(list(self.modules()))
 
 
+class SlottedReloading(Reloading):
+    made = Slotted
+
+
 def prove_reload(kind: type[Reloading], weights: dict[str, Tensor]) -> Reloading:
     engine = kind.started(weights.items())
     assert isinstance(engine, Reloading)
@@ -333,6 +360,75 @@ def test_reloading_is_held_against_a_fresh_engine(
     else:
         with pytest.raises(ConfigError, match=f"{stale}.*computes with it, and reload"):
             prove_reload(kind, checkpoint())
+
+
+def test_what_cannot_be_put_back_is_no_refusal() -> None:
+    """After a refusal the engine is as it was."""
+    weights = checkpoint()
+    engine = engines(InSet).started(weights.items())
+    target = RoutedTarget(engine, specs(weights))
+    with pytest.raises(DirtyReceiver, match=r"could not be put back .*restart the engine"):
+        target.prove(
+            weights.items(), lambda: Proof(engine, Startup(engines(InSet), work_on=work_on))
+        )
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+@pytest.mark.parametrize("kind", ["routed", "reloaded"])
+def test_what_an_object_keeps_in_a_slot_is_put_back(at: int, kind: str) -> None:
+    """Also when the engine's work on it breaks off the proof."""
+    calls = 0
+
+    def failing(modules: Sequence[nn.Module]) -> None:
+        nonlocal calls
+        calls += 1
+        work_on(modules)
+        if calls == at:
+            raise KeyboardInterrupt
+
+    weights = checkpoint()
+    engine = SlottedReloading.started(weights.items())
+    assert isinstance(engine, SlottedReloading)
+    before = snapshot(engine)
+    proof = Proof(engine, Startup(SlottedReloading, work_on=failing))
+    with suppress(KeyboardInterrupt, ConfigError):
+        if kind == "routed":
+            RoutedTarget(engine, specs(weights)).prove(weights.items(), lambda: proof)
+        else:
+            target = ReloadedTarget(specs(weights), engine.reload, module=engine)
+            target.know(weights.items())
+            target.prove(proof)
+    assert_same(snapshot(engine), before)
+
+
+def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> None:
+    """By a signal, as Ctrl-C does."""
+    weights, kind = checkpoint(), engines(Beside)
+    engine = kind.started(weights.items())
+    before = snapshot(engine)
+    proof = Proof(engine, Startup(kind, work_on=work_on))
+    target = RoutedTarget(engine, specs(weights))
+    target.prove(weights.items())  # what is found out before the proof is known then
+    began = time.perf_counter()
+    target.prove(weights.items(), lambda: proof)
+    whole_s = time.perf_counter() - began
+    interrupts = 0
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for number in range(1, 60):
+            with suppress(KeyboardInterrupt):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, whole_s * number / 60)
+                    target.prove(weights.items(), lambda: proof)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    raise
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert_same(snapshot(engine), before)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert interrupts > 20
 
 
 @pytest.mark.parametrize("at", range(1, 40, 3))

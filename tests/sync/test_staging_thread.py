@@ -165,6 +165,23 @@ def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
             sent.result(5)
 
 
+@pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
+def test_storage_replaced_is_written_to_only_by_a_sync_in_place(max_staged_bytes: int) -> None:
+    options = ReceiverOptions(stall_timeout_s=2, max_staged_bytes=max_staged_bytes)
+    with engine(options) as here, StagingThread(here.receiver) as staging:
+        here.join(staging)
+        here.nudge()
+        sent = here.send()
+        assert staging.wait_staged(timeout_s=5)
+        parameter = here.replica.get_parameter("a")
+        parameter.data = parameter.data.clone()
+        with pytest.raises(TargetMoved):
+            staging.commit()
+        assert here.receiver.is_dirty is (max_staged_bytes == 1)
+        with pytest.raises(SyncAborted, match="TargetMoved"):
+            sent.result(5)
+
+
 def test_joining_by_digest_alone_stages_nothing() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.replica.load_state_dict(here.source.state_dict())
