@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, identity
-from deltasync.delta.naming import suggested
+from deltasync.delta.naming import leaving_out, suggested
 from deltasync.delta.operations import as_returned, extent_of, is_view, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
@@ -164,8 +164,8 @@ def _watch(
     except Exception as error:
         raise ConfigError(
             f"the loader cannot be watched: at {recorder.given!r} it raised {_line(error)}"
-            f"{suggested([recorder.given], (), are_sent=True)}; if the engine has no such tensor, "
-            f"leave it out: SenderOptions(leave_out=[{recorder.given!r}])"
+            f"{suggested([recorder.given], (), are_sent=True)}"
+            f"{leaving_out(recorder.given, error, live)}"
         ) from error
     finally:
         recorder.put_back(before)

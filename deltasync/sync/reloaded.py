@@ -86,8 +86,8 @@ class ReloadedTarget:
             names = sorted(missing)
             raise ConfigError(
                 f"the checkpoint that the engine was started on has no {some_of(names)}"
-                f"{suggested(names, others, are_sent=True)}; if the engine has no use for that, "
-                f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
+                f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
+                "has it, as the trainer's model is saved"
             )
 
     @refusing_failures()

@@ -154,8 +154,8 @@ class RoutedTarget:
             names = sorted(missing.values())
             raise ConfigError(
                 f"the checkpoint that the engine was started on has no {some_of(names)}"
-                f"{suggested(names, others, are_sent=True)}; if the engine has no use for that, "
-                f"leave it out: SenderOptions(leave_out=[{names[0]!r}])"
+                f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
+                "has it, as the trainer's model is saved"
             )
         if wrong:
             names = sorted(wrong.values())

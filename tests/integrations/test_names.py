@@ -247,7 +247,11 @@ RELOAD = "EngineSync(without_routes='reload')"
         ),
         (Choosy("embed"), ("embed", "norm", "mtp"), ("'mtp'", "leave_out=['mtp']")),
         (Twice(), ("embed", "norm"), ("'embed'", "twice, in 'table' and 'more'", RELOAD)),
-        (Engine("table"), ("table", "norm"), ("no 'table'", "leave_out=['table']")),
+        (
+            Engine("table"),
+            ("table", "norm"),
+            ("no 'table'", "start the engine on a checkpoint that has it"),
+        ),
         (Engine("model.embed"), ("model.embed", "norm"), ("'embed' is there", "a `rename=`")),
     ],
     ids=["torch.compile", "unknown", "twice", "not in the checkpoint", "another in the checkpoint"],

@@ -222,7 +222,7 @@ def test_what_the_engine_was_started_on_is_read_back() -> None:
     target = RoutedTarget(engine_of(source), CHECKPOINT)
     target.prove(weights)
     with pytest.raises(
-        ConfigError, match="was started on has no 'down0'; if the engine has no use"
+        ConfigError, match="has no 'down0': start the engine on a checkpoint that has it"
     ):
         target.prove([(name, tensor) for name, tensor in weights if name != "down0"])
     shuffled = engine_of(source, ShufflingEngine)
