@@ -35,6 +35,17 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_OF_RANKS = ("c10d", "_c10d_functional")  # torch.distributed
+
+
+@cache
+def is_collective(func: Any) -> bool:
+    """Whether an operation waits for other processes: torch's, or an engine's of a like name."""
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace in _OF_RANKS or any(word in name for word in _COLLECTIVES)
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call writes."""
     places = _places_written(func)

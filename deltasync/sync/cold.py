@@ -17,7 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.operations import as_returned, tensors_in, written_by
+from deltasync.delta.operations import as_returned, is_collective, tensors_in, written_by
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.sync.reach import Reach
@@ -78,7 +78,7 @@ class ColdModel:
             ) from error
 
     def _made(self, without_memory: Collection[Any]) -> nn.Module:
-        with torch.no_grad(), _WithoutMemory(without_memory):
+        with torch.no_grad(), Alone(), _WithoutMemory(without_memory):
             return self._startup.make()
 
     def written(self, checkpoint: Sequence[CheckpointTensor]) -> dict[str, str]:
@@ -90,7 +90,7 @@ class ColdModel:
         while True:
             watch, reach = _Watch(), Reach([("", self.model)])
             try:
-                with torch.no_grad(), watch:
+                with torch.no_grad(), Alone(), watch:
                     given = [one for one in checkpoint if one.name not in refused]
                     self._startup.load(self.model, watch.give(given))
                 break
@@ -149,7 +149,7 @@ class ColdModel:
 
         Raises what the engine raises, if it cannot be done with a part of the model.
         """
-        with torch.no_grad():
+        with torch.no_grad(), Alone():
             self._startup.load(self.model, weights)
             self._startup.work_on(modules)
 
@@ -164,6 +164,30 @@ class ColdModel:
         real: Tensor = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         return real
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ConfigError where code would wait for other ranks of its engine.
+
+    A rank that refuses does not come there, nor one of which a sync touches nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_collective(func):
+            raise ConfigError(
+                "the engine cannot be kept in sync: its ranks talk to each other while it loads "
+                f"({func}), and a rank that a sync does not touch would keep the others waiting"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

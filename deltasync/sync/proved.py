@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Live, as_bits, torch_dtype
 from deltasync.delta.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver
-from deltasync.sync.cold import FAILURES
+from deltasync.sync.cold import FAILURES, Alone
 from deltasync.sync.proving import (
     Bits,
     Group,
@@ -170,7 +170,7 @@ def prove_reload(
     kept = {group: proof.keep(group.scopes) for group in groups}
     others = ((name, other_bits(tensor, name)) for name, tensor in weights.items())
     with putting_back(*kept.values(), Reach([("", proof.model)])), torch.no_grad():
-        with in_place(proof.model):
+        with in_place(proof.model), Alone():
             reload(under(given, others))
         stale: list[str] = []
         for group, here in kept.items():

@@ -181,8 +181,7 @@ class WeightReceiver:
 
         Raises:
             IllegalMessage: Nothing is staged: call `stage` first. Membership goes on.
-            TargetMoved: Live storage was replaced. If that was before the call, nothing was written
-                of a sync that was staged; one received in place leaves the receiver dirty.
+            TargetMoved: Storage was replaced. A staged sync was not written; others leave it dirty.
             SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
             DigestMismatch: What was read back is not what was written.
         """

@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from deltasync.sync.proving import Proof, other_bits, reached, scope_of
 from deltasync.sync.reach import Reach
 from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.routed import RoutedTarget
+from deltasync.testing.processes import free_port, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -324,6 +327,17 @@ class SlottedReloading(Reloading):
     made = Slotted
 
 
+def prove_by(way: str, engine: Reloading, weights: dict[str, Tensor], startup: Startup) -> None:
+    """Routes, or reloading."""
+    proof = Proof(engine, startup)
+    if way == "routed":
+        RoutedTarget(engine, specs(weights)).prove(weights.items(), lambda: proof)
+    else:
+        target = ReloadedTarget(specs(weights), engine.reload, module=engine)
+        target.know(weights.items())
+        target.prove(proof)
+
+
 def prove_reload(kind: type[Reloading], weights: dict[str, Tensor]) -> Reloading:
     engine = kind.started(weights.items())
     assert isinstance(engine, Reloading)
@@ -390,14 +404,8 @@ def test_what_an_object_keeps_in_a_slot_is_put_back(at: int, kind: str) -> None:
     engine = SlottedReloading.started(weights.items())
     assert isinstance(engine, SlottedReloading)
     before = snapshot(engine)
-    proof = Proof(engine, Startup(SlottedReloading, work_on=failing))
     with suppress(KeyboardInterrupt, ConfigError):
-        if kind == "routed":
-            RoutedTarget(engine, specs(weights)).prove(weights.items(), lambda: proof)
-        else:
-            target = ReloadedTarget(specs(weights), engine.reload, module=engine)
-            target.know(weights.items())
-            target.prove(proof)
+        prove_by(kind, engine, weights, Startup(SlottedReloading, work_on=failing))
     assert_same(snapshot(engine), before)
 
 
@@ -406,11 +414,14 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
     weights, kind = checkpoint(), engines(Beside)
     engine = kind.started(weights.items())
     before = snapshot(engine)
-    proof = Proof(engine, Startup(kind, work_on=work_on))
+
+    def proof() -> Proof:
+        return Proof(engine, Startup(kind, work_on=work_on))
+
     target = RoutedTarget(engine, specs(weights))
     target.prove(weights.items())  # what is found out before the proof is known then
     began = time.perf_counter()
-    target.prove(weights.items(), lambda: proof)
+    target.prove(weights.items(), proof)
     whole_s = time.perf_counter() - began
     interrupts = 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -419,7 +430,7 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
             with suppress(KeyboardInterrupt):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, whole_s * number / 60)
-                    target.prove(weights.items(), lambda: proof)
+                    target.prove(weights.items(), proof)
                 except KeyboardInterrupt:
                     interrupts += 1
                     raise
@@ -545,6 +556,46 @@ def test_equal_floats_become_different_ones_at_each_place(dtype: torch.dtype) ->
     assert not torch.equal(first[:64], second[:64])
     one, two = as_bits(torch.tensor([1.0, 2.0]).to(dtype)).tolist()
     assert len(set(first.tolist())) >= max(2, min(90, (two - one) * 3 // 4))
+
+
+class Gathering(Layer):
+    """Asks the engine's other ranks for what they hold, as vLLM's MLA does."""
+
+    def work(self) -> None:
+        parts = [torch.empty_like(self.weight.data) for _ in range(2)]
+        dist.all_gather(parts, self.weight.data)
+        self.gathered = torch.cat(parts)
+
+
+class Refused(Gathering):
+    """Likewise; nothing brings up to date what it keeps besides."""
+
+    def work(self) -> None:
+        if not hasattr(self, "absorbed"):
+            self.absorbed = self.weight.data * 2
+        super().work()
+
+
+def prove_as_a_rank(rank: int, way: str, port: int) -> None:
+    """One of two. The first refuses before the other one."""
+    address = f"tcp://127.0.0.1:{port}"
+    long = timedelta(seconds=100)  # more than this test may take
+    dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=long)
+    weights, made = checkpoint(), (Refused, Gathering)[rank]
+    kind = type("Engine", (Reloading,), {"made": made})
+    engine = cast("type[Reloading]", kind).started(weights.items())
+    assert isinstance(engine, Reloading)
+    before = snapshot(engine)
+    with pytest.raises(ConfigError, match=r"its ranks talk to each other .*allgather"):
+        prove_by(way, engine, weights, Startup(kind, work_on=work_on))
+    assert_same(snapshot(engine), before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["routed", "reloaded"])
+def test_no_rank_waits_for_one_that_refuses(way: str) -> None:
+    run_ranks(prove_as_a_rank, 2, way, free_port(), timeout_s=40)
 
 
 def test_layers_are_told_by_the_first_number() -> None:
