@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
 from benchmarks.gpu.worker import run_groups
+from benchmarks.proofs import run as run_proofs
 from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
 from benchmarks.sharded.plan import ShardedPlan
@@ -132,7 +134,7 @@ def engines(
 ) -> None:
     """Measure changes into an engine's model against vLLM's own ways; where vLLM is installed."""
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
-    results = run_engines(plan)
+    results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
     kept = ENGINE_RECORDS[plan.device.type] if record else None
     if kept is not None:
         kept.unlink(missing_ok=True)

@@ -39,6 +39,7 @@ from deltasync import (
     WeightSource,
 )
 from deltasync.errors import TransportClosed
+from deltasync.sync.proving import Upkeep
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 
@@ -55,6 +56,7 @@ class EnginesPlan:
         geometries: Keys of GEOMETRIES: a plain model, and one of many experts.
         densities: Shares of changed elements.
         rounds: Times that each way takes its turn.
+        proof_widths: Of the models that are proved.
         device: Where the engine and the patches are.
         patch_file: vLLM's checkpoint_weight_patch.py, where vLLM is not installed.
     """
@@ -64,13 +66,14 @@ class EnginesPlan:
     rounds: int
     device: torch.device
     patch_file: Path | None = None
+    proof_widths: tuple[int, ...] = (1536, 3072)  # 270 MiB and 1,080 MiB
 
     @classmethod
     def choose(cls, scale: str, device: str | None, patch_file: Path | None) -> Self:
         """For "full", "quick" or "tiny"."""
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if scale == "tiny":
-            return cls(("tiny", "tiny-moe"), (0.01,), 2, where, patch_file)
+            return cls(("tiny", "tiny-moe"), (0.01,), 2, where, patch_file, (64,))
         if where.type == "cuda":
             densities: tuple[float, ...] = (
                 (0.003,) if scale == "quick" else (0.001, 0.003, 0.01, 0.05)
@@ -140,15 +143,20 @@ class Busy(inprocess.Receiver):
 class Engine:
     """A model that follows a trainer, in a thread.
 
+    Args:
+        model: It, with a loader.
+        trainer: Whom it follows.
+        upkeep: What has to follow each sync, where a proof found something.
+
     Attributes:
         busy_s: For how long the receiver worked on the last sync.
     """
 
-    def __init__(self, model: Any, trainer: Trainer) -> None:
+    def __init__(self, model: Any, trainer: Trainer, *, upkeep: Upkeep | None = None) -> None:
         self.model, self.trainer = model, trainer
         device = next(iter(trainer.weights.values())).device
         link = inprocess.Sender(device=device)
-        target = _target_of(model, trainer.weights)
+        target = target_of(model, trainer.weights, upkeep)
         self.sender = WeightSender(trainer, link)
         self.busy_s, self._link = 0.0, Busy(link)
         options = ReceiverOptions(
@@ -231,7 +239,7 @@ def _applied(
         if patches is not None:
             given[:] = [_patch(patches, name, weights[name], changed[name]) for name in weights]
         for way, function in ways.items():
-            samples[way].append(_seconds(function, plan.device))
+            samples[way].append(seconds(function, plan.device))
     for part, way in product(("work", "pause"), ways):
         yield compared(
             case=f"engine_{part}_over_{way}",
@@ -252,7 +260,7 @@ def _applied(
 def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
     """How long it takes to watch a loader."""
     began = time.perf_counter()
-    _target_of(model, weights).parameters()
+    target_of(model, weights).parameters()
     seconds = time.perf_counter() - began
     per_parameter = seconds / len(weights) * 1e6
     numel = sum(tensor.numel() for tensor in weights.values())
@@ -272,9 +280,10 @@ def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
     )
 
 
-def _target_of(model: Any, weights: dict[str, Tensor]) -> RoutedTarget:
-    tensors = weights.items()
-    return RoutedTarget(model, [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in tensors])
+def target_of(model: Any, weights: dict[str, Tensor], upkeep: Upkeep | None = None) -> RoutedTarget:
+    """A target that takes weights of these names."""
+    checkpoint = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
+    return RoutedTarget(model, checkpoint, upkeep=upkeep)
 
 
 def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> Any:
@@ -282,7 +291,8 @@ def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> A
     return patches.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, values, indices)
 
 
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes, with what it leaves to a GPU."""
     _wait(device)
     began = time.perf_counter()
     function()

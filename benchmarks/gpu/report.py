@@ -37,6 +37,9 @@ ENGINE_TITLES = {
     "engine_pause_over_sparse": "of it what it pauses for, against vLLM's sparse patches",
     "engine_pause_over_dense": "the same, against loading everything",
     "engine_recording": "watching the loader, once",
+    "engine_proof": "proving what updates reach, once, against copying the weights",
+    "engine_proof_memory": "memory that this takes beside the model, against eight layers",
+    "engine_upkeep": "commit with what has to follow in all layers, against one without",
 }
 SHARDED_TITLES = {
     "sharded_over_dense": "whole sync, against gathering and sending everything",
