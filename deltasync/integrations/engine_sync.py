@@ -354,7 +354,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     def _update(self, version: int, sent: Future[SyncStats], *, is_in_place: bool) -> None:
         """Pause, let workers write, and name the version when the sender knows that they have."""
         if not self._is_paused:
-            self._pause.enter_context(self._paused())
+            _asked(lambda: self._pause.enter_context(self._paused()))
             self._is_paused = True
         is_whole = not is_in_place
         try:
@@ -368,7 +368,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def _resume(self) -> None:
         self._is_paused = False
-        self._pause.close()
+        _asked(self._pause.close)
 
 
 def _check_threads_can_start() -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from deltasync.errors import ConfigError, EngineFailed
+from deltasync.errors import ConfigError, EngineFailed, TransportTimeout
 from deltasync.integrations.http import Http
 
 BACKEND = "deltasync"
@@ -79,7 +80,7 @@ class AsyncClient:
     Args:
         engine: The AsyncLLM.
         loop: The loop that it runs in.
-        timeout_s: For each call.
+        timeout_s: For each call, which raises TransportTimeout then.
     """
 
     def __init__(
@@ -121,7 +122,11 @@ class AsyncClient:
             self._wait(self._engine.wake_up(_SCHEDULING))
 
     def _wait(self, call: Coroutine[Any, Any, object]) -> object:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(self._timeout_s)
+        answer = asyncio.run_coroutine_threadsafe(call, self._loop)
+        if not wait([answer], self._timeout_s).done:
+            answer.cancel()
+            raise TransportTimeout(f"vLLM did not answer in {self._timeout_s} s")
+        return answer.result()
 
 
 class HttpClient:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from time import sleep
 from typing import Any, cast
 
@@ -12,13 +14,13 @@ import pytest
 import torch
 
 from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_step
-from deltasync.errors import ConfigError, EngineFailed, SyncAborted
+from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.vllm import Client, VllmServer
+from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
 from deltasync.integrations.worker import Worker
 from deltasync.transports import inprocess, shared_memory
-from tests.sync.harness import Model, bits_equal
+from tests.sync.harness import Model, bits_equal, until
 
 UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
 
@@ -328,6 +330,55 @@ def test_what_an_engine_raises_is_an_error_of_ours(tmp_path: Path) -> None:
             sync.send_weights()
         server.fails_to_start = False
         assert sync.send_weights().receivers == 1
+
+
+@pytest.mark.parametrize("moment", ["pause", "resume"])
+def test_what_pausing_raises_is_an_error_of_ours(moment: str, tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    failing = ""
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        if failing == "pause":
+            raise RuntimeError("planted")
+        yield
+        if failing == "resume":
+            raise RuntimeError("planted")
+
+    with connected(source, server, tmp_path, paused=paused, timeout_s=4.0) as sync:
+        sync.send_weights()
+        source.get_parameter("a").data.neg_()
+        failing = moment
+        with pytest.raises((SyncAborted, EngineFailed)) as raised:
+            sync.send_weights()
+        said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+        assert any("RuntimeError: planted" in line for line in said)
+        failing = ""
+        assert sync.send_weights().receivers == 1
+        assert bits_equal(source, server.module)
+
+
+def test_a_call_of_an_asynchronous_engine_is_bounded() -> None:
+    class Engine:
+        is_ended = False
+
+        async def start_weight_update(self) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.is_ended = True
+
+    loop, engine = asyncio.new_event_loop(), Engine()
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        with pytest.raises(TransportTimeout, match=r"vLLM did not answer in 0\.2 s"):
+            AsyncClient(engine, loop, timeout_s=0.2).start_weight_update()
+        until(lambda: engine.is_ended)  # it goes on in vLLM no longer
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: Path) -> None:
