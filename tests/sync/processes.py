@@ -1,4 +1,4 @@
-"""Trainers and receivers in processes of their own that kill themselves at a given phase."""
+"""Trainers and receivers in processes of their own that end or stop at a given phase."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ def die() -> None:
 
 
 class DyingReceiver(ThroughReceiver):
-    """Kills its process when a message of one kind arrives, or just after it was answered."""
+    """Signals its process when a message of one kind arrives, or just after it was answered."""
 
-    def __init__(self, inner: ReceiveTransport, phase: str) -> None:
+    def __init__(self, inner: ReceiveTransport, phase: str, number: signal.Signals) -> None:
         super().__init__(inner)
-        self._phase = phase
+        self._phase, self._number = phase, number
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self._inner.receive(timeout_s=timeout_s)
         if decode(frame.header)[0].kind == self._phase:
-            die()
+            os.kill(os.getpid(), self._number)
         return frame
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         self._inner.reply(data, timeout_s=timeout_s)
         if decode(data)[0].kind == self._phase:
-            die()
+            os.kill(os.getpid(), self._number)
 
 
 class DyingSender(ThroughSender):
@@ -110,17 +110,26 @@ class DyingSender(ThroughSender):
         self._inner.send(frame, timeout_s=timeout_s)
 
 
-def serve(kind: str, folder: str, engine: str, seed: int, phase: str, start: str) -> None:
+def serve(
+    kind: str,
+    folder: str,
+    engine: str,
+    seed: int,
+    phase: str,
+    start: str,
+    number: signal.Signals = signal.SIGKILL,
+) -> None:
     """Receive until the test ends, writing down what is held after every sync.
 
-    Waits for the file `start`, if it has a name, so that processes can be started ahead.
+    Waits for the file `start`, if it has a name, so that processes can be started ahead. Sends
+    itself the signal `number` at `phase`.
     """
     while start and not Path(folder, start).exists():
         time.sleep(0.005)
     replica = model(seed)
     receiver = WeightReceiver(
         ModuleTarget(replica),
-        DyingReceiver(connect(kind, folder), phase),
+        DyingReceiver(connect(kind, folder), phase, number),
         engine=engine,
         options=ReceiverOptions(stall_timeout_s=10),
     )

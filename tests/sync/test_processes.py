@@ -1,7 +1,8 @@
-"""Real processes, killed at every phase: the old version is served and nothing is lost."""
+"""Real processes, killed or stopped at every phase: others are served and nothing is lost."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,39 @@ def test_a_member_killed_within_a_delta_leaves_the_version_to_the_others(
             step(source, 2)
             assert sender.send_weights(timeout_s=10).receivers == 1
             until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+    finally:
+        sender.close()
+        for child in victims:
+            child.kill()
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_receiver_that_hangs_holds_the_trainer_up_for_one_timeout(
+    kind: str, tmp_path: Path
+) -> None:
+    """Stopped at every phase of joining and of a delta; the others get each version."""
+    source, folder, timeout_s = model(1), str(tmp_path), 3.0
+    sender = WeightSender(ModuleSource(source), listen(kind, folder))
+    phases = ["layout", *RECEIVER_PHASES]
+    victims = [
+        Child(serve, kind, folder, f"v-{p}", 1, p, f"go-{p}", signal.SIGSTOP) for p in phases
+    ]
+    try:
+        with Child(serve, kind, folder, "survivor", 1, "", ""):
+            sender.wait_for_receivers(1, timeout_s=90)
+            sender.send_weights(timeout_s=30)
+            for number, phase in enumerate(phases):
+                (tmp_path / f"go-{phase}").touch()
+                sender.wait_for_receivers(2, timeout_s=60)
+                for turn in range(3):  # it joins, takes a delta, and is gone
+                    step(source, 10 * number + turn)
+                    began = time.monotonic()
+                    sender.send_weights(timeout_s=timeout_s)
+                    took = time.monotonic() - began
+                    assert took < 2 * timeout_s, (phase, turn, took)
+                    until(lambda: last_hash(tmp_path, "survivor") == fingerprint(source))
+                assert sender.num_receivers == 1, phase
+            assert not [line for line in held(tmp_path, "survivor") if "error" in line]
     finally:
         sender.close()
         for child in victims:
