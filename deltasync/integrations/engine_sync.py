@@ -32,8 +32,6 @@ from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
-# What staging takes at most for each byte that travels: dense bytes of which a rank holds parts.
-_STAGED_PER_BYTE = 10
 _RETURN_S = 2.0
 
 
@@ -345,7 +343,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def _follow(self, moment: Moment) -> None:
         """Ask for the update as soon as workers would wait for it."""
-        at_once = moment.num_bytes * _STAGED_PER_BYTE > self._max_staged_bytes
+        at_once = moment.staged_bytes > self._max_staged_bytes
         if moment.version not in self._updates and (moment.is_decided or moment.is_full or at_once):
             self._updates[moment.version] = self._calls.submit(
                 self._update, moment.version, self._sent, is_in_place=not moment.is_decided

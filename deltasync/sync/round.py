@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deltasync.delta.apply import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.layout import SentLayout
 from deltasync.sync.link import SenderLink, SentBuckets
@@ -58,13 +59,14 @@ class Moment:
         version: What it brings.
         is_decided: Whether receivers that have staged it write now. Otherwise it has just begun.
         is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
-        num_bytes: Indices and values. Receivers that cannot stage so much write as it arrives.
+        staged_bytes: The most memory that staging takes. Receivers that have less write as it
+            arrives.
     """
 
     version: int
     is_decided: bool
     is_full: bool
-    num_bytes: int
+    staged_bytes: int
 
 
 class Others(Protocol):
@@ -248,8 +250,12 @@ class Round:
 
     def _moment(self, *, is_decided: bool) -> Moment:
         plan = self._plan
-        num_bytes = plan.sparse_bytes + plan.dense_bytes
-        return Moment(self._version, is_decided, plan.base_version is None, num_bytes)
+        staged_bytes = staged_bytes_of(
+            sparse_bytes=plan.sparse_bytes,
+            dense_bytes=plan.dense_bytes,
+            part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
+        )
+        return Moment(self._version, is_decided, plan.base_version is None, staged_bytes)
 
     def _judge(
         self, digests: dict[int, int], accept: Callable[[int], None], complaint: str

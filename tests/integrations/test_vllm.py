@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_step
+from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
@@ -140,6 +141,27 @@ def test_what_is_too_large_to_be_staged_is_received_in_the_update(tmp_path: Path
         assert sync.send_weights().kind == "delta"
         assert bits_equal(source, server.module)
         assert server.version == "2"
+
+
+def test_what_can_be_staged_pauses_the_engine_only_when_it_is_decided(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(0))
+    weights, decided = as_bits(source.get_parameter("a").data).view(-1), list[int]()
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        decided.append(sync.sender.version)
+        yield
+
+    changed = 20  # of 640: sparse, 6 bytes each
+    staged = {"max_staged_bytes": 2 * 6 * changed}  # positions of 8 bytes, new and old values
+    with connected(source, server, tmp_path, paused=paused, **staged) as sync:
+        sync.send_weights()
+        for version, count in ((2, changed), (3, changed + 1)):
+            weights[:count] += 1
+            assert sync.send_weights().kind == "delta"
+            assert bits_equal(source, server.module)
+            assert sync.sender.version == version
+    assert decided == [2, 2]  # the second began to arrive before it was
 
 
 @pytest.mark.parametrize("what", ["fails_to_start", "fails_to_update"])
