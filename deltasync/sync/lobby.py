@@ -17,6 +17,7 @@ from deltasync.errors import (
     LayoutMismatch,
     TransportError,
     TransportTimeout,
+    UnsupportedVersion,
     WireError,
 )
 from deltasync.sync.layout import SentLayout, check_engine
@@ -45,6 +46,7 @@ _PATIENCE_S = 600.0  # with an engine of which no rank has come for so long
 _MAX_INCOMPLETE = 1024
 _MAX_INCOMPLETE_BYTES = 1 << 30
 _MAX_DECLINED = 64
+_MAX_REFUSAL = 300  # characters
 
 
 class Lobby:
@@ -63,6 +65,7 @@ class Lobby:
         self._came: dict[int, _Arrival] = {}  # of each that waits
         self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
+        self._last_refusal = ""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -88,7 +91,7 @@ class Lobby:
         elif not isinstance(hello, Hello | HelloLanes):
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
         elif FORMAT_VERSION not in hello.format_versions:
-            self.refuse(peer, WireError(f"this sender speaks format {FORMAT_VERSION}"))
+            self.refuse(peer, UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}"))
         elif not self._lets_in(hello.engine):
             self.refuse(peer, ConfigError("this sender has let other engines connect"))
         elif _lanes_of(hello) != self._num_lanes:
@@ -135,6 +138,11 @@ class Lobby:
         """Why engines were refused, by name: what is new since the last call."""
         reasons, self._refused = self._refused, {}
         return reasons
+
+    def last_refusal(self) -> str:
+        """Why the last connection was refused, if one was since the last call."""
+        reason, self._last_refusal = self._last_refusal, ""
+        return reason
 
     def engines(self) -> list[dict[int, Greeting]]:
         """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
@@ -185,6 +193,7 @@ class Lobby:
 
     def refuse(self, peer: int, error: DeltaSyncError) -> None:
         """Say why, and end the connection."""
+        self._last_refusal = f"{type(error).__name__}: {error}"[:_MAX_REFUSAL]
         if not self._link.open([peer]):
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))

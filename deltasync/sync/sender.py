@@ -153,8 +153,10 @@ class WeightSender:
                     return
                 rest = deadline - time.monotonic()
                 if rest <= 0:
-                    here = self.num_receivers + len(self._lobby)
-                    raise TransportTimeout(f"{here} of {count} receivers came in {timeout_s} s")
+                    came = f"{self.num_receivers + len(self._lobby)} of {count} receivers came"
+                    refused = self._lobby.last_refusal()
+                    why = f"; the last one refused: {refused}" if refused else ""
+                    raise TransportTimeout(f"{came} in {timeout_s} s{why}")
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
