@@ -2,12 +2,14 @@
 
 A ```python block runs alone, in a fresh process without GPUs. The only way out is a line
 `<!-- not-run: reason -->` right before it. ```bash and ```console blocks are not run: the
-sub-commands and make targets that they name are looked up.
+sub-commands and make targets that they name are looked up. Tests that docs/promises.md names exist,
+and figures of docs/operations.md are those of the code.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -24,6 +26,17 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from deltasync import ReceiverOptions, WeightReceiver, WeightSender, sync_after_step
+from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.sglang import SglangServer
+from deltasync.integrations.verl_ends import Options
+from deltasync.integrations.vllm import AsyncClient, HttpClient
+from deltasync.sync import bound, lobby
+from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.link import _READING_S
+from deltasync.transports import cuda_ipc, newcomers
+from deltasync.transports.endpoints import Server
 from tests.cli.command import call
 
 ROOT = Path(__file__).parents[1]
@@ -326,3 +339,108 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 def test_first_word_of_a_deltasync_command_is_its_name() -> None:
     assert named("deltasync", shlex.split(".venv/bin/deltasync demo --steps 3")) == ["demo", "3"]
     assert named("deltasync", shlex.split("pip install deltasync")) == []
+
+
+PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+TEST_ID = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")
+
+
+def missing_tests(text: str) -> list[str]:
+    """What is wrong with the rows of promises: those without a test, and tests that are not."""
+    rows = re.findall(r"^\|(?! promise |---)(.*)\|$", text, flags=re.MULTILINE)
+    untested = [f"no test: {row}" for row in rows if not TEST_ID.search(row)]
+    return untested + [name for name in TEST_ID.findall(text) if not is_test(name)]
+
+
+def is_test(name: str) -> bool:
+    path, *parts = name.split("::")
+    if not (ROOT / path).is_file():
+        return False
+    body: list[ast.stmt] = statements_of(path)
+    for part in parts:
+        found = [
+            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return parts[-1].startswith("test_")
+
+
+@cache
+def statements_of(path: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    assert not (found := missing_tests(PROMISES)), "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "faults"),
+    [
+        ("| It holds. | `tests/test_docs.py::test_every_promise_names_tests_that_exist` |", 0),
+        ("| It holds. | |", 1),
+        ("| It holds. | `tests/test_docs.py::test_gone` |", 1),
+        ("| It holds. | `tests/test_gone.py::test_gone` |", 1),
+        ("| It holds. | `tests/test_docs.py::is_test` |", 1),
+        ("| It holds. | `tests/test_docs.py::Page::test_gone` |", 1),
+        ("| promise | tests |\n|---|---|", 0),
+    ],
+)
+def test_missing_tests_are_found(row: str, faults: int) -> None:
+    assert len(missing_tests(row)) == faults
+
+
+def default(call: object, name: str) -> object:
+    return inspect.signature(call).parameters[name].default  # type: ignore[arg-type]
+
+
+def megabytes(num_bytes: object) -> str:
+    assert isinstance(num_bytes, int)
+    return f"{num_bytes >> 20} MiB" if num_bytes < 1 << 30 else f"{num_bytes >> 30} GiB"
+
+
+FIGURES = {
+    "docs/operations.md": [
+        f"pieces of {CHUNK_NUMEL:,} elements",
+        f"at least {megabytes(bound._MIN_STAGED_BYTES)}",
+        f"stages {megabytes(default(EngineSync, 'max_staged_bytes'))} in each worker",
+        f"steps of {megabytes(cuda_ipc._GRANULE_BYTES)}",
+        f"the default is {default(WeightSender.send_weights, 'timeout_s'):.0f} unless noted",
+        f"| {default(HttpClient, 'timeout_s'):.0f}: each wait",
+        f"| {Options.model_fields['timeout_s'].default:.0f}: each wait",
+        f"{newcomers._MAX_NEWCOMERS} connections that have not greeted",
+        f"{megabytes(newcomers._MAX_BYTES)} of their bytes",
+        f"{default(Server, 'greeting_timeout_s'):.0f} s each",
+        f"{newcomers._MOMENT_S} s of a call",
+        f"{newcomers._SHARE:.0%} of the time",
+        f"{lobby._MAX_INCOMPLETE:,} receivers of engines",
+        f"{megabytes(lobby._MAX_INCOMPLETE_BYTES)} of their greetings",
+        f"{lobby._PATIENCE_S / 60:.0f} minutes each",
+        f"{lobby._CATCH_UP_S + _READING_S:.1f} s of a call, and one greeting more",
+        f"{newcomers._SPARE_DESCRIPTORS} descriptors, or a quarter of the limit",
+    ],
+    "docs/guide.md": [
+        f"`scrub_every` ({ReceiverOptions().scrub_every}:",
+        f"at least {megabytes(bound._MIN_STAGED_BYTES)}",
+    ],
+}
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_are_those_of_the_code(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("%", " %").split())
+    missing = [f for f in FIGURES[page] if f.replace("%", " %") not in text]
+    assert not missing, "\n" + "\n".join(missing)
+
+
+def test_calls_that_wait_have_one_default() -> None:
+    calls = (
+        *(WeightSender.send_weights, WeightSender.wait_for_receivers, sync_after_step),
+        *(WeightReceiver.receive_weights, WeightReceiver.stage, EngineSync),
+        CrewRank.send_weights,
+    )
+    assert {default(call, "timeout_s") for call in calls} == {ReceiverOptions().stall_timeout_s}
+    engines = (HttpClient, AsyncClient, SglangServer)
+    assert {default(call, "timeout_s") for call in engines} == {default(HttpClient, "timeout_s")}

@@ -67,7 +67,10 @@ class ReceiverOptions(OptionsModel):
         default=MAX_PAYLOAD_BYTES, ge=1, description="largest bucket accepted"
     )
     stall_timeout_s: float = Field(
-        default=60.0, gt=0, description="longest silence of the sender within a sync, seconds"
+        default=60.0,
+        gt=0,
+        description="longest silence of the sender within a sync, seconds; at least twice the "
+        "timeout of its own, since it may wait for another receiver",
     )
     scrub_every: int = Field(
         default=64,

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_step
+from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
 from deltasync.integrations.worker import Worker
-from deltasync.transports import inprocess, shared_memory
+from deltasync.transports import collective, inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal, until
 
 UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
@@ -416,6 +417,21 @@ def test_an_engine_that_an_earlier_trainer_left_behind_takes_no_part(tmp_path: P
             assert bits_equal(source, server.module)
     left.worker.disconnect()
     assert not bits_equal(source, left.module)
+
+
+def test_workers_take_their_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, server = model(0), Server(model(1))
+    monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
+    link = collective.Sender("127.0.0.1", secret=network_secret())
+    with EngineSync(ModuleSource(source), VllmServer(server), link, timeout_s=6.0) as sync:
+        monkeypatch.delenv("DELTASYNC_SECRET")
+        with pytest.raises(TransportTimeout):
+            sync.send_weights()
+        assert not bits_equal(source, server.module)
+        monkeypatch.setenv("DELTASYNC_SECRET", "of both ends")
+        assert sync.send_weights().receivers == 1
+        assert bits_equal(source, server.module)
+        server.worker.disconnect()
 
 
 def test_workers_cannot_connect_to_any_transport() -> None:

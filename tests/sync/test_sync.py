@@ -43,6 +43,7 @@ from tests.sync.harness import (
     ThroughReceiver,
     bits_equal,
     fleet,
+    random_model,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -525,6 +526,23 @@ def test_memory_is_bounded_on_both_sides() -> None:
         assert stats.receiver_bytes <= 1000
         assert stats.num_buckets > 3
         assert bits_equal(source, replica)
+
+
+def test_what_is_sent_and_staged_does_not_grow_with_the_model() -> None:
+    took = []
+    for numel in (1 << 17, 1 << 22):
+        source, replica = random_model({"w": (numel,)}, 0), random_model({"w": (numel,)}, 0)
+        with fleet(source) as here:
+            here.add(replica)
+            here.wait(1)
+            here.sender.send_weights()
+            as_bits(source.get_parameter("w").data)[:: numel // 500] ^= 1
+            took.append(here.sender.send_weights())
+            assert bits_equal(source, replica)
+    small, large = took
+    assert small.nnz == pytest.approx(large.nnz, rel=0.1)
+    assert large.payload_bytes < 1.5 * small.payload_bytes
+    assert large.receiver_bytes < 1.5 * small.receiver_bytes
 
 
 def test_a_sync_too_large_to_stage_is_written_in_place_by_commit() -> None:
