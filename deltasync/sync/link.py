@@ -15,7 +15,7 @@ from deltasync.sync.payloads import packed
 from deltasync.sync.plan import Plan
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.compression import Compression
-from deltasync.wire.messages import Message, decode, encode
+from deltasync.wire.messages import Failed, Message, decode, encode
 
 _READING_S = 0.1
 
@@ -109,6 +109,20 @@ class SenderLink:
             peer: reply if isinstance(reply, TransportError) else _decoded(reply)
             for peer, reply in replies.items()
         }
+
+    def last_words(self, peers: Sequence[int]) -> dict[int, str]:
+        """Why those of `peers` have failed that are gone and said so. Ends the epoch if one is."""
+        gone = [peer for peer in peers if not self.is_connected(peer)]
+        if not gone:
+            return {}
+        self._epoch = ()
+        try:
+            self._transport.open_epoch(gone, timeout_s=0)
+            replies = self._transport.collect_replies(timeout_s=0)
+        except TransportError:
+            return {}
+        said = {peer: _decoded(data) for peer, data in replies.items() if isinstance(data, bytes)}
+        return {p: f"{m.error}: {m.reason}" for p, m in said.items() if isinstance(m, Failed)}
 
     def is_connected(self, peer: int) -> bool:
         return self._transport.is_connected(peer)

@@ -116,7 +116,7 @@ class Round:
         self._tell, self._packed, self._others = tell, packed, others
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
-        self._is_answering = False
+        self._is_answering = self._has_asked = False
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -163,7 +163,7 @@ class Round:
         self._tell(self._moment(is_decided=False))
         num_buckets = self._send_buckets()
         if not self._session.failures:
-            self._is_answering = True
+            self._is_answering = self._has_asked = True
             self._send(Prepare(version=self._version, num_buckets=num_buckets))
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
@@ -227,7 +227,13 @@ class Round:
         if self._link.is_open:
             with suppress(TransportError):
                 self._link.send(Abort(version=self._version, reason=reason[:4096]))
+        if not self._has_asked:
+            self._hear_lost()
         self._drop(self._session.abort())
+
+    def _hear_lost(self) -> None:
+        """Those that failed before they were asked have said why as they left."""
+        self._session.failures.update(self._link.last_words(self._lost()))
 
     def _break_off(self, error: BaseException) -> None:
         """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""

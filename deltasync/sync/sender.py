@@ -97,6 +97,7 @@ class WeightSender:
         self._weights: Weights = self._others or own
         self._busy = False
         self._lost: dict[str, str] = {}
+        self._lost_between: dict[str, str] = {}  # syncs: the next one says so
         self._capture_s = 0.0
         self._done: SyncStats | None = None
         forks.inert_in_children(self)
@@ -220,10 +221,10 @@ class WeightSender:
         with self._exclusive(), self._on_own_stream(), self.one_call(timeout_s):
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
-            self._lost = {}
             self._own.begin(released)
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
+            self._lost, self._lost_between = self._lost_between, {}
             if self._weights.is_lost:
                 members = list(self._session.members.values())
                 self._part_with("a rank of the trainer has lost its snapshot", members)
@@ -381,14 +382,21 @@ class WeightSender:
         members = list(self._session.members.values())
         gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
         lost = [m for m in members if m.engine in gone]
-        self._part_with("PeerLost: disconnected between syncs", lost)
+        said = self._link.last_words([m.peer for m in lost])
+        for member in lost:
+            why = said.get(member.peer, "PeerLost: disconnected between syncs")
+            self._lost_between[str(member)] = why
+            self._forget(member)
 
     def _part_with(self, reason: str, members: Iterable[Member]) -> None:
-        """They have to greet again; digests tell what they miss."""
         for member in members:
             self._lost[str(member)] = reason
-            self._session.members.pop(member.peer)
-            self._link.drop(member.peer)
+            self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        """It has to greet again; digests tell what it misses."""
+        self._session.members.pop(member.peer)
+        self._link.drop(member.peer)
 
     def _nobody(self) -> NoReceivers | SyncAborted:
         if self._lost:

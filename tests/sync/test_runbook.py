@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from deltasync import (
     ModuleSource,
     ModuleTarget,
+    Policy,
     ReceiverOptions,
     SenderOptions,
     WeightReceiver,
@@ -18,17 +20,18 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
+    DirtyReceiver,
     LimitExceeded,
-    SyncAborted,
     TransportTimeout,
     UnsupportedVersion,
 )
 from deltasync.sync import receiver
 from deltasync.testing.processes import Child
-from deltasync.transports import shared_memory
+from deltasync.transports import collective, inprocess, shared_memory
+from deltasync.transports.base import ReceiveTransport, SendTransport
 from deltasync.wire import frame
 from tests.sync.by_hand import JOINED, Hand, begin
-from tests.sync.harness import fleet, random_model, until
+from tests.sync.harness import Serving, bits_equal, random_model, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,17 +58,71 @@ def test_a_release_of_another_format_is_named_at_both_ends(tmp_path: Path) -> No
     sender.close()
 
 
-def test_buckets_larger_than_a_receiver_accepts_are_refused_there() -> None:
-    source, replica = random_model({"w": (3000,)}, 0), random_model({"w": (3000,)}, 1)
-    before = as_bits(replica.get_parameter("w").data).clone()
-    with fleet(source, options=SenderOptions(bucket_bytes=4096)) as here:
-        serving = here.add(replica, options=ReceiverOptions(max_payload_bytes=2048))
-        here.wait(1)
-        with pytest.raises(SyncAborted):
-            here.sender.send_weights()
-        until(lambda: bool(serving.errors))
-        assert isinstance(serving.errors[0], LimitExceeded)
-        assert torch.equal(as_bits(replica.get_parameter("w").data), before)
+def linked(kind: str, folder: Path) -> tuple[SendTransport, Callable[[], ReceiveTransport]]:
+    if kind == "inprocess":
+        inner = inprocess.Sender()
+        return inner, inner.receiver
+    if kind == "shared_memory":
+        path = folder / "socket"
+        return shared_memory.Sender(path), lambda: shared_memory.Receiver(path)
+    link = collective.Sender()
+    return link, lambda: collective.Receiver(*link.address)
+
+
+@pytest.mark.parametrize("kind", ["inprocess", "shared_memory", "collective"])
+def test_why_a_receiver_fails_within_a_sync_is_named_at_both_ends(
+    kind: str, tmp_path: Path
+) -> None:
+    """Here its limit is smaller than the sender's buckets, of which many are on their way."""
+    source = random_model({"w": (30_000,)}, 0)
+    link, connected = linked(kind, tmp_path)
+    options = SenderOptions(bucket_bytes=4096, policy=Policy(dense_above=0))
+    sender = WeightSender(ModuleSource(source), link, options=options)
+    limits = {"small": ReceiverOptions(max_payload_bytes=2048), "large": ReceiverOptions()}
+    models = {engine: random_model({"w": (30_000,)}, 0) for engine in limits}
+    before = as_bits(source.get_parameter("w").data).clone()
+    serving = {
+        engine: Serving(
+            WeightReceiver(ModuleTarget(models[engine]), connected(), engine=engine, options=limit)
+        ).start()
+        for engine, limit in limits.items()
+    }
+    sender.wait_for_receivers(2, timeout_s=20)
+    sender.send_weights(timeout_s=20)
+    as_bits(source.get_parameter("w").data).add_(1)
+    stats = sender.send_weights(timeout_s=20)
+    assert stats.lost.keys() == {"small[0/1]"}
+    assert "LimitExceeded" in stats.lost["small[0/1]"]
+    until(lambda: any(isinstance(error, LimitExceeded) for error in serving["small"].errors))
+    sender.close()
+    for each in serving.values():
+        each.stop()
+    assert bits_equal(source, models["large"])
+    assert torch.equal(as_bits(models["small"].get_parameter("w").data), before)
+
+
+@pytest.mark.parametrize("kind", ["inprocess", "shared_memory", "collective"])
+def test_why_a_receiver_left_between_syncs_is_named_by_the_trainer(
+    kind: str, tmp_path: Path
+) -> None:
+    """Here its scrub has found corruption."""
+    source, replica = random_model({"w": (300,)}, 0), random_model({"w": (300,)}, 0)
+    link, connected = linked(kind, tmp_path)
+    sender, options = WeightSender(ModuleSource(source), link), ReceiverOptions(scrub_every=1)
+    serving = Serving(WeightReceiver(ModuleTarget(replica), connected(), options=options)).start()
+    sender.wait_for_receivers(1, timeout_s=20)
+    sender.send_weights(timeout_s=20)
+    as_bits(replica.get_parameter("w").data)[299] ^= 1
+    as_bits(source.get_parameter("w").data)[0] ^= 1
+    sender.send_weights(timeout_s=20)
+    until(lambda: any(isinstance(error, DirtyReceiver) for error in serving.errors))
+    sender.wait_for_receivers(1, timeout_s=20)
+    stats = sender.send_weights(timeout_s=20)
+    sender.close()
+    serving.stop()
+    assert "DirtyReceiver: w: weights changed" in stats.lost["engine[0/1]"]
+    assert stats.full_synced == 1
+    assert bits_equal(source, replica)
 
 
 def test_the_sender_may_be_silent_for_twice_its_own_timeout() -> None:
