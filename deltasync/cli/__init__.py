@@ -9,7 +9,8 @@ from deltasync.cli.signals import (
     INTERRUPTED,
     READER_LEFT,
     handle_signals,
-    silence_stdout,
+    silence,
+    tell,
     was_interrupted,
 )
 
@@ -48,10 +49,12 @@ class _Ending:
         if isinstance(error, BrokenPipeError) or (
             isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
         ):
-            silence_stdout()
+            silence(sys.stdout)
             raise SystemExit(READER_LEFT) from None
+        if isinstance(error, MemoryError | OSError):  # while modules were imported
+            raise SystemExit(_refuse(f"{type(error).__name__}: {error}")) from None
         if isinstance(error, Exception):
-            traceback.print_exception(error)
+            tell("".join(traceback.format_exception(error)).rstrip())
             raise SystemExit(INTERNAL_ERROR) from None
 
 
@@ -79,5 +82,5 @@ def _run() -> int:
 
 
 def _refuse(line: str) -> int:
-    print(line, file=sys.stderr)
+    tell(line)
     return USAGE_ERROR

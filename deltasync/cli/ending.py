@@ -10,7 +10,7 @@ from typing import ParamSpec
 
 import typer
 
-from deltasync.cli.signals import READER_LEFT, begin, silence_stdout
+from deltasync.cli.signals import READER_LEFT, begin, silence, tell
 from deltasync.cli.terminal import printable
 
 FAILED, BAD_INPUT = 1, 2
@@ -39,7 +39,7 @@ def with_exit_codes(
             command(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError:
-            silence_stdout()
+            silence(sys.stdout)
             raise typer.Exit(READER_LEFT) from None
         except DigestMismatch as error:
             raise told(error, FAILED) from None
@@ -48,9 +48,13 @@ def with_exit_codes(
         except DeltaSyncError as error:
             raise told(error, BAD_INPUT) from None
         except OSError as error:  # such as a disk that is full, with what stdout goes to
-            silence_stdout()
+            silence(sys.stdout)
             raise told(error, BAD_INPUT) from None
-        except MemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            from deltasync.sync.staging_thread import is_lack_of_memory
+
+            if not is_lack_of_memory(error):
+                raise
             raise told(error, BAD_INPUT, hint="; not enough memory") from None
 
     return ended
@@ -59,5 +63,5 @@ def with_exit_codes(
 def told(error: Exception, code: int, *, hint: str = "") -> typer.Exit:
     """Say in one line what went wrong. Returns what to raise."""
     line = f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
-    print(printable(line), file=sys.stderr)
+    tell(printable(line))
     return typer.Exit(code)

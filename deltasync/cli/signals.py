@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import TextIO
 
 SIGNALLED = 128
 INTERRUPTED, READER_LEFT = SIGNALLED + signal.SIGINT, SIGNALLED + signal.SIGPIPE
@@ -67,9 +68,17 @@ def was_interrupted() -> bool:
     return _interruption.came_at is not None
 
 
-def silence_stdout() -> None:
+def silence(stream: TextIO) -> None:
     """Nobody reads it, or it cannot be written: let what is left in buffers go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def tell(text: str) -> None:
+    """Write to stderr; if that cannot be written, the exit code has to do."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        silence(sys.stderr)
 
 
 def _terminate(number: int, _: object) -> None:

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from deltasync.cli.signals import tell
+
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Selection
     from deltasync.files.comparing import Advance
@@ -62,7 +64,7 @@ def tell_left_out(names: list[str]) -> None:
         from deltasync.sync.target import some_of
 
         line = f"left out, as only one has them: {some_of(names)}"
-        print(printable(line), file=sys.stderr)
+        tell(printable(line))
 
 
 def printable(text: str) -> str:

@@ -286,7 +286,7 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
             "checkpoints are read by safetensors: pip install deltasync[files]"
         ) from None
     try:
-        with safe_open(file, "pt") as opened:
+        with safe_open(file, "np") as opened:  # torch would map it once more
             for name in opened.offset_keys():
                 entry = opened.get_slice(name)
                 yield name, _known(file, name, entry.get_dtype()), tuple(entry.get_shape())

@@ -6,10 +6,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from shutil import rmtree
 
 import numpy as np
 import torch
@@ -119,14 +118,14 @@ def appearing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
     try:
-        yield folder / path.name
-        refuse_existing(path)
-        (folder / path.name).rename(path)
-        _sync_folder(path.parent)
+        with _synced(path.parent):
+            yield folder / path.name
+            refuse_existing(path)
+            (folder / path.name).rename(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     finally:
-        rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def refuse_existing(path: Path) -> None:
@@ -135,10 +134,24 @@ def refuse_existing(path: Path) -> None:
         raise ConfigError(f"{path} exists; choose another name, or remove it")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Let the new name outlive a loss of power."""
+@contextmanager
+def _synced(folder: Path) -> Iterator[None]:
+    """Let a name that is given in here outlive a loss of power. Fails before, if it has to."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove what is there, as far as possible. Takes one descriptor at a time: others may be used
+    up.
+    """
+    for found, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(os.path.join(found, name))
+        with suppress(OSError):
+            os.rmdir(found)

@@ -203,7 +203,10 @@ def _copy(path: Path, made: Path) -> None:
     if path.resolve() in made.resolve().parents:
         raise ConfigError(f"{path}: the new checkpoint cannot lie inside the old one")
     if path.is_dir():
-        shutil.copytree(path, made, copy_function=_copy_file)
+        try:
+            shutil.copytree(path, made, copy_function=_copy_file)
+        except shutil.Error as error:  # a list of what could not be copied, where to, and why
+            raise OSError(error.args[0][0][2]) from error
         for folder, _, _ in os.walk(made):  # a read-only one can be neither renamed nor removed
             os.chmod(folder, os.stat(folder).st_mode | stat.S_IRWXU)
     else:

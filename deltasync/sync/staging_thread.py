@@ -131,7 +131,7 @@ class StagingThread:
         except TransportClosed:
             raise
         except (DeltaSyncError, MemoryError, RuntimeError, OSError) as error:
-            if not (isinstance(error, DeltaSyncError) or _is_lack_of_memory(error)):
+            if not (isinstance(error, DeltaSyncError) or is_lack_of_memory(error)):
                 raise
             is_outside = self._receiver.state is ReceiverState.OUTSIDE
             is_idle = self._receiver.is_detached or not is_outside
@@ -149,7 +149,7 @@ class StagingThread:
             self._is_staged = self._is_staged and self._is_stopping
 
 
-def _is_lack_of_memory(error: Exception) -> bool:
+def is_lack_of_memory(error: Exception) -> bool:
     """Whether memory was lacking: of torch's on the host, only the text says so."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from deltasync.cli import main
+from deltasync.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]
@@ -57,15 +59,18 @@ def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def call(
+    *arguments: str | Path, limits: Mapping[int, int] | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command of `deltasync`, forked from where its imports are done already.
 
     Those saw the environment of pytest, which is why this takes none. For commands that start no
-    processes: `run` also waits for what such leave behind.
+    processes: `run` also waits for what such leave behind. `limits` are those of `resource`, set
+    when everything is imported; RLIMIT_AS counts what is taken beyond that.
     """
     words = list(map(str, arguments))
     with TemporaryDirectory() as folder:
-        process = _forks.Process(target=_command, args=(words, ENVIRONMENT, folder))
+        process = _forks.Process(target=_command, args=(words, ENVIRONMENT, folder, limits or {}))
         process.start()
         try:
             process.join(TIMEOUT_S)
@@ -77,7 +82,9 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, process.exitcode, *texts)
 
 
-def _command(words: list[str], environment: dict[str, str], folder: str) -> None:
+def _command(
+    words: list[str], environment: dict[str, str], folder: str, limits: Mapping[int, int]
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
@@ -85,7 +92,18 @@ def _command(words: list[str], environment: dict[str, str], folder: str) -> None
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = [COMMAND[-1], *words]
+    if limits:
+        for name in COMMANDS[words[0]]:
+            import_module(name)
+    for kind, limit in limits.items():
+        taken = _address_space() if kind == resource.RLIMIT_AS else 0
+        resource.setrlimit(kind, (taken + limit, resource.getrlimit(kind)[1]))
     main()
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def told(*arguments: str | Path) -> dict[str, Any]:

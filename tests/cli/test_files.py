@@ -415,9 +415,9 @@ def test_a_second_sigterm_does_not_keep_the_first_from_clearing_away(
 ) -> None:
     there = set(tmp_path.iterdir())
     change = """
-kill, remove = lambda *_: os.kill(os.getpid(), 15), frame_file.rmtree
+kill, remove = lambda *_: os.kill(os.getpid(), 15), frame_file._remove
 checkpoint.Checkpoint.flush = kill
-frame_file.rmtree = lambda *a, **k: (kill(), remove(*a, **k))
+frame_file._remove = lambda folder: (kill(), remove(folder))
 """
     done = changed_apply(change, patch, old, tmp_path / "out")
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
