@@ -96,6 +96,21 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
+def are_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether int[...] bits of one shape, dtype and device are the same."""
+    if _is_in_words(left) and _is_in_words(right):  # several at once: torch compares one by one
+        left, right = (one.view(-1).view(torch.int64) for one in (left, right))
+    return torch.equal(left, right)
+
+
+def _is_in_words(bits: Tensor) -> bool:
+    """Whether they can be seen as int64."""
+    count = 8 // bits.element_size()
+    places = (bits.numel(), bits.storage_offset(), bits.data_ptr() // bits.element_size())
+    fits = all(place % count == 0 for place in places)
+    return fits and bits.numel() > 0 and bits.is_contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """Elements of a parameter that lie in memory at regular distances.

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import as_bits, identity
+from deltasync.delta.bits import are_equal, as_bits, identity
 from deltasync.delta.recorder import Recording
 from deltasync.errors import ConfigError
 from deltasync.sync.cold import ColdModel, Startup
@@ -166,7 +166,7 @@ class Kept:
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same to the bit."""
     alike = (left.shape, left.dtype, left.is_meta) == (right.shape, right.dtype, right.is_meta)
-    return alike and torch.equal(as_bits(left), as_bits(right).to(left.device))
+    return alike and are_equal(as_bits(left), as_bits(right).to(left.device))
 
 
 def _each_once(tensor: Tensor) -> Tensor:

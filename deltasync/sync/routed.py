@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, Live, as_bits, torch_dtype
+from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
 from deltasync.delta.loading import RELOAD, Loader
 from deltasync.delta.naming import suggested
 from deltasync.delta.part import Part
@@ -283,6 +282,6 @@ def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
         bits = as_bits(wanted[start:stop].to(live.line.device, torch_dtype(spec.dtype)))
         positions = live.held(start, stop)
         here = bits if positions is None else bits[positions - start]
-        if not torch.equal(live.read(start, stop), here):
+        if not are_equal(live.read(start, stop), here):
             return False
     return True

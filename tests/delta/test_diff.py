@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat, WireReader, as_bits, dtype_of, integer_dtype, torch_dtype
+from deltasync.delta.bits import (
+    Flat,
+    WireReader,
+    are_equal,
+    as_bits,
+    dtype_of,
+    integer_dtype,
+    torch_dtype,
+)
 from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL, Run
 from deltasync.delta.policy import DEFAULT_COSTS, Costs, Policy
@@ -195,6 +203,23 @@ def test_flat_access_is_row_major_whatever_the_strides(tensor: Tensor) -> None:
     flat.scatter(positions, flipped[positions])
     expected[positions] = flipped[positions]
     assert torch.equal(flat.read(0, flat.numel), expected)
+
+
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]),
+    numel=st.integers(1, 40),
+    offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    step=st.integers(1, 2),
+    data=st.data(),
+)
+def test_bits_are_equal_unless_one_of_them_differs(
+    dtype: torch.dtype, numel: int, offsets: tuple[int, int], step: int, data: st.DataObject
+) -> None:
+    left, right = (torch.zeros(100, dtype=dtype)[n::step][:numel] for n in offsets)
+    assert are_equal(left, right)
+    left[data.draw(st.integers(0, numel - 1))] = 1
+    assert not are_equal(left, right)
+    assert are_equal(left[:0], right[:0])
 
 
 def test_every_dtype_of_the_table_is_known() -> None:
