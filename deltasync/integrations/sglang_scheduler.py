@@ -84,9 +84,14 @@ def _clear(manager: Any) -> bool:
 
 
 def _release(release: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Weights are about to be released, with what they hold or not."""
+    """Weights are about to be released. If SGLang does not keep them the worker leaves."""
+    from sglang.srt.runtime_context import get_server_args
+
     if _is_of_weights(request):
-        _worker(manager).sleep()
+        worker, is_released = _worker(manager), manager.memory_saver_adapter.enabled
+        if is_released and not get_server_args().enable_weights_cpu_backup:
+            worker.disconnect()
+        worker.sleep()
     return release(manager, request)
 
 

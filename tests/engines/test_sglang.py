@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,9 @@ def crowd(http: Http) -> Callable[[], list[list[int]]]:
 def test_weights_that_are_released_are_left_alone(
     version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CPUs their memory stays; workers are told all the same."""
+    """On CPUs their memory stays, and workers are told all the same. Weights that come back as
+    others are sent.
+    """
     use_sglang(monkeypatch, version)
     old = load_file(folder / "model.safetensors")
     with served(folder, old) as url:
@@ -150,6 +152,12 @@ def test_weights_that_are_released_are_left_alone(
                 source.take(changed(source.weights, 0.01, seed=1))
                 stats = sync.send_weights()
                 assert (stats.kind, stats.full_synced, stats.joined) == ("delta", 0, 0)
+            http.post("release_memory_occupation", {"tags": ["weights"]})
+            http.post("update_weights_from_disk", {"model_path": str(folder)})  # loses the latest
+            http.post("resume_memory_occupation", {"tags": ["weights"]})
+            with suppress(SyncAborted):  # unless the worker has seen it before
+                sync.send_weights()
+            assert sync.send_weights().receivers == 1
             http.post("release_memory_occupation", {"tags": ["kv_cache"]})
             source.take(changed(source.weights, 0.01, seed=2))
             assert sync.send_weights().kind == "delta"

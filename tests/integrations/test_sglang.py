@@ -12,16 +12,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
+import torch
 from torch import nn
 
-from deltasync import ModuleSource
+from deltasync import ModuleSource, ModuleTarget
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.sglang import Extension, SglangServer
+from deltasync.integrations.sglang import Extension, SglangServer, worker_of
+from deltasync.integrations.sglang_scheduler import _AROUND
 from deltasync.transports import shared_memory
-from tests.sync.harness import random_model
+from tests.sync.harness import bits_equal, random_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -178,6 +180,75 @@ def test_pipeline_stages_are_not_paused_but_by_ending_requests(
         pass
     with server.paused("abort"):
         pass
+
+
+class Sleeper:
+    """A server of one worker whose memory SGLang releases.
+
+    Args:
+        kept: Whether SGLang keeps what weights hold.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self.model, self._kept = random_model({"a": (3,)}, 1), kept
+        self.worker = worker_of(self.model)
+        self.connects = 0
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        self.connects += 1
+        self.worker.check_awake()
+        self.worker.disconnect()
+        to, target = Connection.model_validate(connection), ModuleTarget(self.model)
+        self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
+
+    def update(self, version: int, /) -> None:
+        self.worker.commit(version)
+
+    def name(self, version: int, /) -> None: ...
+
+    def disconnect(self) -> None: ...
+
+    def ask(self, name: str, tags: list[str] | None) -> None:
+        """Of SGLang's manager of weights."""
+        runner = SimpleNamespace(model=self.model)
+        manager = SimpleNamespace(
+            tp_worker=SimpleNamespace(model_runner=runner),
+            memory_saver_adapter=SimpleNamespace(enabled=True),
+        )
+        _AROUND[name](self.touch, manager, SimpleNamespace(tags=tags))
+
+    def touch(self, *_: object) -> None:
+        if not self._kept:
+            self.model.get_parameter("a").data.fill_(7)
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_that_sglang_keeps_take_the_next_delta_and_others_are_sent(
+    kept: bool, tags: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(enable_weights_cpu_backup=kept)
+    monkeypatch.setattr(
+        sys.modules["sglang.srt.runtime_context"], "get_server_args", lambda: settings
+    )
+    source, server = random_model({"a": (3,)}, 0), Sleeper(kept)
+    link = shared_memory.Sender(tmp_path / "socket")
+    with EngineSync(ModuleSource(source), server, link) as sync:
+        sync.send_weights()
+        for _ in range(2):
+            server.ask("release_memory_occupation", tags)
+            with pytest.raises(ConfigError, match="sleep"):
+                server.update(2)
+            server.ask("resume_memory_occupation", ["kv_cache"])
+            with pytest.raises(ConfigError, match="sleep"):
+                server.update(2)
+            server.ask("resume_memory_occupation", tags)
+            source.get_parameter("a").data.mul_(2)
+            stats = sync.send_weights()
+            assert (stats.receivers, stats.full_synced) == (1, 0 if kept else 1)
+            assert bits_equal(source, server.model)
+        assert server.connects == (1 if kept else 3)
+        server.worker.disconnect()
 
 
 def test_reloading_is_refused(tmp_path: Path) -> None:
