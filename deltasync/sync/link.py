@@ -117,7 +117,9 @@ class SenderLink:
             return {}
         self._epoch = ()
         try:
-            self._transport.open_epoch(gone, timeout_s=0)
+            self._transport.open_epoch(
+                gone, timeout_s=self.timeout_s
+            )  # others read a payload still
             replies = self._transport.collect_replies(timeout_s=0)
         except TransportError:
             return {}
