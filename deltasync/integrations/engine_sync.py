@@ -286,6 +286,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             self._sent.set_exception(error)
             for problem in self._ended():
                 error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
+            if self.sender.were_asleep:  # so no worker has written, or left
+                self._is_behind = False
+                self._resume()
             raise
         self._sent.set_result(stats)
         for problem in self._ended():

@@ -31,7 +31,7 @@ from deltasync.sync.lanes import Lanes
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.payloads import inflated
 from deltasync.sync.scrub import Scrub
-from deltasync.sync.session import ReceiverSession, ReceiverState
+from deltasync.sync.session import ReceiverSession, ReceiverState, asleep
 from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import EarlyCheck, WeightTarget
 from deltasync.transports import forks
@@ -213,10 +213,7 @@ class WeightReceiver:
             return begun.version
 
     def digests(self) -> dict[str, int]:
-        """The digests of the parameters held, by each of their names. What changes has another.
-
-        Raises DirtyReceiver.
-        """
+        """The digest of each parameter held, by each of its names. Raises DirtyReceiver."""
         with self._lock:
             self.check_serving()
             specs, found = self._weights.ledger.specs, self._weights.ledger.by_parameter()
@@ -238,8 +235,8 @@ class WeightReceiver:
         """Leave the weights alone until `attach`: for an engine that sleeps or moves them.
 
         May be called from any thread; when it returns nothing here reads or writes the weights, and
-        a sync under way has failed. An up to date receiver stays a member until a sync is sent,
-        which fails here at once; the others get it. `stage` and `receive_weights` wait. Idempotent.
+        a sync under way has failed. An up to date receiver stays a member until another engine gets
+        a sync. `stage` and `receive_weights` wait. Idempotent.
         """
         with self._lock:
             self._session.detach()
@@ -358,10 +355,12 @@ class WeightReceiver:
                 self._bind(message)
             case messages.Upcoming() if self._is_undivided and not self._session.detached:
                 self._early.make()
-            case messages.Begin():
+            case messages.Begin() if self._session.declined is None:
                 self._begin(message)
-            case messages.Bucket():
+            case messages.Bucket() if self._session.declined is None:
                 self._stage_bucket(message, payload, self._readers[lane])
+            case messages.Prepare() if self._session.declined is not None and not lane:
+                self._reply(asleep(message.version))
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
             case messages.Abort():

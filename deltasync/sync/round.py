@@ -14,7 +14,7 @@ from deltasync.sync.layout import SentLayout
 from deltasync.sync.link import SenderLink, SentBuckets
 from deltasync.sync.plan import Plan
 from deltasync.sync.proof import mistaken
-from deltasync.sync.session import Member, SenderPhase, SenderSession
+from deltasync.sync.session import DETACHED, Member, SenderPhase, SenderSession
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
     Abort,
@@ -32,10 +32,11 @@ from deltasync.wire.messages import (
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round did. Fields as in SyncStats, and which peers had to leave."""
+    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out."""
 
     decided: bool = False
     left: set[int] = field(default_factory=set)
+    asleep: set[int] = field(default_factory=set)
     payload_bytes: int = 0
     num_buckets: int = 0
     bucket_bytes: int = 0
@@ -199,6 +200,8 @@ class Round:
                 continue
             if not isinstance(reply, Prepared) or reply.version != self._version:
                 self._session.failed(peer, _reason(reply))
+                if isinstance(reply, Failed) and reply.error == DETACHED:
+                    self._result.asleep.add(peer)
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
@@ -229,7 +232,7 @@ class Round:
                 self._link.send(Abort(version=self._version, reason=reason[:4096]))
         if not self._has_asked:
             self._hear_lost()
-        self._drop(self._session.abort())
+        self._drop(self._session.abort(self._result.asleep))
 
     def _hear_lost(self) -> None:
         """Those that failed before they were asked have said why as they left."""

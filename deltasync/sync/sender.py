@@ -72,6 +72,9 @@ class WeightSender:
         admits: Whether an engine of this name may come in; all may by default.
         crew: The other ranks of the trainer, if it has several. This is rank 0 then, and the others
             use a `CrewRank` each. Receivers have a lane to each of them.
+
+    Attributes:
+        were_asleep: Whether all members have sat out the last sync, since their weights sleep.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class WeightSender:
         self._crew = crew
         self._others = _with_crew(own, crew) if crew is not None and crew.world > 1 else None
         self._weights: Weights = self._others or own
-        self._busy = False
+        self._busy = self.were_asleep = False
         self._lost: dict[str, str] = {}
         self._lost_between: dict[str, str] = {}  # syncs: the next one says so
         self._capture_s = 0.0
@@ -215,6 +218,7 @@ class WeightSender:
 
         Raises:
             NoReceivers: Nobody is connected.
+            ConfigError: The weights of every receiver sleep: wake them up first. All stay members.
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
@@ -225,14 +229,19 @@ class WeightSender:
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
             self._lost, self._lost_between = self._lost_between, {}
+            self.were_asleep = False
             if self._weights.is_lost:
                 members = list(self._session.members.values())
                 self._part_with("a rank of the trainer has lost its snapshot", members)
             delta = self._sync_members() if self._session.members else None
             if released is not None and (delta is None or not self._session.members):
-                reasons = "; ".join(self._lost.values()) or "no receiver is a member"
-                raise SyncAborted(f"{reasons}; the next sync covers this one")
+                why = self._reasons() or "no receiver is a member"
+                raise SyncAborted(f"{why}; the next sync covers this one")
             engines = self._newcomers()
+            if self.were_asleep and not engines:
+                raise ConfigError(f"no weights were sent ({self._reasons()})")
+            if self.were_asleep:
+                self._forget(*self._session.members.values())
             if not self._session.members:
                 delta = None
                 if not engines or not self._capture(engines):
@@ -288,7 +297,18 @@ class WeightSender:
             done.diff_s += time.perf_counter() - began
             members = list(self._session.members.values())
             done.result = self._run(done.delta, members, version=self.version + 1)
+            asleep = self._asleep(done.result.asleep)
+            if asleep and len(asleep) == self.num_receivers:
+                self.were_asleep = True
+                break
+            self._forget(*asleep)  # the others go on to a version that these miss
         return done if done.result.decided else None
+
+    def _asleep(self, peers: Collection[int]) -> list[Member]:
+        """Members of the engines of these."""
+        members = self._session.members
+        engines = {members[peer].engine for peer in peers if peer in members}
+        return [member for member in members.values() if member.engine in engines]
 
     def _capture(self, engines: list[dict[int, Greeting]]) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
@@ -393,15 +413,20 @@ class WeightSender:
             self._lost[str(member)] = reason
             self._forget(member)
 
-    def _forget(self, member: Member) -> None:
-        """It has to greet again; digests tell what it misses."""
-        self._session.members.pop(member.peer)
-        self._link.drop(member.peer)
+    def _forget(self, *members: Member) -> None:
+        """They have to greet again; digests tell what they miss."""
+        for member in members:
+            self._session.members.pop(member.peer)
+            self._link.drop(member.peer)
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{who}: {why}" for who, why in self._lost.items())
 
     def _nobody(self) -> NoReceivers | SyncAborted:
         if self._lost:
-            reasons = "; ".join(f"{who}: {why}" for who, why in self._lost.items())
-            return SyncAborted(f"no receiver is left ({reasons}); the next sync covers this one")
+            return SyncAborted(
+                f"no receiver is left ({self._reasons()}); the next sync covers this one"
+            )
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
 
     def _stats(self, delta: _Synced | None, joined: _Joined, began: float) -> SyncStats:

@@ -10,6 +10,7 @@ Receiver:
     STAGING, PREPARED --Abort--> where Begin found it, or OUTSIDE if something was written in place
     any --failed, lost, invalidate--> OUTSIDE
     READY --detach, attach--> READY; any other --detach--> OUTSIDE
+    READY, detached --Begin, Bucket, Prepare, Abort--> READY
 
 Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve. A
 *detached* one takes no message that needs its weights.
@@ -20,7 +21,7 @@ Sender, for each sync: begin, prepared for every participant, decide, committed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -33,6 +34,7 @@ from deltasync.wire.messages import (
     Begin,
     Bucket,
     Commit,
+    Failed,
     Finish,
     Layout,
     Message,
@@ -40,6 +42,15 @@ from deltasync.wire.messages import (
     Upcoming,
     Welcome,
 )
+
+DETACHED = "Detached"
+"""The error of a receiver of which the weights were detached when a sync began."""
+
+
+def asleep(version: int) -> Failed:
+    """What a member answers that has sat out a sync."""
+    reason = "the engine's weights sleep, or are detached: wake them up, or attach them, first"
+    return Failed(version=version, error=DETACHED, reason=reason)
 
 
 class ReceiverState(Enum):
@@ -68,6 +79,7 @@ class ReceiverSession:
         dirty: The weights are a mixture and must not serve.
         undone: The last sync was committed here and has to be taken back.
         detached: The weights must not be looked at.
+        declined: The version of a sync that began while they must not, until it is aborted.
     """
 
     engine: str
@@ -79,6 +91,7 @@ class ReceiverSession:
     dirty: bool = False
     undone: bool = False
     detached: bool = False
+    declined: int | None = None
     begun: Begin | None = None
     _was_dirty: bool = False
     _has_written: bool = False  # since Begin
@@ -90,6 +103,8 @@ class ReceiverSession:
 
     def on(self, message: Message, *, lane: int = 0) -> None:
         """Advance, or raise and leave everything as it was."""
+        if self._is_declined(message):
+            return
         if self.detached and not isinstance(message, Upcoming | Abort | Finish):
             raise IllegalMessage(
                 f"{message.kind} while the weights are detached, as when an engine sleeps: wake it "
@@ -119,9 +134,18 @@ class ReceiverSession:
             case Finish() if self._is_late(message):
                 pass  # an engine of one rank has not waited for it
             case Abort() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
-                pass  # the sender broke off before it began
+                self.declined = None  # or the sender broke off before it began
             case _:
                 raise IllegalMessage(f"{message.kind} while {self.state.name}")
+
+    def _is_declined(self, message: Message) -> bool:
+        """Whether it is of a sync that began while the weights were detached: a member sits that
+        out, says so when it is asked to be prepared, and is a member still after the abort.
+        """
+        if isinstance(message, Begin):
+            is_asleep = self.detached and self.state is ReceiverState.READY
+            self.declined = message.version if is_asleep else None
+        return isinstance(message, Begin | Bucket | Prepare) and message.version == self.declined
 
     def greet(self) -> None:
         """The receiver said hello on a new connection."""
@@ -155,7 +179,7 @@ class ReceiverSession:
 
     def failed(self) -> None:
         """Something local went wrong: no member any more."""
-        self.state, self.begun = ReceiverState.OUTSIDE, None
+        self.state, self.begun, self.declined = ReceiverState.OUTSIDE, None, None
 
     def corrupted(self) -> None:
         """Weights changed that no sync touched."""
@@ -341,10 +365,13 @@ class SenderSession:
             raise IllegalMessage("not every participant has prepared")
         self.phase, self.version, self._done = SenderPhase.DECIDED, self._offered, set()
 
-    def abort(self) -> list[Member]:
-        """The version will never be. Returns who has to leave: every rank of a failed engine."""
+    def abort(self, asleep: Collection[int] = ()) -> list[Member]:
+        """The version will never be. Returns who has to leave: every rank of a failed engine.
+
+        Peers that are `asleep` have failed, and need not leave for that.
+        """
         self._require(SenderPhase.STAGING)
-        return self._leave()
+        return self._leave(asleep)
 
     def committed(self, peer: int) -> None:
         """A participant has written the version and read back the sender's digest."""
@@ -367,9 +394,9 @@ class SenderSession:
         self.members.update({peer: m for peer, m in self.participants.items() if peer not in gone})
         return leaving
 
-    def _leave(self) -> list[Member]:
+    def _leave(self, asleep: Collection[int] = ()) -> list[Member]:
         self.phase = SenderPhase.IDLE
-        engines = {self.participants[peer].engine for peer in self.failures}
+        engines = {self.participants[peer].engine for peer in self.failures if peer not in asleep}
         leaving = [m for m in self.participants.values() if m.engine in engines]
         for member in leaving:
             self.members.pop(member.peer, None)

@@ -60,11 +60,6 @@ class Gate(ThroughReceiver):
         self.is_open.set()
         self.breaks = False
 
-    def shut(self) -> None:
-        """From now on; `reached` counts from now on too, as every sync before has set it."""
-        self.reached.clear()
-        self.is_open.clear()
-
     def receive(self, *, timeout_s: float) -> Frame:
         frame = super().receive(timeout_s=timeout_s)
         if messages.decode(frame.header)[0].kind == self.kind:
@@ -173,7 +168,7 @@ def test_steps_go_on_while_receivers_stage_and_skipped_syncs_lose_nothing(
     [gate] = training.gates
     training.step()  # the first sync is done in the step
     assert training.holds(0)
-    gate.shut()
+    gate.is_open.clear()
     for _ in range(3):
         training.step()
     assert gate.reached.wait(20)
@@ -192,7 +187,7 @@ def test_a_sync_that_is_due_waits_for_the_one_before(opened: Open) -> None:
     training = opened("wait")
     [gate] = training.gates
     training.step()
-    gate.shut()
+    gate.is_open.clear()
     training.step()
     with ThreadPoolExecutor(1) as thread:
         step = thread.submit(training.step)  # the third
@@ -239,7 +234,7 @@ def test_a_receiver_that_fails_leaves_the_others_at_one_step(opened: Open) -> No
     assert training.holds(0)
     assert training.holds(0, other)
     failing.breaks = True
-    failing.shut()
+    failing.is_open.clear()
     training.step()
     training.step()
     failing.is_open.set()
@@ -310,7 +305,7 @@ def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
         here.sender.send_weights(timeout_s=5)
         here.add(replicas[1], engine="second")
         here.wait(2)
-        gates[0].shut()
+        gates[0].is_open.clear()
         gates[0].breaks = True
         for weights in model.parameters():
             weights.data += 1
@@ -687,7 +682,7 @@ def test_any_history_leaves_receivers_at_a_step_of_their_trainer(actions: list[s
                 case "step":
                     training.step()
                 case "close":
-                    gate.shut()
+                    gate.is_open.clear()
                 case "open":
                     gate.is_open.set()
                     training.hook.wait()

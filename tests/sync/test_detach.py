@@ -22,13 +22,19 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.errors import IllegalMessage, SyncAborted, TransportClosed, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    IllegalMessage,
+    SyncAborted,
+    TransportClosed,
+    TransportTimeout,
+)
 from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import Finish, encode
 from tests.sync.by_hand import STAGED, Hand, commit, prepare
-from tests.sync.harness import bits_equal, random_model, step, until
+from tests.sync.harness import Serving, bits_equal, random_model, step, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,7 +46,7 @@ class Engine:
 
     def __init__(self, options: ReceiverOptions) -> None:
         self.source, self.replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
-        link = inprocess.Sender()
+        link = self.link = inprocess.Sender()
         self.sender = WeightSender(ModuleSource(self.source), link)
         self.receiver = WeightReceiver(ModuleTarget(self.replica), link.receiver(), options=options)
         self.trainer = ThreadPoolExecutor(1)
@@ -115,18 +121,46 @@ def test_weights_that_were_lost_or_moved_come_back_by_a_full_sync(moved: bool) -
         here.receiver.check_serving()
 
 
-def test_a_sync_that_begins_while_an_engine_sleeps_fails_there_at_once() -> None:
-    with engine() as here, StagingThread(here.receiver) as staging:
+@pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
+def test_a_sync_that_begins_while_the_engine_sleeps_costs_nothing_else(
+    max_staged_bytes: int,
+) -> None:
+    options = ReceiverOptions(stall_timeout_s=2, max_staged_bytes=max_staged_bytes)
+    with engine(options) as here, StagingThread(here.receiver) as staging:
         here.follow(staging)
+        for _ in range(2):
+            here.receiver.detach()
+            before = [parameter.clone() for parameter in here.replica.parameters()]
+            began = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"engine\[0/1\]: .* sleep.*: wake them up"):
+                    here.send().result(5)
+            assert time.monotonic() - began < 4  # of a timeout of 5 each
+            assert not staging.wait_staged(timeout_s=0.3)
+            now = list(here.replica.parameters())
+            assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+            here.receiver.attach()
+            stats = here.follow(staging)
+            assert (stats.kind, stats.joined, stats.full_synced) == ("delta", 0, 0)
+        assert staging.last_error is None
+
+
+def test_an_engine_that_sleeps_does_not_keep_another_from_the_weights() -> None:
+    with engine() as here, StagingThread(here.receiver) as staging:
+        other = random_model(SHAPES, 2)
+        receiver = WeightReceiver(ModuleTarget(other), here.link.receiver(), engine="other")
+        serving = Serving(receiver).start()
+        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=5).result()
+        assert here.follow(staging).receivers == 2
         here.receiver.detach()
-        began = time.monotonic()
-        with pytest.raises(SyncAborted, match=r"detached|PeerLost"):
-            here.send().result(5)
-        assert time.monotonic() - began < 2  # of a timeout of 5
-        assert not staging.wait_staged(timeout_s=0.3)
-        assert here.receiver.state is ReceiverState.OUTSIDE  # it does not rejoin by itself
+        stats = here.send().result(5)
+        assert (stats.receivers, list(stats.lost)) == (1, ["engine[0/1]"])
+        assert bits_equal(here.source, other)
         here.receiver.attach()
-        assert here.follow(staging).full_synced == 1
+        here.trainer.submit(here.sender.wait_for_receivers, 2, timeout_s=5).result()
+        assert here.follow(staging).receivers == 2  # it has rejoined
+        serving.stop()
+        assert serving.errors == []
 
 
 def test_what_was_staged_is_not_written_once_the_engine_sleeps() -> None:

@@ -197,15 +197,24 @@ def test_leaving_between_commit_and_finish_is_dirty_where_other_ranks_may_differ
     assert session.dirty == dirty
 
 
-def test_a_detached_receiver_stays_a_member_and_takes_no_sync() -> None:
+@pytest.mark.parametrize("attached_after", range(5))
+def test_a_detached_receiver_stays_a_member_and_takes_no_sync(attached_after: int) -> None:
     session = ready(1)
     session.detach()
-    session.on(messages.Upcoming(version=2))
-    with pytest.raises(IllegalMessage, match="detached"):
-        session.on(begin(2, 1))
-    assert (session.state, session.version) == (ReceiverState.READY, 1)
+    sat_out: list[messages.Message] = [messages.Upcoming(version=2), begin(2, 1), bucket(2, 0)]
+    for number, message in enumerate([*sat_out, Prepare(version=2, num_buckets=1)]):
+        session.on(message)
+        assert (session.state, session.version) == (ReceiverState.READY, 1)
+        assert session.declined == (2 if number else None)
+        if number and number == attached_after:
+            session.attach()
+    with pytest.raises(IllegalMessage):
+        session.on(Commit(version=2))
+    session.on(Abort(version=2, reason=""))
     session.attach()
+    assert session.declined is None
     session.on(begin(2, 1))
+    assert session.state is ReceiverState.STAGING
     session.detach()
     assert (session.state, session.version) == (ReceiverState.OUTSIDE, 1)
 
