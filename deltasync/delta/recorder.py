@@ -125,7 +125,7 @@ def record(
         recorder = _run(load, again, live)
 
     def watch(calls: Sequence[Names]) -> Mapping[str, object] | None:
-        other = recorder.anew()
+        other = recorder.anew(calls)
         try:
             _watch(load, other, live, calls)
         except ConfigError:
@@ -229,9 +229,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def anew(self) -> _Recorder:
-        """Another one, of the same."""
-        return _Recorder(tuple(self._all.values()), self._names, self._live)
+    def anew(self, calls: Sequence[Names]) -> _Recorder:
+        """Another one, of what these calls bring."""
+        return _Recorder([self._all[n] for c in calls for n in c], self._names, self._live)
 
     def give(self, names: Names) -> Iterator[tuple[str, Tensor]]:
         """(name, meta tensor) of these, as the loader asks for them."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+_NUMBER = re.compile(r"\d+")
 _FEW = 64  # tensors of a group that is taken as it was seen
 
 Names = tuple[str, ...]
@@ -69,6 +71,7 @@ class Held:
         groups: list[set[str]] = []
         for late in self._late.found():
             groups += [late] if len(late) <= _FEW else self._parted(late, order, seen, watch)
+        groups = _with_unheld(groups, order, seen, watch)
         return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups)
 
     def _parted(
@@ -80,15 +83,9 @@ class Held:
         in all of them needs no other one.
         """
         units = self._units(names, order)
-        needy: set[int] = set()
-        for bit in range((len(units) - 1).bit_length()):
-            halves = defaultdict[int, list[str]](list)
-            for number, unit in enumerate(units):
-                halves[number >> bit & 1] += unit
-            found = watch([tuple(half) for half in halves.values()])
-            if found is None:
-                return [names]
-            needy |= {n for n, u in enumerate(units) if any(found.get(x) != seen.get(x) for x in u)}
+        needy = _needy(units, seen, watch)
+        if needy is None:
+            return [names]
         groups = [set(unit) for n, unit in enumerate(units) if n not in needy and len(unit) > 1]
         if needy:
             groups.append({name for number in needy for name in units[number]})
@@ -103,3 +100,57 @@ class Held:
                 units.append(sorted(self._joined.of(name) & names, key=order.__getitem__))
                 done.update(units[-1])
         return units
+
+
+def _needy(
+    units: Sequence[Sequence[str]], seen: Mapping[str, object], watch: Watch
+) -> dict[int, int] | None:
+    """Numbers of units that come out otherwise where another one is not in the same call.
+
+    The value has the bits that tell it from that one's number, if it is one. None if a call raised.
+    """
+    needy = defaultdict[int, int](int)
+    for bit in range((len(units) - 1).bit_length()):
+        halves = defaultdict[int, list[str]](list)
+        for number, unit in enumerate(units):
+            halves[number >> bit & 1] += unit
+        found = watch([tuple(half) for half in halves.values()])
+        if found is None:
+            return None
+        for number, unit in enumerate(units):
+            if any(found.get(name) != seen.get(name) for name in unit):
+                needy[number] |= 1 << bit
+    return needy
+
+
+def _with_unheld(
+    groups: Sequence[set[str]],
+    order: Mapping[str, int],
+    seen: Mapping[str, object],
+    watch: Watch,
+) -> list[set[str]]:
+    """Groups, with tensors that a loader needs in one call though it holds none back: it looks
+    whether another one has come.
+
+    Of tensors whose names differ by numbers alone the first and the last are tried, and all only if
+    one of these needs another.
+    """
+    held = set[str]().union(*groups)
+    alone = [name for name in order if name not in held]
+    kinds = [_NUMBER.sub("", name) for name in alone]
+    ends = dict(zip(reversed(kinds), reversed(alone), strict=True)).values()
+    tried = {*ends, *dict(zip(kinds, alone, strict=True)).values()}
+    if not _needy([[name] for name in alone if name in tried], seen, watch):
+        return list(groups)
+    units = [sorted(g, key=order.__getitem__) for g in groups] + [[name] for name in alone]
+    found = Groups()
+    for unit in units[: len(groups)]:
+        found.link(unit)
+    for number, bits in (_needy(units, seen, watch) or {}).items():
+        if number ^ bits < len(units):
+            found.link((*units[number], *units[number ^ bits]))
+    linked = [sorted(group, key=order.__getitem__) for group in found.found()]
+    again = watch([tuple(group) for group in linked]) or {}
+    if any(again.get(name) != seen.get(name) for group in linked for name in group):
+        return [set(order)]
+    return found.found()

@@ -116,7 +116,7 @@ class SeparateReadingAhead(ReadingAhead, Separate):
     pass
 
 
-KINDS = [Engine, Separate, ReadingAhead, OneAhead, SeparateReadingAhead]
+KINDS = [Engine, Separate, ReadingAhead, OneAhead, SeparateReadingAhead, Second]
 
 
 @pytest.mark.parametrize("kind", KINDS)
