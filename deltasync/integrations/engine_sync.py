@@ -20,6 +20,7 @@ from deltasync.errors import (
 )
 from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
 from deltasync.sync.crew import Crew
+from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.round import Moment
 from deltasync.sync.sender import WeightSender
@@ -107,7 +108,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         crew: Crew | None = None,
     ) -> None:
         self._address = _reachable(Address.of(transport), rank=0)
-        self._server, self._workers, self._paused = server, workers, paused
+        self._server, self._workers = server, workers
         self._without_routes: WithoutRoutes = without_routes
         self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
@@ -115,9 +116,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._name = ""  # of the engine, as it was let connect last
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
-        self._pause = ExitStack()
-        forks.keep(self._pause)  # an end of this object or of the process resumes no mixture
-        self._is_paused = self._is_spoiled = False
+        self._pause, self._is_spoiled = _Pause(paused), False
+        self._caller = OneCaller("a sync is under way; an EngineSync is used by one thread")
         self._updates: dict[int, Future[None]] = {}
         self._sent: Future[SyncStats] = Future()  # what has become of the version
         self._is_behind = True  # workers have to connect
@@ -133,7 +133,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def forked(self) -> None:
         """In a child nothing is asked of the engine, nor is it resumed."""
-        self._pause, self._is_parents = ExitStack(), True
+        self._is_parents, self._updates = True, {}
+        self._pause.forked()
+        self._caller.forked()
         self._calls = ThreadPoolExecutor(1)
 
     def __exit__(self, *error: object) -> None:
@@ -150,9 +152,15 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             DirtyReceiver: A worker's proof could not put back the engine's own weights. Generation
                 is paused, and stays so: restart the engine, which the next call connects then.
             EngineFailed: The engine, or a worker, raises something else; the text names its type.
-            TransportTimeout: Workers do not come.
+            TransportTimeout: Workers do not come, or the engine's last update has not ended.
             SyncAborted: A rank of the trainer does not.
         """
+        with self._caller.call():
+            self._wait_for_last(self._timeout_s)
+            self._connect()
+
+    def _connect(self) -> None:
+        """Raises as `connect`."""
         with suppress(EngineFailed):  # said by workers that were asked before
             self.sender.wait_for_receivers(0, timeout_s=0)
         before, self._name = self._name, f"engine-{uuid.uuid4().hex[:8]}"
@@ -166,18 +174,16 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._is_behind = False
         if self._is_spoiled:  # and has been started again, since it would not connect
             self._is_spoiled = False
-            self._resume()
+            self._pause.end()
 
     def _stop(self) -> None:
         """Pause generation for good: the engine's weights are not its own."""
         self._is_behind = self._is_spoiled = True
         self._sent = Future()  # nothing is known of what workers hold
-        if not self._is_paused:
-            try:
-                _asked(self._pause.enter_context, self._paused())
-                self._is_paused = True
-            except DeltaSyncError:
-                logger.exception("an engine whose weights are wrong could not be paused")
+        try:
+            self._pause.begin()
+        except DeltaSyncError:
+            logger.exception("an engine whose weights are wrong could not be paused")
 
     def _let_connect(self) -> None:
         """Raises as `connect`."""
@@ -229,11 +235,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """
         _check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with self.sender.one_call(timeout_s):
+        with self._caller.call(), self.sender.one_call(timeout_s):
+            self._wait_for_last(timeout_s)
             if self._is_behind or not self._are_here():
                 if released is not None:
                     raise SyncAborted("the engine has to connect anew; the next sync lets it")
-                self.connect()
+                self._connect()
             return self._send_weights(timeout_s, released)
 
     def disconnect(self) -> None:
@@ -263,18 +270,30 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def _leave_engine(self) -> None:
         """Resume generation if it is paused and the weights are whole; else say why not."""
-        if self._is_parents or not self._is_paused:
+        if self._is_parents or not self._pause.is_on:
             return
+        why = "was closed after an update that failed: its weights may mix two versions"
         if self._sent.done() and self._sent.exception() is None:
-            self._resume()
-            return
+            try:
+                self._pause.end()
+                return
+            except DeltaSyncError as error:
+                why = f"cannot be resumed ({error})"
         logger.error(
-            "%s was closed after an update that failed: its weights may mix two versions, so that "
-            "generation stays paused; send it weights by a new EngineSync, or load them anew and "
-            "resume it",
+            "%s %s, so that generation stays paused; send it weights by a new EngineSync, or load "
+            "them anew and resume it",
             self._name or "an engine",
+            why,
         )
-        self._is_paused = False  # it is said once
+        self._pause.is_on = False  # it is said once
+
+    def _wait_for_last(self, timeout_s: float) -> None:
+        """Raise TransportTimeout while the last update is under way: the next would run into it."""
+        if wait(self._updates.values(), timeout_s).not_done:
+            raise TransportTimeout(
+                f"the engine's last update has not ended in {timeout_s} s more: nothing was sent; "
+                "look what the engine waits for, and send again"
+            )
 
     def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
         self._updates.clear()
@@ -288,7 +307,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
                 error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
             if self.sender.were_asleep:  # so no worker has written, or left
                 self._is_behind = False
-                self._resume()
+                self._pause.end()
             raise
         self._sent.set_result(stats)
         for problem in self._ended():
@@ -297,7 +316,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             try:
                 _asked(self._server.name, stats.version)
             finally:
-                self._resume()
+                self._pause.end()
         return stats
 
     def _has_let_connect(self, engine: str) -> bool:
@@ -354,22 +373,59 @@ class EngineSync(AbstractContextManager["EngineSync"]):
 
     def _update(self, version: int, sent: Future[SyncStats], *, is_in_place: bool) -> None:
         """Pause, let workers write, and name the version when the sender knows that they have."""
-        if not self._is_paused:
-            _asked(lambda: self._pause.enter_context(self._paused()))
-            self._is_paused = True
-        is_whole = not is_in_place
+        was_paused = self._pause.is_on
+        self._pause.begin()
+        is_whole = not was_paused
         try:
+            if sent.done() and sent.exception() is not None:
+                return  # the engine was late to pause: nobody waits for this any more
+            is_whole = not is_in_place
             _asked(self._server.update, version)
             if sent.exception(self._timeout_s) is None:
                 is_whole = True
                 _asked(self._server.name, version)
         finally:
             if is_whole:
-                self._resume()
+                self._pause.end()
 
-    def _resume(self) -> None:
-        self._is_paused = False
-        _asked(self._pause.close)
+
+class _Pause:
+    """Of an engine's generation.
+
+    Args:
+        paused: Makes the context in which it is paused.
+
+    Attributes:
+        is_on: Whether it is paused.
+    """
+
+    def __init__(self, paused: Callable[[], AbstractContextManager[object]]) -> None:
+        self._paused, self._open = paused, ExitStack()
+        forks.keep(self._open)  # an end of this object or of the process resumes no mixture
+        self.is_on = self._is_entered = False
+
+    def forked(self) -> None:
+        """A child does not resume its parent's engine."""
+        self._open, self.is_on = ExitStack(), False
+
+    def begin(self) -> None:
+        """Pause, unless it is paused. Raises as the engine, or EngineFailed."""
+        if not self.is_on:
+            self._enter()
+
+    def end(self) -> None:
+        """Resume, if it is paused. It still is if that fails, and the next call tries again."""
+        if not self.is_on:
+            return
+        if not self._is_entered:  # to leave it once more
+            self._enter()
+        self._is_entered = False
+        _asked(self._open.close)
+        self.is_on = False
+
+    def _enter(self) -> None:
+        _asked(lambda: self._open.enter_context(self._paused()))
+        self.is_on = self._is_entered = True
 
 
 def _check_threads_can_start() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import (
-    ConfigError,
     DeltaSyncError,
     MalformedMessage,
     PeerLost,
@@ -22,6 +21,7 @@ from deltasync.errors import (
 from deltasync.sync import orders
 from deltasync.sync.crew_weights import Declaration
 from deltasync.sync.lane_sender import LaneSender
+from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan
 from deltasync.sync.proof import Digests
@@ -82,7 +82,8 @@ class CrewRank:
         self._captured: str | None = None
         self._base: int | None = None  # what the snapshot holds; None for what was captured last
         self._delta: tuple[int, Delta] | None = None  # not known to be decided
-        self._trains_meanwhile = self._busy = False
+        self._trains_meanwhile = False
+        self._caller = OneCaller("a sync is under way; a CrewRank is used by one thread")
 
     def look(self) -> None:
         """See `WeightSender.look`."""
@@ -102,8 +103,10 @@ class CrewRank:
             SyncAborted: It came to nothing, on any rank; the next one covers it.
             DeltaSyncError: Why this rank could not do its part.
         """
-        if self._busy:
-            raise ConfigError("a sync is under way; a CrewRank is used by one thread")
+        with self._caller.call():
+            return self._send_weights(timeout_s, released)
+
+    def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
         self._call += 1
         self._trains_meanwhile = released is not None
         self._weights.begin(released)
@@ -307,7 +310,6 @@ class CrewRank:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """What is not told to rank 0 ends the connection."""
-        self._busy = True
         try:
             yield
         except SyncAborted:
@@ -316,7 +318,6 @@ class CrewRank:
             self._start_over()
             raise
         finally:
-            self._busy = False
             self._weights.stream.join()
 
 

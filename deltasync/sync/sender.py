@@ -23,6 +23,7 @@ from deltasync.sync.ends import check_options, check_send_transport, check_sourc
 from deltasync.sync.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.link import SenderLink
 from deltasync.sync.lobby import Greeting, Lobby, greet_back
+from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan
 from deltasync.sync.round import Moment, Round, RoundResult
@@ -98,7 +99,8 @@ class WeightSender:
         self._crew = crew
         self._others = _with_crew(own, crew) if crew is not None and crew.world > 1 else None
         self._weights: Weights = self._others or own
-        self._busy = self.were_asleep = False
+        self._caller = OneCaller("a sync is under way; a WeightSender is used by one thread")
+        self.were_asleep = False
         self._lost: dict[str, str] = {}
         self._lost_between: dict[str, str] = {}  # syncs: the next one says so
         self._capture_s = 0.0
@@ -106,8 +108,8 @@ class WeightSender:
         forks.inert_in_children(self)
 
     def forked(self) -> None:
-        """No call is under way in a child; the transport refuses all."""
-        self._busy = False
+        """The transport refuses all calls in a child."""
+        self._caller.forked()
 
     @property
     def world(self) -> int:
@@ -146,7 +148,7 @@ class WeightSender:
             EngineFailed: One has connected to say that it cannot take part; the text says why.
         """
         deadline = time.monotonic() + timeout_s
-        with self._exclusive():
+        with self._caller.call():
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while True:
@@ -172,7 +174,7 @@ class WeightSender:
 
         Raises ConfigError, by name, for what does not fit or what an engine does not take.
         """
-        with self._exclusive():
+        with self._caller.call():
             for hellos in self._lobby.engines():
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
                 specs = specs_of(declared, held, self.options.wire_dtypes)
@@ -186,7 +188,7 @@ class WeightSender:
 
         Others keep the weights that they have.
         """
-        with self._exclusive():
+        with self._caller.call():
             self._lobby.retain(engines)
             members = self._session.members.values()
             self._part_with("not retained", [m for m in members if m.engine not in engines])
@@ -196,7 +198,7 @@ class WeightSender:
 
         For a call from another thread: see `released`. Raises SourceChanged.
         """
-        with self._exclusive():
+        with self._caller.call():
             self._own.look()
 
     def send_weights(
@@ -222,7 +224,7 @@ class WeightSender:
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._exclusive(), self._on_own_stream(), self.one_call(timeout_s):
+        with self._caller.call(), self._on_own_stream(), self.one_call(timeout_s):
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._own.begin(released)
@@ -276,7 +278,7 @@ class WeightSender:
 
         Raises SyncAborted if a rank does not come to `send_weights`, which is where it tells.
         """
-        with self._exclusive():
+        with self._caller.call():
             if self._crew is not None and not self._crew.is_called:
                 self._crew.timeout_s = timeout_s
             return self._weights.declared()
@@ -470,16 +472,6 @@ class WeightSender:
                 yield
         finally:
             stream.join()
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._busy:
-            raise ConfigError("a sync is under way; a WeightSender is used by one thread")
-        try:
-            self._busy = True
-            yield
-        finally:
-            self._busy = False
 
 
 def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:

@@ -66,7 +66,7 @@ def paused():
 parent = os.getpid()
 source = ModuleSource(random_model({"w": (3,)}, 0))
 sync = EngineSync(source, Server(), collective.Sender(), paused=paused)
-sync._pause.enter_context(sync._paused())  # as while an update is under way
+sync._pause.begin()  # as while an update is under way
 with sync:
     pid = os.fork()
     if pid == 0:
@@ -77,7 +77,7 @@ with sync:
             print("forked" in str(error), flush=True)
         sys.exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    sync._pause.close()
+    sync._pause.end()
 """
 
 

@@ -580,7 +580,7 @@ def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
         trainer.wait(1)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(trainer.ranks[1].send_weights, timeout_s=20)
-            until(lambda: bool(trainer.ranks[1]._busy))
+            until(lambda: bool(trainer.ranks[1]._caller._calls))
             with pytest.raises(ConfigError, match="under way"):
                 trainer.ranks[1].send_weights()
             assert trainer.sender.send_weights(timeout_s=10) == call.result(10)

@@ -13,6 +13,7 @@ from torch import nn
 from deltasync import (
     ModuleSource,
     ModuleTarget,
+    NamedTensor,
     Policy,
     ReceiverOptions,
     SenderOptions,
@@ -607,12 +608,28 @@ class BreaksOff:
         return self._inner.receive(timeout_s=timeout_s)
 
 
-def test_one_thread_at_a_time() -> None:
-    with fleet(model()) as here:
-        here.sender._busy = True
-        with pytest.raises(ConfigError):
-            here.sender.send_weights()
-        here.sender._busy = False
+class Nested(ModuleSource):
+    """Sends weights while they are read."""
+
+    sender: WeightSender | None = None
+    refused = 0
+
+    def tensors(self) -> list[NamedTensor]:
+        if self.sender is not None:
+            with pytest.raises(ConfigError, match="used by one thread"):
+                self.sender.send_weights()
+            self.refused += 1
+        return super().tensors()
+
+
+def test_a_call_within_a_call_is_refused_and_costs_nothing() -> None:
+    source = Nested(model())
+    with fleet(source) as here:
+        here.add(model())
+        here.wait(1)
+        source.sender = here.sender
+        assert here.sender.send_weights().receivers == 1
+        assert source.refused
 
 
 def test_a_restarted_trainer_sends_nothing_to_receivers_that_agree() -> None:

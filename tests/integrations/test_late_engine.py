@@ -1,0 +1,174 @@
+"""Engines that fail to pause or to resume, answer late, or are used by two threads at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget
+from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TransportTimeout
+from deltasync.integrations.connection import Connection
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.worker import Worker
+from deltasync.transports import shared_memory
+from tests.sync.harness import Model, bits_equal, random_model, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Server:
+    """An engine of one worker. `calls` are those that it was asked, in their order."""
+
+    def __init__(self, module: Model) -> None:
+        self.module, self.worker, self.calls = module, Worker(), list[str]()
+        self.fails = ""  # the call that does, once
+        self.hangs, self.goes_on = "", Event()
+        self.is_paused, self.version = False, 0
+
+    def connect(self, connection: dict[str, Any], /) -> None:
+        self._at("connect")
+        to = Connection.model_validate(connection)
+        self.worker.disconnect()
+        self.worker.connect(to, ModuleTarget(self.module), torch.device("cpu"), rank=0, world=1)
+
+    def update(self, version: int, /) -> None:
+        self._at("update")
+        self.worker.commit(version)
+        self._at("updated")
+        assert self.is_paused
+
+    def name(self, version: int, /) -> None:
+        self._at("name")
+        self.version = version
+
+    def disconnect(self) -> None:
+        self.worker.disconnect()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._at("pause")
+        self.is_paused = True
+        yield
+        self._at("resume")
+        self.is_paused = False
+
+    def _at(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fails:
+            self.fails = ""
+            raise RuntimeError("planted")
+        if call == self.hangs:
+            self.hangs = ""
+            self.goes_on.wait(30)
+
+
+@contextmanager
+def connected(path: Path, *, timeout_s: float = 5.0) -> Iterator[tuple[EngineSync, Model, Server]]:
+    """With an engine that holds version 1, and a source that has changed since."""
+    source = random_model({"a": (8, 4)}, 0)
+    server, link = Server(random_model({"a": (8, 4)}, 1)), shared_memory.Sender(path / "socket")
+    with EngineSync(
+        ModuleSource(source), server, link, paused=server.paused, timeout_s=timeout_s
+    ) as sync:
+        sync.send_weights()
+        source.get_parameter("a").data[0] *= 2
+        server.calls.clear()
+        yield sync, source, server
+        server.goes_on.set()
+        server.worker.disconnect()
+
+
+def outcome(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except DeltaSyncError as error:
+        return error
+
+
+def test_an_engine_that_did_not_resume_does_when_it_holds_the_weights(tmp_path: Path) -> None:
+    with connected(tmp_path) as (sync, source, server):
+        server.fails = "resume"
+        with pytest.raises(EngineFailed, match="RuntimeError: planted"):
+            sync.send_weights()
+        assert server.is_paused
+        assert sync.send_weights().full_synced == 0  # there is nothing to write
+        assert bits_equal(source, server.module)
+        assert not server.is_paused
+
+
+def test_close_resumes_an_engine_that_did_not_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(tmp_path) as (sync, _, server):
+        server.fails = "resume"
+        with pytest.raises(EngineFailed):
+            sync.send_weights()
+        sync.close()
+        assert not server.is_paused
+    assert not caplog.records
+
+
+def test_close_says_that_an_engine_does_not_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(tmp_path) as (sync, _, server):
+        for _ in range(2):
+            server.fails = "resume"
+            with pytest.raises(EngineFailed):
+                sync.send_weights()
+        server.fails = "pause"
+        sync.close()
+        sync.close()
+    (said,) = caplog.records
+    assert "stays paused" in said.message
+    assert server.is_paused
+
+
+@pytest.mark.parametrize("call", ["pause", "update", "updated", "name", "resume"])
+def test_an_update_that_ends_late_ends_before_the_next_one_begins(
+    call: str, tmp_path: Path
+) -> None:
+    with connected(tmp_path, timeout_s=1.0) as (sync, source, server):
+        server.hangs = call
+        assert isinstance(outcome(sync.send_weights), DeltaSyncError)
+        before = list(server.calls)
+        with pytest.raises(TransportTimeout, match="the engine's last update has not ended"):
+            sync.send_weights()
+        assert server.calls == before  # it was asked for nothing
+        server.goes_on.set()
+        assert sync.send_weights(timeout_s=30).receivers == 1
+        assert bits_equal(source, server.module)
+        assert not server.is_paused
+        assert server.version == sync.sender.version
+        if call == "pause":  # what was too late then is not asked for
+            assert server.calls[:3] == ["pause", "resume", "connect"]
+
+
+def test_a_second_thread_is_refused_and_costs_the_first_nothing(tmp_path: Path) -> None:
+    with connected(tmp_path) as (sync, source, server):
+        for call in ("connect", "update"):
+            if call == "connect":
+                sync.disconnect()
+            server.hangs = call
+            server.goes_on.clear()
+            found: list[object] = []
+            first = Thread(target=lambda kept=found: kept.append(outcome(sync.send_weights)))
+            first.start()
+            until(lambda: not server.hangs)
+            began = time.monotonic()
+            for other in (sync.send_weights, sync.connect):
+                with pytest.raises(ConfigError, match="under way"):
+                    other()
+            assert time.monotonic() - began < 5
+            server.goes_on.set()
+            first.join()
+            assert not isinstance(found[0], Exception), found
+            assert bits_equal(source, server.module)
+            source.get_parameter("a").data[0] *= 2
