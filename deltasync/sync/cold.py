@@ -130,7 +130,7 @@ class ColdModel:
         try:
             for path, found in before.tensors.items():
                 tensor = found.tensor
-                if tensor.is_meta and id(tensor) not in swapped:
+                if found.alias.is_meta and id(tensor) not in swapped:
                     real = self._real(tensor, storages)
                     given = fill.get(path)
                     if given is not None and (given.shape, given.dtype) == (real.shape, real.dtype):

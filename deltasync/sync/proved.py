@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from deltasync.errors import ConfigError, DirtyReceiver
 from deltasync.sync.cold import FAILURES, Alone
 from deltasync.sync.proving import (
     Bits,
+    Fresh,
     Group,
     Kept,
     Proof,
@@ -84,15 +86,23 @@ class _Routed:
         self._kept = proof.keep(group.scopes, [live[name] for name in self._weights])
 
     def prove(self) -> None:
-        others = {name: other_bits(self._read(name), name) for name in self._group.names}
-        with (
-            putting_back(self._kept),
-            self._proof.started(self._group, self._given(others), self._kept) as (expected, alone),
-        ):
-            refuse(alone, "the engine made when it started, and nothing makes it anew")
-            stale = self._stale_after(Step(), others, expected)
+        names = self._group.names
+        others = {name: other_bits(self._read(name), name) for name in names}
+
+        def own() -> Iterator[tuple[str, Tensor]]:
+            return ((name, self._read(name)) for name in names)
+
+        with putting_back(self._kept):
+            fresh = self._proof.started(
+                self._group,
+                lambda: under(self._upkeep.given, others.items()),
+                lambda: under(self._upkeep.given, own()),
+                self._kept,
+            )
+            refuse(fresh.alone, "the engine made when it started, and nothing makes it anew")
+            stale = self._stale_after(Step(), others, fresh)
             for step in self._steps(stale) if stale else ():
-                if not self._stale_after(step, others, expected):
+                if not self._stale_after(step, others, fresh):
                     self._upkeep.steps[self._group] = step
                     return
             refuse(stale, "the engine computes with it, and nothing brings it up to date")
@@ -115,34 +125,32 @@ class _Routed:
         yield Step(names=self._group.names)
         yield Step(names=self._group.names, modules=tuple(inside.values()))
 
-    def _stale_after(self, step: Step, others: Bits, expected: Bits) -> list[str]:
+    def _stale_after(self, step: Step, others: Bits, fresh: Fresh) -> list[str]:
         """Paths of what is not as expected after others were written, or not back after these."""
         self._kept.put_back()
         for name, tensor in others.items():
             self._held[name][0].write(0, as_bits(tensor).view(-1))
-        if (stale := self._after(step, expected)) or step == Step():
+        if (stale := self._after(step, fresh.tensors, fresh.values)) or step == Step():
             return stale
         for path in self._weights:
             as_bits(self._kept.founds[path].alias).copy_(as_bits(self._kept.bits[path]))
-        return self._after(step, None)
+        return self._after(step, None, {path: self._kept.values[path] for path in fresh.values})
 
-    def _after(self, step: Step, expected: Bits | None) -> list[str]:
+    def _after(self, step: Step, expected: Bits | None, values: Mapping[str, Any]) -> list[str]:
         if step == Step():
-            return self._kept.changed(expected)
+            return self._kept.changed(expected) + self._kept.unlike(values)
         everything = Reach([("", self._proof.model)])
         try:
             self._upkeep.take(step, self._read)
             moved = {p: found for p, found in everything.tensors.items() if found.is_moved}
             settle(moved)
+            unlike = self._kept.unlike(values)
         except FAILURES:  # it is no way
             return ["?"]
         finally:
             everything.put_back()
         self._upkeep.moved |= moved
-        return self._kept.changed(expected)
-
-    def _given(self, weights: Bits) -> Iterator[tuple[str, Tensor]]:
-        return under(self._upkeep.given, weights.items())
+        return self._kept.changed(expected) + unlike
 
     def _read(self, name: str) -> Tensor:
         return read_whole(*self._held[name])
@@ -173,15 +181,33 @@ def prove_reload(
         with in_place(proof.model), Alone():
             reload(under(given, others))
         stale: list[str] = []
+        own: list[tuple[Kept, dict[str, Any]]] = []
         for group, here in kept.items():
-            some = ((name, other_bits(weights[name], name)) for name in group.names)
-            with proof.started(group, under(given, some), here) as (expected, alone):
-                stale += {*here.changed(expected), *alone}
+            fresh = _started(proof, weights, given, group, here)
+            stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
+            own.append((here, {path: here.values[path] for path in fresh.values}))
         refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
         with in_place(proof.model):
             reload(under(given, weights.items()))
-        again = [path for here in kept.values() for path in here.changed()]
+        again = [path for here, values in own for path in here.changed() + here.unlike(values)]
         refuse(again, "it is not what it was when the engine reloads what it was started on")
+
+
+def _started(
+    proof: Proof,
+    weights: Mapping[str, Tensor],
+    given: Mapping[str, tuple[str, ...]],
+    group: Group,
+    kept: Kept,
+) -> Fresh:
+    own = {name: weights[name] for name in group.names}
+
+    def others() -> Iterator[tuple[str, Tensor]]:
+        return ((name, other_bits(tensor, name)) for name, tensor in own.items())
+
+    return proof.started(
+        group, lambda: under(given, others()), lambda: under(given, own.items()), kept
+    )
 
 
 def _recorded(

@@ -13,9 +13,9 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from deltasync.delta.bits import are_equal, as_bits, identity
 from deltasync.delta.recorder import Recording
 from deltasync.errors import ConfigError
-from deltasync.sync.cold import ColdModel, Startup
+from deltasync.sync.cold import ColdModel, Startup, Weights
 from deltasync.sync.reach import Found, Reach, is_handle, settle
 
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)|\d+(?=\.|$)")
 _SHOWN = 3
 Bits = Mapping[str, Tensor]
+Given = Callable[[], Weights]
 
 
 def scope_of(name: str) -> str:
@@ -70,8 +71,9 @@ class Scopes:
 
 
 def other_bits(tensor: Tensor, name: str) -> Tensor:
-    """Weights that no rounding takes for these: each float smaller by 10 to 50 %, with its sign.
+    """Weights that no rounding takes for these: each float smaller by 10 to 50 %.
 
+    Where there are floats of both signs half of them get the other one.
     Zeros, and the smallest floats there are, change by a bit; what is not finite changes too.
     Floats that have no fraction become smaller by 50 or 75 %. Integers are put in another order.
     The same for the same name.
@@ -80,15 +82,28 @@ def other_bits(tensor: Tensor, name: str) -> Tensor:
         return tensor.flatten().flip(0).view(tensor.shape)
     made = tensor.detach().clone(memory_format=torch.contiguous_format)
     every, drawn, seed = as_bits(made).view(-1), _drawn(tensor.device), zlib.crc32(name.encode())
+    signs = _has_both_signs(every, tensor.dtype)
     for start in range(0, len(every), _BLOCK):
         bits = every[start : start + _BLOCK]
         first = (seed + start * _SPREAD) % (_DRAWN - _BLOCK)
-        less = _scaled(drawn[first : first + len(bits)], tensor.dtype, bits.dtype)
+        here = drawn[first : first + len(bits)]
+        less = _scaled(here, tensor.dtype, bits.dtype)
         # The smallest floats are less than that apart from zero: they are halved at most.
         half = (bits & (1 << 8 * bits.element_size() - 1) - 1) >> 1
         less = torch.minimum(half, less, out=half)
         bits.sub_(less).bitwise_xor_(less.eq(0).to(bits.dtype))
+        if signs:
+            turned = (here & 2).ne_(0).to(bits.dtype)
+            bits.bitwise_xor_(turned.mul_(torch.iinfo(bits.dtype).min or 1 << 7))
     return made
+
+
+def _has_both_signs(bits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there are floats above and below zero among some, given by their bits."""
+    if not len(bits) or dtype == torch.float8_e8m0fnu:  # that has no signs
+        return False
+    least, most = (bits.view(torch.int8) if bits.dtype == torch.uint8 else bits).aminmax()
+    return bool(least < 0 < most)
 
 
 def _scaled(drawn: Tensor, dtype: torch.dtype, integer: torch.dtype) -> Tensor:
@@ -123,9 +138,13 @@ class Kept:
     """The bits of what was reached, on the host, and a way back to them.
 
     Args:
-        reach: Where. What has no memory there is left alone: compilers keep such tensors.
+        reach: Where, as it is now. What has no memory there is left alone: compilers keep such
+            tensors.
         shared: Addresses of tensors that belong to others too; left alone.
         late: Paths of those that came after loading; left alone.
+
+    Attributes:
+        values: Numbers, text and bytes, by path.
     """
 
     def __init__(self, reach: Reach, shared: Collection[int], late: Collection[str]) -> None:
@@ -134,10 +153,11 @@ class Kept:
             path: found
             for path, found in reach.tensors.items()
             if path not in late
-            and not found.tensor.is_meta
-            and found.tensor.data_ptr() not in shared
-            and found.tensor.numel()
+            and not found.alias.is_meta
+            and found.alias.data_ptr() not in shared
+            and found.alias.numel()
         }
+        self.values = reach.values()
         by_place: dict[tuple[object, ...], Tensor] = {}
         self.bits: dict[str, Tensor] = {}
         for path, found in self.founds.items():
@@ -150,7 +170,9 @@ class Kept:
         """The same tensors, in the same storage, with the same bits."""
         self.reach.put_back()
         for path, found in self.founds.items():
-            as_bits(_each_once(found.alias)).copy_(as_bits(_each_once(self.bits[path])))
+            here = _each_once(found.alias)
+            bits = self.bits[path][tuple(map(slice, here.shape))]
+            as_bits(here).copy_(as_bits(bits))
 
     def changed(self, expected: Bits | None = None) -> list[str]:
         """Paths of what is elsewhere, or has other bits than these, or than expected."""
@@ -161,6 +183,11 @@ class Kept:
             if not (found.is_moved and is_handle(found.alias))  # made anew
             if found.is_moved or not same_bits(found.alias, wanted[path])
         ]
+
+    def unlike(self, values: Mapping[str, Any]) -> list[str]:
+        """Paths of these values where others are now."""
+        now = self.reach.again().values() if values else {}
+        return [path for path, value in values.items() if not is_same(now.get(path), value)]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -276,30 +303,51 @@ class Proof:
         self.cold = ColdModel(startup, device)
         self.scopes, self._cold_scopes = Scopes(model), Scopes(self.cold.model)
         own = Reach([("", self.cold.model)]).tensors.values()
-        self._shared = {f.tensor.data_ptr() for f in own if not f.tensor.is_meta} - {0}
+        self._shared = {f.alias.data_ptr() for f in own if not f.alias.is_meta} - {0}
 
     def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Kept:
         """Note what some layers hold.
 
-        Raises ConfigError, by path, for what came after loading and is a copy of one of `weights`.
+        Raises ConfigError, by path, for what came after loading and is a copy of one of `weights`,
+        and for tensors that cannot be compared.
         """
         reach = self.scopes.reach(scopes)
-        late = set() if self._loaded is None else reach.tensors.keys() - set(self._loaded)
-        for path in late:
+        paths = {*reach.tensors, *reach.opaque}
+        late = set() if self._loaded is None else paths - set(self._loaded)
+        if opaque := reach.opaque.keys() - late:
+            raise ConfigError(
+                f"{min(opaque)!r} is sparse, quantised or packed by torch, so that what the "
+                "engine computes with cannot be compared with what a fresh one would"
+            )
+        for path in late & reach.tensors.keys():
             if _is_copy(reach.tensors[path].alias, weights):
                 raise ConfigError(
                     f"{path!r} is a copy of weights, which the engine made while it ran"
                 )
         return Kept(reach, self._shared, late)
 
-    @contextmanager
-    def started(
-        self, group: Group, weights: Iterable[tuple[str, Tensor]], kept: Kept
-    ) -> Iterator[tuple[dict[str, Tensor], list[str]]]:
-        """Start a part of the second instance with other weights.
+    def started(self, group: Group, others: Given, own: Given, kept: Kept) -> Fresh:
+        """What a part of the second instance is when it is started with other weights.
 
-        Returns by path the bits that are other then, and paths of what it does not have.
+        Args:
+            group: The part.
+            others: Those weights.
+            own: Gives those that the live one was started on.
+            kept: What the live one holds.
         """
+        fresh = self._started(group, others(), kept)
+        if fresh.values:  # among them are counts, names, times: of no weights
+            again = self._started(group, others(), kept).values
+            same = self._started(group, own(), kept).values
+            fresh.values = {
+                path: value
+                for path, value in fresh.values.items()
+                if is_same(again.get(path), value) and not is_same(same.get(path), value)
+            }
+        return fresh
+
+    def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
+        """Says of values all that become other than they were, and than the live one's are."""
         roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)
         with self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled):
             before = {
@@ -307,26 +355,60 @@ class Proof:
                 for path, found in fresh.tensors.items()
                 if not found.alias.is_meta
             }
+            values = fresh.values()
             modules = self._cold_scopes.modules(group.scopes)
             self.cold.start(weights, tuple(modules.values()))
-            after = Reach(roots, stop=stop).tensors
-            expected = {
-                path: found.alias
-                for path, found in after.items()
-                if not _is_known(found.alias, before.get(path))
-            }
-            with_like = {
-                storage_of(kept.founds[p].alias) for p in kept.founds.keys() & after.keys()
-            }
-            alone = [p for p, f in kept.founds.items() if storage_of(f.alias) not in with_like]
-            yield expected, alone
+            now = Reach(roots, stop=stop)
+            made = now.values()
+        with_like = {
+            storage_of(kept.founds[p].alias) for p in kept.founds.keys() & now.tensors.keys()
+        }
+        return Fresh(
+            {p: f.alias for p, f in now.tensors.items() if not _is_known(f.alias, before.get(p))},
+            {
+                path: value
+                for path, value in made.items()
+                if path in kept.values and not is_same(kept.values[path], value)
+                if not is_same(values.get(path), value) and not _is_address(value)
+            },
+            [p for p, f in kept.founds.items() if storage_of(f.alias) not in with_like],
+        )
+
+
+@dataclass(slots=True)
+class Fresh:
+    """A part of the second instance, with other weights.
+
+    Attributes:
+        tensors: By path, those that have other bits then.
+        values: By path, numbers, text and bytes of the live one that follow from its weights, as
+            they are with these.
+        alone: Paths of what the live one has, and this one has not.
+    """
+
+    tensors: Bits
+    values: dict[str, Any]
+    alone: list[str]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to the bit, as far as Python shows bits."""
+    return one is other or (type(one) is type(other) and repr(one) == repr(other))
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >> 32 != 0
 
 
 def reached(model: nn.Module) -> set[str]:
-    """Paths of all tensors with elements that are reached from a model now."""
+    """Paths of all tensors with elements, and values, that are reached from a model now."""
     scopes = Scopes(model)
-    founds = (scopes.reach((name,)).tensors.items() for name in scopes.names())
-    return {path for one in founds for path, found in one if found.tensor.numel()}
+    paths: set[str] = set()
+    for name in scopes.names():
+        reach = scopes.reach((name,))
+        paths |= {path for path, found in reach.tensors.items() if found.alias.numel()}
+        paths |= reach.opaque.keys() | reach.values().keys()
+    return paths
 
 
 def _is_known(now: Tensor, before: Tensor | None) -> bool:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import (
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -24,11 +33,14 @@ from deltasync.errors import ConfigError
 _MOST = 4_000_000  # objects; a model of 1,000 layers has fewer
 _ATTRIBUTES = object()  # the key of an object's own dict
 # Nothing beneath them belongs to one model.
+_BUFFERS = bytes, bytearray, memoryview, array
+_PLAIN = bool, int, float, complex, str, np.generic, *_BUFFERS
 _ATOMS = (
-    *(type(None), bool, int, float, complex, str, bytes, bytearray, type, ModuleType, range),
+    *(type(None), *_PLAIN, type, ModuleType, range),
     *(logging.Logger, logging.Handler, threading.Thread, torch.fx.Graph, torch.Generator),
     *(OpOverload, OpOverloadPacket, torch.Size, torch.dtype, torch.device),
 )
+_SETS = set, frozenset
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 Link = tuple[Any, Any]
@@ -37,33 +49,38 @@ Link = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor where it was found.
+    """A tensor, or an array of numpy, where it was found.
 
     Attributes:
         tensor: It.
         links: How it was reached from the first of these objects. Each is kept alive.
-        alias: The same storage, as it was then.
+        alias: A tensor over the same storage, as it was then.
     """
 
-    tensor: Tensor
+    tensor: Any
     links: tuple[Link, ...]
     alias: Tensor
 
-    def now(self) -> Tensor | None:
-        """What is found there now, if it is a tensor."""
+    def now(self) -> Any:
+        """What is found there now, if it is a tensor or an array; else None."""
         one = self.links[0][0]
         for _, key in self.links:
             try:
                 one = _get(one, key)
             except (KeyError, IndexError, AttributeError, TypeError, ValueError):
                 return None
-        return one if isinstance(one, Tensor) else None
+        return one if isinstance(one, Tensor | np.ndarray) else None
 
     @property
     def is_moved(self) -> bool:
         """Whether another tensor, or other storage, is there now."""
-        now = self.now()
-        return now is not self.tensor or identity(now) != identity(self.alias)
+        return self.now() is not self.tensor or self.is_elsewhere
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it has other storage now."""
+        now = as_tensor(self.tensor)
+        return now is None or identity(now) != identity(self.alias)
 
     def put_back(self) -> None:
         """Let the same tensor in the same storage be there again."""
@@ -71,7 +88,7 @@ class Found:
             if _peek(one, key) is not after:
                 _set(one, key, after)
                 break
-        if identity(self.tensor) != identity(self.alias):
+        if self.is_elsewhere:
             self.tensor.data = self.alias
 
     def _holders(self) -> list[Any]:
@@ -82,8 +99,9 @@ class Reach:
     """What is reached from some modules: parameters, buffers, and whatever else holds tensors.
 
     Followed are attributes and slots of any object, dicts, lists, tuples, sets, partial and bound
-    functions, closures and defaults; not globals of functions, modules, classes. It is found in the
-    same order each time, an object once, a tensor at each place.
+    functions, closures and defaults; not globals of functions, modules, classes, nor what only
+    code in C holds. It is found in the same order each time, an object once, a tensor at each
+    place.
 
     Args:
         roots: Where to begin, by path.
@@ -91,7 +109,7 @@ class Reach:
 
     Attributes:
         tensors: By path, in the order found. Those without plain dense storage are left out.
-        opaque: By path, those: sparse, packed, wrapped ones.
+        opaque: By path, those of which no part is reached: sparse, quantised, packed ones.
         seen: `id`s of all objects that were looked into.
     """
 
@@ -100,27 +118,54 @@ class Reach:
     ) -> None:
         self.tensors: dict[str, Found] = {}
         self.opaque: dict[str, Tensor] = {}
-        self._stop, self._links = frozenset(stop), dict[int, tuple[Link, ...]]()
+        self._roots, self._stop = tuple(roots), frozenset(stop)
+        self._links = dict[int, tuple[Link, ...]]()
         self._kept: list[Any] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._looked_into: list[tuple[str, Any]] = []
         queue: deque[tuple[str, Any]] = deque()
-        for path, root in roots:  # all modules before what else may lead to them
+        for path, root in self._roots:  # all modules before what else may lead to them
             self._enter_module(queue, path, root, ())
         while queue:
             path, one = queue.popleft()
-            for key, label, value in _children(one):
-                self._enter(queue, path + label if path else label[1:], value, (one, key))
+            self._looked_into.append((path, one))
+            self._remember(one)
+            for key, label, value in () if _is_plain_sequence(one) else _children(one):
+                if isinstance(value, bytearray):
+                    self._remember(value)
+                elif not isinstance(value, _ATOMS):
+                    self._enter(queue, path + label if path else label[1:], value, (one, key))
         self.seen = frozenset(self._links)
 
+    def again(self) -> Reach:
+        """What is reached now from where this one began."""
+        return Reach(self._roots, stop=self._stop)
+
+    def values(self) -> dict[str, Any]:
+        """Numbers, text and bytes by path, as they are now. A sequence of them is one."""
+        found: dict[str, Any] = {}
+        for path, one in self._looked_into:
+            if _is_plain_sequence(one):
+                found[path] = sorted(map(repr, one)) if isinstance(one, _SETS) else tuple(one)
+            elif isinstance(one, np.ndarray):
+                if as_tensor(one) is None:
+                    found[path] = one.tolist() if one.dtype.hasobject else one.tobytes()
+            else:
+                for _, label, value in _children(one):
+                    if isinstance(value, _PLAIN):
+                        plain = bytes(value) if isinstance(value, _BUFFERS) else value
+                        found[path + label if path else label[1:]] = plain
+        return found
+
     def put_back(self) -> None:
-        """Let all objects that lead to a tensor hold what they held, and storage be where it was.
+        """Let all objects hold what they held, and storage be where it was.
 
         Says nothing of what is in that storage. Raises ConfigError for what cannot be put back.
         """
         for one, before in self._contents.values():
             _restore(one, before)
         for found in self.tensors.values():
-            if identity(found.tensor) != identity(found.alias):
+            if found.is_elsewhere:
                 found.tensor.data = found.alias
             if found.is_moved and not is_handle(found.alias):  # from a slot, or a set
                 found.put_back()
@@ -145,10 +190,10 @@ class Reach:
                 self._enter_module(queue, below, child, (*to_inside, (inside, name)))
 
     def _enter(self, queue: deque[tuple[str, Any]], path: str, value: Any, link: Link) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._stop:
+        if id(value) in self._stop:
             return
         way = (*self._links[id(link[0])], link)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | np.ndarray):
             self._note(path, value, way)
         if id(value) in self._links:
             return
@@ -164,19 +209,16 @@ class Reach:
         self._links[id(value)] = way
         self._kept.append(value)  # so that no other object has its id
 
-    def _note(self, path: str, tensor: Tensor, way: tuple[Link, ...]) -> None:
-        if isinstance(tensor, torch._subclasses.FakeTensor):
+    def _note(self, path: str, one: Any, way: tuple[Link, ...]) -> None:
+        if isinstance(one, torch._subclasses.FakeTensor):
             return
-        if not is_plain(tensor):
-            self.opaque[path] = tensor
-            return
-        self.tensors[path] = Found(tensor, way, tensor.detach())
-        for one, _ in way:
-            self._remember(one)
+        if (tensor := as_tensor(one)) is not None:
+            self.tensors[path] = Found(one, way, tensor.detach())
+        elif isinstance(one, Tensor) and not _has_parts(one):
+            self.opaque[path] = one
 
     def _remember(self, one: Any) -> None:
-        if id(one) not in self._contents and isinstance(one, dict | list | CellType):
-            held = one.cell_contents if isinstance(one, CellType) else one.copy()
+        if id(one) not in self._contents and (held := _held(one)) is not None:
             self._contents[id(one)] = (one, held)
 
 
@@ -196,6 +238,7 @@ def settle(founds: Mapping[str, Found]) -> None:
     moved = {path: one for path, one in moved.items() if not is_handle(one[0].alias)}
     for path, (found, now) in moved.items():
         here = found.alias
+        now = as_tensor(now)
         if now is None or (now.shape, now.dtype, now.device) != (
             *(here.shape, here.dtype, here.device),
         ):
@@ -206,10 +249,30 @@ def settle(founds: Mapping[str, Found]) -> None:
         found.put_back()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def as_tensor(one: Any) -> Tensor | None:
+    """A tensor, or the like over an array's storage. None where that is not dense, or constant."""
+    if isinstance(one, Tensor):
+        return one if _is_plain(one) else None
+    if not isinstance(one, np.ndarray) or not one.flags.writeable:
+        return None
+    try:
+        return torch.from_numpy(one)
+    except (TypeError, ValueError):  # of objects, or backwards
+        return None
+
+
+def _has_parts(tensor: Tensor) -> bool:
+    """Whether it is made of other tensors, which it holds, or has no values yet."""
+    return is_traceable_wrapper_subclass(tensor) or isinstance(
+        tensor, UninitializedParameter | UninitializedBuffer
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
     """Whether it has dense storage of its own, or of a tensor that it is a view of."""
     return (
         tensor.layout == torch.strided
+        and not tensor.is_quantized
         and not is_traceable_wrapper_subclass(tensor)
         and not tensor.is_nested
         and not (tensor.is_conj() or tensor.is_neg())
@@ -220,7 +283,7 @@ def is_plain(tensor: Tensor) -> bool:
 def _children(one: Any) -> Iterator[tuple[Any, str, Any]]:
     """(key, what it adds to a path, value) of all that an object holds."""
     match one:
-        case dict():
+        case dict() | MappingProxyType():
             for key, value in list(one.items()):
                 yield key, _label(key), value
         case list() | tuple() | deque() | set() | frozenset():
@@ -270,9 +333,9 @@ def _slots(kind: type) -> Sequence[str]:
     if kind not in _slots_of:
         names = []
         for cls in kind.__mro__:
-            own = cls.__dict__.get("__slots__", ())
-            names += [own] if isinstance(own, str) else list(own)
-        _slots_of[kind] = tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+            if "__slots__" in vars(cls):  # with the names that private ones have
+                names += [n for n, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]
+        _slots_of[kind] = tuple(names)
     return _slots_of[kind]
 
 
@@ -280,7 +343,7 @@ def _get(one: Any, key: Any) -> Any:
     """What an object holds under a key of `_children`."""
     if key is _ATTRIBUTES:
         return object.__getattribute__(one, "__dict__")
-    if isinstance(one, dict):
+    if isinstance(one, dict | MappingProxyType):
         return one[key]
     if isinstance(one, set | frozenset):
         return list(one)[key]
@@ -307,18 +370,44 @@ def _set(one: Any, key: Any, value: Any) -> None:
         one.cell_contents = value
     elif isinstance(one, dict | list | deque):
         one[key] = value
-    elif isinstance(one, tuple | set | frozenset) or not isinstance(key, str):
+    elif isinstance(one, tuple | set | frozenset | MappingProxyType) or not isinstance(key, str):
         raise ConfigError(f"a {type(one).__name__} that holds weights cannot be put back")
     else:
         setattr(one, key, value)
 
 
-def _restore(one: Any, before: Any) -> None:
+def _is_plain_sequence(one: Any) -> bool:
+    """Whether it holds numbers, text and constant bytes alone."""
+    return isinstance(one, list | tuple | deque | set | frozenset) and all(
+        isinstance(each, _PLAIN) and not isinstance(each, bytearray) for each in one
+    )
+
+
+def _held(one: Any) -> Any:
+    """What an object that can change holds, for `_restore`; None of what is left as it is."""
     if isinstance(one, CellType):
-        one.cell_contents = before
-    elif isinstance(one, list):
+        return (_peek(one, 0),)
+    if isinstance(one, dict | list | bytearray):
+        return one.copy()
+    if slots := _slots(type(one)):
+        return {slot: getattr(one, slot) for slot in slots if hasattr(one, slot)}
+    return None
+
+
+def _restore(one: Any, before: Any) -> None:
+    """Let it hold the same. Puts back what differs alone."""
+    if isinstance(one, CellType):
+        if _peek(one, 0) is not before[0]:
+            one.cell_contents = before[0]
+    elif isinstance(one, list | bytearray):
         if len(one) != len(before) or not all(map(is_, one, before)):
             one[:] = before
+    elif not isinstance(one, dict):
+        for slot in _slots(type(one)):
+            if slot in before:
+                object.__setattr__(one, slot, before[slot])
+            elif hasattr(one, slot):
+                object.__delattr__(one, slot)
     elif not (
         len(one) == len(before)
         and all(map(is_, one, before))
