@@ -78,7 +78,21 @@ def _oddity(tensor: Tensor) -> str | None:
         return f"a {type(tensor).__name__}"
     if tensor.is_meta:
         return "a tensor on the meta device"
+    if (short := _shortage(tensor)) is not None:
+        return short
     return "a view that is conjugated or negated" if tensor.is_conj() or tensor.is_neg() else None
+
+
+def _shortage(tensor: Tensor) -> str | None:
+    """What to say of a tensor whose storage was resized under it, as to offload it."""
+    if not tensor.numel():
+        return None
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dims)
+    held, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
+    return (
+        None if held >= needed else f"a tensor whose memory was released ({held} of {needed} bytes)"
+    )
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

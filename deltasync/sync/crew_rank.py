@@ -21,6 +21,7 @@ from deltasync.errors import (
 from deltasync.sync import orders
 from deltasync.sync.crew_weights import Declaration
 from deltasync.sync.lane_sender import LaneSender
+from deltasync.sync.lanes import rest_of
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.plan import Delta, Plan
@@ -148,7 +149,7 @@ class CrewRank:
                     capture=self._captured,
                     address=self._address,
                 )
-                self._link.connect(orders.encode(here), timeout_s=_rest(deadline))
+                self._link.connect(orders.encode(here), timeout_s=rest_of(deadline))
                 self._is_connected = True
             order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
@@ -165,9 +166,9 @@ class CrewRank:
         while True:
             self._lanes.listen()
             try:
-                return self._link.receive(timeout_s=min(_TURN_S, _rest(deadline))).header
+                return self._link.receive(timeout_s=min(_TURN_S, rest_of(deadline))).header
             except TransportTimeout:
-                if not _rest(deadline):
+                if not rest_of(deadline):
                     raise
 
     def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
@@ -325,7 +326,3 @@ def _told(held: Digests, asked: Sequence[orders.Copies]) -> tuple[str, ...]:
     """The digests of the whole, and of what was asked for."""
     copies = [None, *map(orders.copies_of, asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)
-
-
-def _rest(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

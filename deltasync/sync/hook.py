@@ -65,6 +65,9 @@ class StepHook:
         for one in optimizers:
             if not hasattr(one, "register_step_post_hook"):
                 raise ConfigError(f"optimizer is a {type(one).__name__}, not one of torch")
+            if not hasattr(one, "_optimizer_step_post_hooks"):
+                wrapper = type(one).__name__
+                raise ConfigError(f"{wrapper} runs no step hooks: give the optimizer inside it")
         if not hasattr(sender, "send_weights"):
             raise ConfigError(f"sender is a {type(sender).__name__}; give a WeightSender")
         if not optimizers:
@@ -90,8 +93,9 @@ class StepHook:
         self._warned_at, self._quiet_s = -math.inf, 0.0
         self._unmentioned = 0  # failures since the last warning
         self._is_settled = False  # the last sync was one of all receivers
-        self._handles = [one.register_step_pre_hook(self._before_step) for one in optimizers]
-        self._handles.append(optimizers[-1].register_step_post_hook(self._after_step))
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        self._handles = [one.register_step_pre_hook(before) for one in optimizers]
+        self._handles.append(optimizers[-1].register_step_post_hook(after))
         forks.inert_in_children(self)
 
     def forked(self) -> None:

@@ -186,3 +186,8 @@ class Lanes:
             except TransportTimeout:
                 return None
         return self._kept[lane]
+
+
+def rest_of(deadline: float) -> float:
+    """Seconds until then on the monotonic clock, never negative."""
+    return max(0.0, deadline - time.monotonic())

@@ -27,11 +27,12 @@ from deltasync.errors import (
 )
 from deltasync.sync.bound import BoundWeights
 from deltasync.sync.ends import check_receiver
-from deltasync.sync.lanes import Lanes
+from deltasync.sync.lanes import Lanes, rest_of
+from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.payloads import inflated
 from deltasync.sync.scrub import Scrub
-from deltasync.sync.session import ReceiverSession, ReceiverState, asleep
+from deltasync.sync.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
 from deltasync.sync.streams import OwnStream
 from deltasync.sync.target import EarlyCheck, WeightTarget
 from deltasync.transports import forks
@@ -77,8 +78,8 @@ class WeightReceiver:
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
         self._readers: list[BucketReader] = []
         self._staging: Applier | None = None
-        self._scrub = Scrub(self.options.scrub_every)
-        self._scrub_is_due = False
+        self._scrub, self._scrub_is_due = Scrub(self.options.scrub_every), False
+        self._caller = OneCaller("a sync is under way; a WeightReceiver is used by one thread")
         self._is_undivided = False  # from the begin of a sync to its commit, in one call
         self._early = EarlyCheck(target)
         self._attached = threading.Event()
@@ -92,6 +93,7 @@ class WeightReceiver:
         """A child writes nothing: it may share the weights' memory with its parent."""
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()
+        self._caller.forked()
         self._session.failed()
         self._staging = None
 
@@ -135,14 +137,15 @@ class WeightReceiver:
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to join anew.
         """
-        self._is_undivided = True
-        try:
-            while self.stage(timeout_s=timeout_s):
-                if (version := self._commit()) is not None:
-                    return version
-        finally:
-            self._is_undivided = False
-            self._early.forget()
+        with self._caller.call():
+            self._is_undivided = True
+            try:
+                while self._stage(timeout_s):
+                    if (version := self._commit()) is not None:
+                        return version
+            finally:
+                self._is_undivided = False
+                self._early.forget()
         if self._session.version is None:
             raise IllegalMessage("invalidated while joining; call again")
         return self._session.version
@@ -155,6 +158,10 @@ class WeightReceiver:
         A sync that needs more memory than `max_staged_bytes` returns True at once: `commit`
         then receives and writes it in place, and if that breaks off the receiver is dirty.
         """
+        with self._caller.call():
+            return self._stage(timeout_s)
+
+    def _stage(self, timeout_s: float) -> bool:
         with self._failing_safely(), self._stream.entered():
             if self._is_in_place:
                 raise IllegalMessage("a sync is written in place: call commit, in the pause")
@@ -169,7 +176,7 @@ class WeightReceiver:
                     return True
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
                     deadline = time.monotonic() + timeout_s
-                if isinstance(message, messages.Welcome) and self.state in _SERVES:
+                if isinstance(message, messages.Welcome) and self.state in SERVES:
                     return False
             return True
 
@@ -300,14 +307,14 @@ class WeightReceiver:
             parameters=parameters,
         )
         self._staging = None
-        self._links.connect(hello, timeout_s=_rest(deadline))
+        self._links.connect(hello, timeout_s=rest_of(deadline))
         self._session.greet()
 
     def _parameters(self, deadline: float) -> tuple[messages.Entry, ...]:
         """What the target holds, when it may be asked. Raises TransportTimeout, TransportClosed."""
         if self._session.detached:
             self._links.disconnect()  # nobody is to wait for this receiver
-        self._attached.wait(_rest(deadline))
+        self._attached.wait(rest_of(deadline))
         with self._lock:
             if self._is_closed:
                 raise TransportClosed("this receiver was closed")
@@ -329,7 +336,7 @@ class WeightReceiver:
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
-        timeout_s = _rest(deadline) if self._session.state in _PATIENT else self._patience_s()
+        timeout_s = rest_of(deadline) if self._session.state in PATIENT else self._patience_s()
         lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
         with self._lock:
             self._session.on(message, lane=lane)
@@ -466,7 +473,7 @@ class WeightReceiver:
         try:
             yield
         except BaseException as error:
-            if not (isinstance(error, TransportTimeout) and self._session.state in _PATIENT):
+            if not (isinstance(error, TransportTimeout) and self._session.state in PATIENT):
                 self._fail(error)
             raise
 
@@ -487,13 +494,6 @@ class WeightReceiver:
                 self._links.disconnect()
 
 
-# Where no sync is under way: waiting longer loses nothing.
-_PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
-_SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
 _REPLY_TIMEOUT_S = 30.0
 _EARLY_S = 1.0
 _MAX_SENDER_TIMEOUT_S = 3600.0
-
-
-def _rest(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

@@ -66,6 +66,11 @@ class ReceiverState(Enum):
     COMMITTED = auto()  # written; waits for the rest of its engine
 
 
+# Where no sync is under way: waiting longer loses nothing.
+PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
+SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
+
+
 @dataclass
 class ReceiverSession:
     """What a receiver may do next.

@@ -9,7 +9,13 @@ from typing import Self
 
 import torch
 
-from deltasync.errors import DeltaSyncError, IllegalMessage, TransportClosed, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    IllegalMessage,
+    TransportClosed,
+    TransportTimeout,
+)
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.session import ReceiverState
 from deltasync.transports import forks
@@ -59,6 +65,8 @@ class StagingThread:
         self._crash = TransportClosed(f"nothing is staged here: {forks.PARENTS_OWN}")
 
     def __enter__(self) -> Self:
+        if self._thread.ident is not None:
+            raise ConfigError("a StagingThread runs once: make another one")
         self._thread.start()
         return self
 
@@ -71,17 +79,20 @@ class StagingThread:
         with self._turn:
             self._is_stopping = True
             self._turn.notify_all()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def is_staged(self) -> bool:
         """Whether a decided version waits for `commit`. Never blocks.
 
-        Raises what ended the thread, if that was no failed sync.
+        Raises what ended the thread, if that was no failed sync, and ConfigError before it runs.
         """
         return self.wait_staged(timeout_s=0)
 
     def wait_staged(self, *, timeout_s: float) -> bool:
         """Wait for that; False when it did not come in time."""
+        if self._thread.ident is None:
+            raise ConfigError("a StagingThread that does not run: use it as a context manager")
         with self._turn:
             self._turn.wait_for(lambda: self._has_staged or self._crash, timeout_s)
             if self._crash is not None:

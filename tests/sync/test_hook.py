@@ -266,6 +266,34 @@ def test_what_the_callback_raises_reaches_the_caller_of_step(here: Fleet) -> Non
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
+def test_a_compiled_step_is_followed(here: Fleet) -> None:
+    replica = joined(here)
+    optimizer = torch.optim.SGD(here.source.parameters(), lr=0.1)
+    hook = sync_after_step(optimizer, here.sender, on_error="raise")
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    for step in range(2):
+        backward(here.source, step)
+        compiled()
+    assert hook.syncs == 2
+    assert bits_equal(here.source, replica)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as Accelerate's, which steps without hooks of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_a_wrapper_whose_hooks_never_run_is_refused_and_nothing_is_hooked(here: Fleet) -> None:
+    inner = torch.optim.SGD(here.source.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"Wrapper.*give the optimizer inside"):
+        sync_after_step([inner, Wrapper(inner)], here.sender)
+    assert not inner._optimizer_step_pre_hooks
+    assert not inner._optimizer_step_post_hooks
+
+
 def test_two_optimizers_share_a_sender(here: Fleet) -> None:
     replica = joined(here)
     first = torch.optim.SGD([here.source.get_parameter("first")], lr=0.1)

@@ -491,7 +491,16 @@ ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "quantized": (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "qint8"),
     "complex128": (lambda: torch.ones(4, 4, dtype=torch.complex128), "complex128"),
     "conjugated": (lambda: torch.ones(4, 4, dtype=torch.complex64).conj(), "conjugated"),
+    "released": (lambda: released(0), "0 of 64 bytes"),
+    "shrunk": (lambda: released(60), "60 of 64 bytes"),
 }
+
+
+def released(num_bytes: int) -> Tensor:
+    """As FSDP1 and offloading leave a parameter."""
+    tensor = torch.ones(4, 4)
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
 
 
 def nested(layout: torch.layout) -> Tensor:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
+    ConfigError,
     IllegalMessage,
     PeerLost,
     SyncAborted,
@@ -34,7 +36,7 @@ from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.messages import decode
-from tests.sync.harness import Model, bits_equal
+from tests.sync.harness import Model, bits_equal, until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -444,3 +446,42 @@ def test_closing_the_receiver_ends_the_thread_and_tells_who_waits() -> None:
             staging.wait_staged(timeout_s=5)
         with pytest.raises(TransportClosed):
             staging.commit()
+
+
+def test_a_thread_that_does_not_run_is_an_error_and_no_silence() -> None:
+    with engine() as here:
+        staging = StagingThread(here.receiver)
+        for ask in (staging.is_staged, lambda: staging.wait_staged(timeout_s=0), staging.commit):
+            with pytest.raises(ConfigError, match="use it as a context manager"):
+                ask()
+        with staging:
+            here.join(staging)
+            with pytest.raises(ConfigError, match="once"):
+                staging.__enter__()
+        with pytest.raises(ConfigError, match="once"):
+            staging.__enter__()
+        assert not staging.is_staged()
+
+
+def is_refused(call: Callable[..., object]) -> bool:
+    """Whether another thread uses the receiver."""
+    try:
+        call(timeout_s=0)
+    except ConfigError as error:
+        return "used by one thread" in str(error)
+    except TransportTimeout:
+        return False
+    return False
+
+
+def test_a_receiver_is_used_by_one_thread_and_another_costs_it_nothing() -> None:
+    with engine() as here, StagingThread(here.receiver) as staging:
+        here.join(staging)
+        for call in (here.receiver.receive_weights, here.receiver.stage):
+            until(partial(is_refused, call))  # the thread lets go between two turns
+        here.nudge()
+        sent = here.send()
+        until(staging.is_staged)
+        staging.commit()
+        assert sent.result(5).kind == "delta"
+        assert bits_equal(here.source, here.replica)
