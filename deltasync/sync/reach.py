@@ -404,10 +404,12 @@ def _restore(one: Any, before: Any) -> None:
             one[:] = before
     elif not isinstance(one, dict):
         for slot in _slots(type(one)):
-            if slot in before:
-                object.__setattr__(one, slot, before[slot])
-            elif hasattr(one, slot):
-                object.__delattr__(one, slot)
+            member = getattr(type(one), slot)  # also of those that are frozen
+            if slot not in before:
+                if hasattr(one, slot):
+                    member.__delete__(one)
+            elif _peek(one, slot) is not before[slot]:
+                member.__set__(one, before[slot])
     elif not (
         len(one) == len(before)
         and all(map(is_, one, before))

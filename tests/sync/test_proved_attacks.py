@@ -273,3 +273,31 @@ def test_many_objects_in_cycles_are_gone_through_once() -> None:
     engine = Many.started(checkpoint().items())
     found = Reach([("", engine)])
     assert len(found.values()["numbers"]) == 1_000_000
+
+
+def test_slots_are_put_back_whatever_their_class_lets_be_set() -> None:
+    """As msgspec's structures, which refuse to be set by others than themselves."""
+
+    class Closed:
+        __slots__ = ("number", "other")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise TypeError("closed")
+
+    one: Any = Closed()
+    frozen = Frozen(1.0)
+    object.__setattr__(one, "number", 1)
+    found = Reach([("", Holding([one, frozen]))])
+    object.__setattr__(one, "number", 2)
+    object.__setattr__(one, "other", 3)
+    object.__setattr__(frozen, "packed", 2.0)
+    found.put_back()
+    assert one.number == 1
+    assert not hasattr(one, "other")
+    assert frozen.packed == 1.0
+
+
+class Holding(torch.nn.Module):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
