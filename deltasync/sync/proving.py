@@ -424,10 +424,13 @@ def storage_of(tensor: Tensor) -> int:
 def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
     """Whether it has the values of one of these, in any order, as far as its dtype tells them.
 
-    What has no memory, as compilers keep it, has no values.
+    What has no memory has no values, and what is over a weight's own storage is no copy of it:
+    compilers keep both.
     """
+    if tensor.is_meta:
+        return False
     for weight in weights:
-        if tensor.numel() == weight.numel() > 1 and not tensor.is_meta:
+        if storage_of(tensor) != storage_of(weight) and tensor.numel() == weight.numel() > 1:
             mine, theirs = (
                 t.flatten().to(weight.device, torch.float32).sort().values
                 for t in (tensor, weight.to(tensor.dtype))

@@ -475,7 +475,8 @@ def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
     layer.keys = torch.tensor([])  # a place that is kept for them
     loaded = reached(engine)
     layer.cache = layer.keys = torch.randn(1 << 10)
-    layer.traced = torch.empty(6, 4, device="meta")  # as compilers keep what they have traced
+    # As compilers keep what they have traced: without memory, or the weights themselves.
+    layer.traced = [torch.empty(6, 4, device="meta"), layer.weight, layer.weight.detach().T]
     target = RoutedTarget(engine, specs(weights))
     startup = Startup(Engine, work_on=work_on)
     target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
