@@ -206,8 +206,12 @@ def refusing_failures() -> Iterator[None]:
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """Let two tensors be each other, wherever they are held."""
-    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+    """Let two tensors of one class be each other, wherever they are held.
+
+    `torch.utils.swap_tensors` does not take a tensor that has views.
+    """
+    torch._C._swap_tensor_impl(one, other)
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 class _WithoutMemory(TorchFunctionMode):

@@ -73,6 +73,20 @@ _VISION = {
     "init_pos_emb_height": 4,
     "init_pos_emb_width": 4,
 }
+# The first layer has linear attention, the second latent attention.
+_KIMI: dict[str, Any] = _MLA | {
+    "model_type": "kimi_linear",
+    "num_experts": None,
+    "mla_use_nope": True,
+    "rope_scaling": None,
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+    },
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     # Two matrices of the checkpoint are one here, and its loader wants both in one call.
     "DeepseekV3ForCausalLM": _MLA | {"q_lora_rank": 64},
@@ -87,6 +101,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     },
+    # Its loader replaces what it computes from weights.
+    "KimiLinearForCausalLM": _KIMI,
 }
 
 
@@ -95,18 +111,45 @@ def write_config(architecture: str, folder: Path) -> Specs:
     config = CONFIGS[architecture] | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if "text_config" in config:
-        specs = _mla_specs(config["text_config"], "language_model.")
+        specs = _text_specs(config["text_config"], "language_model.")
         return (
             specs
             | _tower_specs(config["vision_config"])
             | _projector_specs(config["vision_config"])
         )
-    return _mla_specs(config, "")
+    return _text_specs(config, "")
 
 
-def _mla_specs(config: dict[str, Any], prefix: str) -> Specs:
+def _text_specs(config: dict[str, Any], prefix: str) -> Specs:
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    others: dict[str, tuple[int, ...]] = {
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    table = (config["vocab_size"], hidden)
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": table,
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": table,
+    }
+    linear = config.get("linear_attn_config", {"kda_layers": []})
+    for number in range(config["num_hidden_layers"]):
+        is_linear = number + 1 in linear["kda_layers"]
+        attention = _linear_attention(hidden, linear) if is_linear else _latent_attention(config)
+        layer = {f"self_attn.{name}": shape for name, shape in attention.items()} | others
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return {
+        prefix + name: (torch.bfloat16 if name.endswith(".weight") else torch.float32, shape)
+        for name, shape in found.items()
+    }
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], 64
-    wide, rope = config["intermediate_size"], config["qk_rope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     query = heads * (config["qk_nope_head_dim"] + rope)
     shapes: dict[str, tuple[int, ...]] = {
         "kv_a_proj_with_mqa": (latent + rope, hidden),
@@ -123,21 +166,26 @@ def _mla_specs(config: dict[str, Any], prefix: str) -> Specs:
             "q_a_layernorm": (rank,),
             "q_b_proj": (query, rank),
         }
-    layer = {f"self_attn.{name}": shape for name, shape in shapes.items()} | {
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _linear_attention(hidden: int, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What Kimi's layers have whose attention keeps a state of one size."""
+    heads, head, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
+    inner = heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "b_proj": (heads, hidden),
+        "f_a_proj": (head, hidden),
+        "f_b_proj": (inner, head),
+        "g_a_proj": (head, hidden),
+        "g_b_proj": (inner, head),
+        "o_norm": (head,),
+        "o_proj": (hidden, inner),
     }
-    found: dict[str, tuple[int, ...]] = {
-        f"model.layers.{number}.{name}": shape
-        for number in range(config["num_hidden_layers"])
-        for name, shape in layer.items()
-    }
-    table = (config["vocab_size"], hidden)
-    found |= {"model.embed_tokens": table, "model.norm": (hidden,), "lm_head": table}
-    return {f"{prefix}{name}.weight": (torch.bfloat16, shape) for name, shape in found.items()}
+    for name in "qkv":
+        shapes |= {f"{name}_proj": (inner, hidden), f"{name}_conv1d": (inner, 1, kernel)}
+    found = {f"{name}.weight": shape for name, shape in shapes.items()}
+    return found | {"A_log": (1, 1, heads, 1), "dt_bias": (inner,)}
 
 
 def _tower_specs(vision: dict[str, Any]) -> Specs:
@@ -196,6 +244,7 @@ def started(folder: Path, load_format: str = "auto") -> Any:
         attention_backend="torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
+        disable_radix_cache=True,
         context_length=128,
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
