@@ -298,10 +298,24 @@ class WireReader:
         return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
 
 
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors over the same storage share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Where its first and its last element lie in its storage, in elements."""
+    begin, count = int(tensor.storage_offset()), tensor.numel()
+    if count and not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in dims)
+    return begin, begin + max(0, count - 1)
+
+
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """What changes when a tensor's storage is moved, replaced or laid out anew."""
     if tensor.is_meta:  # all of these are at the null pointer
-        where = int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+        where = storage_of(tensor), int(tensor.storage_offset())
         return (where, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 

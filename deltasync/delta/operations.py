@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deltasync.errors import ConfigError
+
 
 def tensors_in(value: object) -> list[Tensor]:
     """The tensors in the arguments or results of an operation."""
@@ -40,10 +42,22 @@ _OF_RANKS = ("c10d", "_c10d_functional")  # torch.distributed
 
 
 @cache
-def is_collective(func: Any) -> bool:
+def _is_collective(func: Any) -> bool:
     """Whether an operation waits for other processes: torch's, or an engine's of a like name."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace in _OF_RANKS or any(word in name for word in _COLLECTIVES)
+
+
+def refuse_waits(func: Any) -> None:
+    """Raise ConfigError for an operation that waits for other ranks of an engine.
+
+    A rank that refuses does not come there, nor one of which a sync touches nothing.
+    """
+    if _is_collective(func):
+        raise ConfigError(
+            "the engine cannot be kept in sync: its ranks talk to each other while it loads "
+            f"({func}), and a rank that a sync does not touch would keep the others waiting"
+        )
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -60,12 +74,3 @@ def as_returned(func: Any, written: Sequence[Tensor]) -> Any:
     """What a call that writes would return."""
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written)
-
-
-def extent_of(tensor: Tensor) -> tuple[int, int]:
-    """Where its first and its last element lie in its storage, in elements."""
-    begin, count = int(tensor.storage_offset()), tensor.numel()
-    if count and not tensor.is_contiguous():
-        dims = zip(tensor.shape, tensor.stride(), strict=True)
-        count = 1 + sum((size - 1) * stride for size, stride in dims)
-    return begin, begin + max(0, count - 1)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltasync.delta.bits import dtype_of, identity
+from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
 from deltasync.delta.naming import leaving_out, suggested
-from deltasync.delta.operations import as_returned, extent_of, is_view, tensors_in, written_by
+from deltasync.delta.operations import as_returned, is_view, refuse_waits, tensors_in, written_by
 from deltasync.delta.origin import Elements, Join
 from deltasync.delta.route import Piece, covers, joined
 from deltasync.delta.together import Held, Names, Watch
@@ -161,6 +161,8 @@ def _watch(
         with torch.no_grad(), recorder:
             for names in calls:
                 load(recorder.give(names))
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"the loader cannot be watched: at {recorder.given!r} it raised {_line(error)}"
@@ -215,7 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By storage: where live tensors begin and end in it, in order, and their names.
         self._live_in: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, tensor in live.items():
-            self._live_in[_storage(tensor)].append((*extent_of(tensor), name))
+            self._live_in[storage_of(tensor)].append((*extent_of(tensor), name))
         for places in self._live_in.values():
             places.sort()
         self._checkpoint: dict[str, CheckpointTensor] = {}
@@ -319,12 +321,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if is_view(func):  # what a loader does most: the same storage, of which all is known
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func is _COPY and args[1].is_meta and _storage(args[0]) in self._live_in:
+        if func is _COPY and args[1].is_meta and storage_of(args[0]) in self._live_in:
             self._copy(args[0], args[1])
             return args[0]
+        refuse_waits(func)
         kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
-        if any(_storage(tensor) in self._live_in for tensor in written):
+        if any(storage_of(tensor) in self._live_in for tensor in written):
             self._write_live(func, args, written)
             return as_returned(func, written)
         given = [*tensors_in(args), *tensors_in(kwargs)]
@@ -332,13 +335,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sources and written:
             self._refuse(sources, f"is changed in place, or put into a buffer, by {func}")
             return as_returned(func, written)
-        if func in _COPIES and _storage(args[0]) in self._is:
+        if func in _COPIES and storage_of(args[0]) in self._is:
             return self._copied(args[0], kwargs)
         result = func(*args, **kwargs)
         if func in _JOINS and self._joined(func is _JOINS[1], result, *args, **kwargs):
             return result
         if sources:
-            known = map(self._made_of.get, map(_storage, given))
+            known = map(self._made_of.get, map(storage_of, given))
             how = next((how for _, how in filter(None, known)), None) or str(func)
             self._derive(tensors_in(result), sources, how)
         return result
@@ -346,25 +349,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _joined(self, is_stack: bool, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
         """Whether `whole` is known by its parts from now on."""
         known = self._is.keys() | self._joins.keys()
-        if not whole.numel() or not all(_storage(part) in known for part in parts):
+        if not whole.numel() or not all(storage_of(part) in known for part in parts):
             return False
         if any(p.dtype != whole.dtype or p.dim() + is_stack != whole.dim() for p in parts):
             return False
         held = tuple(part.detach() for part in parts)
         join = Join(whole.detach(), dim % whole.dim(), held, is_stack)
-        self._joins[_storage(whole)] = join
+        self._joins[storage_of(whole)] = join
         return True
 
     def _derive(self, made: Sequence[Tensor], sources: set[str], how: str) -> None:
         """Remember of what `made` was computed, and by what at first."""
         for tensor in made:
-            if _storage(tensor) not in self._is:
-                self._made_of.setdefault(_storage(tensor), (frozenset(sources), how))
+            if storage_of(tensor) not in self._is:
+                self._made_of.setdefault(storage_of(tensor), (frozenset(sources), how))
                 self._kept.append(tensor.untyped_storage())
 
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A copy without data, of which it is known where its elements come from."""
-        held = self._is[_storage(tensor)]
+        held = self._is[storage_of(tensor)]
         dtype = kwargs.get("dtype") or tensor.dtype
         copy: Tensor = _aten.clone.default(tensor, memory_format=kwargs.get("memory_format"))
         if dtype != tensor.dtype:
@@ -380,7 +383,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copy
 
     def _hold(self, tensor: Tensor, elements: Elements) -> None:
-        self._is[_storage(tensor)] = elements
+        self._is[storage_of(tensor)] = elements
         self._kept.append(tensor.untyped_storage())
 
     def _is_reinterpreted(self, tensor: Tensor, held: Elements) -> bool:
@@ -403,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spoil(tensor, f"the loader writes other values by {func}")
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        key = _storage(source)
+        key = storage_of(source)
         held = self._is.get(key)
         join = self._joins.get(key) if held is None else None
         if join is not None and (copies := join.split(source, target)) is not None:
@@ -433,7 +436,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
-        for _, _, name in self._live_in.get(_storage(target), ()):
+        for _, _, name in self._live_in.get(storage_of(target), ()):
             self._uncovered[name] = why
 
     def _region(self, target: Tensor) -> Piece | None:
@@ -447,7 +450,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.is_neg() or target.is_conj():
             return None
         begin, end = extent_of(target)
-        places = self._live_in[_storage(target)]
+        places = self._live_in[storage_of(target)]
         before = bisect_right(places, begin, key=_first) if len(places) > 1 else 1
         for first, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
             if first <= begin and end <= last and self._live[name].dtype == target.dtype:
@@ -465,7 +468,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sources(self, tensors: Iterable[Tensor]) -> set[str]:
         """Names of the checkpoint tensors that `tensors` are, or were made of."""
         found: set[str] = set()
-        for key in map(_storage, tensors):
+        for key in map(storage_of, tensors):
             if key in self._is:
                 found.add(self._is[key].name)
             elif key in self._joins:
@@ -486,11 +489,6 @@ def _line(error: Exception) -> str:
 @cache
 def _known(dtype: torch.dtype) -> Dtype:
     return dtype_of(torch.empty(0, dtype=dtype))
-
-
-def _storage(tensor: Tensor) -> int:
-    """What two tensors over the same storage share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _expanded(source: Tensor, target: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltasync.delta.bits import as_bits
-from deltasync.delta.operations import as_returned, is_collective, tensors_in, written_by
+from deltasync.delta.bits import as_bits, storage_of
+from deltasync.delta.operations import as_returned, refuse_waits, tensors_in, written_by
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.sync.reach import Reach
@@ -105,7 +105,7 @@ class ColdModel:
         return {
             name: watch.writes[key]
             for name, tensor in named.items()
-            if (key := _storage(tensor)) in watch.writes
+            if (key := storage_of(tensor)) in watch.writes
         }
 
     @contextmanager
@@ -157,7 +157,7 @@ class ColdModel:
         """The like with memory, shared as the other's would be."""
         size = tensor.untyped_storage().nbytes()
         base = storages.setdefault(
-            _storage(tensor), torch.zeros(size, dtype=torch.uint8, device=self._device)
+            storage_of(tensor), torch.zeros(size, dtype=torch.uint8, device=self._device)
         )
         plain = torch.empty(0, dtype=tensor.dtype, device=self._device)
         plain.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -167,10 +167,7 @@ class ColdModel:
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ConfigError where code would wait for other ranks of its engine.
-
-    A rank that refuses does not come there, nor one of which a sync touches nothing.
-    """
+    """Raises ConfigError where code would wait for other ranks of its engine."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,11 +179,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if is_collective(func):
-            raise ConfigError(
-                "the engine cannot be kept in sync: its ranks talk to each other while it loads "
-                f"({func}), and a rank that a sync does not touch would keep the others waiting"
-            )
+        refuse_waits(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -254,11 +247,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
         for tensor in written:
-            self.writes[_storage(tensor)] = self.given
+            self.writes[storage_of(tensor)] = self.given
         if written and any(tensor.is_meta for tensor in tensors_in([args, kwargs])):
             return as_returned(func, written)  # to what has memory nothing can be copied
         return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Live, as_bits, torch_dtype
+from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
 from deltasync.delta.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver
 from deltasync.sync.cold import FAILURES, Alone
@@ -24,7 +24,6 @@ from deltasync.sync.proving import (
     Upkeep,
     groups_of,
     other_bits,
-    storage_of,
     under,
 )
 from deltasync.sync.reach import Reach, settle

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import are_equal, as_bits, identity
+from deltasync.delta.bits import are_equal, as_bits, identity, storage_of
 from deltasync.delta.recorder import Recording
 from deltasync.errors import ConfigError
 from deltasync.sync.cold import ColdModel, Startup, Weights
@@ -414,11 +414,6 @@ def reached(model: nn.Module) -> set[str]:
 def _is_known(now: Tensor, before: Tensor | None) -> bool:
     """Whether loading has left it alone."""
     return before is not None and not now.is_meta and same_bits(now, before)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tensors over the same storage share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:

@@ -228,6 +228,8 @@ class RoutedTarget:
             try:
                 recording = record(self._load, self._checkpoint, self._live())
             except ConfigError as error:
+                if error.__cause__ is None:  # no loader raised it, and reloading meets it too
+                    raise
                 raise ConfigError(f"{error}; {RELOAD}") from error
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}

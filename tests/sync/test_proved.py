@@ -616,6 +616,36 @@ def test_no_rank_waits_for_one_that_refuses(way: str) -> None:
     run_ranks(prove_as_a_rank, 2, way, free_port(), timeout_s=40)
 
 
+class SummingLoader(Reloading):
+    """Asks the engine's other ranks while it loads."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(weights)
+        dist.all_reduce(torch.ones(1))
+
+
+def prove_alone(rank: int, way: str, port: int) -> None:
+    """One of two. The first proves nothing."""
+    address = f"tcp://127.0.0.1:{port}"
+    long = timedelta(seconds=100)  # more than this test may take
+    dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=long)
+    weights = checkpoint()
+    engine = cast("Reloading", SummingLoader.started(weights.items()))
+    if rank == 1:
+        before = snapshot(engine)
+        with pytest.raises(ConfigError, match=r"its ranks talk to each other .*allreduce") as error:
+            prove_by(way, engine, weights, Startup(SummingLoader, work_on=work_on))
+        assert "without_routes" not in str(error.value)  # which helps as little
+        assert_same(snapshot(engine), before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["routed", "reloaded"])
+def test_a_loader_that_waits_for_other_ranks_is_refused_where_it_is_watched(way: str) -> None:
+    run_ranks(prove_alone, 2, way, free_port(), timeout_s=40)
+
+
 def test_layers_are_told_by_the_first_number() -> None:
     assert scope_of("model.layers.12.mlp.experts.3.weight") == "model.layers.12"
     assert scope_of("0.weight") == "0"
