@@ -67,7 +67,7 @@ def serve(kind: str, folder: str) -> None:
             Path(folder, "lacking").touch()
             until(Path(folder, "aborted").exists)
             assert not staging.is_staged()
-            assert staging.last_error is not None
+            until(lambda: staging.last_error)  # the trainer has heard of it first
             receiver.check_serving()
         assert fingerprint(replica) == held
         Path(folder, "recovered").touch()
