@@ -87,6 +87,8 @@ _KIMI: dict[str, Any] = _MLA | {
         "short_conv_kernel_size": 4,
     },
 }
+# With the residuals of attention: its loader multiplies two weights once, and keeps the product.
+RESIDUAL = _KIMI | {"attn_res_block_size": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     # Two matrices of the checkpoint are one here, and its loader wants both in one call.
     "DeepseekV3ForCausalLM": _MLA | {"q_lora_rank": 64},
@@ -101,14 +103,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     },
-    # Its loader replaces what it computes from weights.
+    # Their loaders replace what they compute from weights.
     "KimiLinearForCausalLM": _KIMI,
+    "KimiK3LinearForCausalLM": _KIMI,
 }
 
 
-def write_config(architecture: str, folder: Path) -> Specs:
+def write_config(architecture: str, folder: Path, settings: dict[str, Any] | None = None) -> Specs:
     """A folder that a model can be made from. What its checkpoint has."""
-    config = CONFIGS[architecture] | {"architectures": [architecture]}
+    config = (settings or CONFIGS[architecture]) | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if "text_config" in config:
         specs = _text_specs(config["text_config"], "language_model.")
@@ -135,6 +138,10 @@ def _text_specs(config: dict[str, Any], prefix: str) -> Specs:
         "model.norm.weight": (hidden,),
         "lm_head.weight": table,
     }
+    if "attn_res_block_size" in config:
+        others |= _residual("self_attention", hidden) | _residual("mlp", hidden)
+        last = _residual("output_attn", hidden)
+        found |= {f"model.{name}": shape for name, shape in last.items()}
     linear = config.get("linear_attn_config", {"kda_layers": []})
     for number in range(config["num_hidden_layers"]):
         is_linear = number + 1 in linear["kda_layers"]
@@ -145,6 +152,10 @@ def _text_specs(config: dict[str, Any], prefix: str) -> Specs:
         prefix + name: (torch.bfloat16 if name.endswith(".weight") else torch.float32, shape)
         for name, shape in found.items()
     }
+
+
+def _residual(name: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}_res_norm.weight": (hidden,), f"{name}_res_proj.weight": (1, hidden)}
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -236,6 +247,7 @@ def started(folder: Path, load_format: str = "auto") -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
+    torch.cuda.Stream = object  # type: ignore[assignment,misc]  # Kimi-K3 makes some on CPUs too
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",

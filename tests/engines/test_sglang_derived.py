@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deltasync import SenderOptions
+from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
@@ -55,6 +56,24 @@ def follow(_: int, architecture: str, place: Path) -> None:
             assert moved == []  # a captured graph would read what was there
 
 
+def be_refused(_: int, folder: Path) -> None:
+    specs = sglang.write_config("KimiK3LinearForCausalLM", folder, sglang.RESIDUAL)
+    weights = random_weights(specs, 0)
+    sglang.write_weights(folder, weights)
+    model = sglang.started(folder)
+    before = seen(model)
+    transport = shared_memory.Sender(folder / "socket")
+    with (
+        EngineSync(Weights(weights), sglang.Server(model), transport) as sync,
+        pytest.raises(ConfigError, match="_res_proj"),
+    ):
+        sync.connect()
+    now = seen(model)
+    assert now.keys() == before.keys()
+    assert all(one.has_bits_of(before[path]) for path, one in now.items())
+    assert [path for path, one in now.items() if one.address != before[path].address] == []
+
+
 def differences(now: dict[str, Seen], file: Path) -> list[str]:
     """What is not as a worker has it that was started on the same weights."""
     ours, theirs = sglang.named(now), sglang.kept(file)
@@ -80,3 +99,12 @@ def test_what_is_computed_from_weights_follows(
             run_ranks(sglang.keep_started, 1, folder, cold(tmp_path, number), timeout_s=110)
     run_ranks(follow, 1, architecture, tmp_path, timeout_s=110)
     found("SGLang", architecture, "1", "routed")
+
+
+@pytest.mark.timeout(360)
+def test_what_is_computed_once_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own loader leaves it as it was computed first: a fresh engine has something else."""
+    use_sglang(monkeypatch)
+    run_ranks(be_refused, 1, tmp_path, timeout_s=110)
