@@ -14,6 +14,7 @@ from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
 from deltasync.delta.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver
 from deltasync.sync.cold import FAILURES, Alone
+from deltasync.sync.other import other_bits
 from deltasync.sync.proving import (
     Bits,
     Fresh,
@@ -23,7 +24,6 @@ from deltasync.sync.proving import (
     Step,
     Upkeep,
     groups_of,
-    other_bits,
     under,
 )
 from deltasync.sync.reach import Reach, settle
@@ -63,9 +63,10 @@ def prove_routes(proof: Proof, recording: Recording, held: Held) -> Upkeep:
         DirtyReceiver: The weights could not be put back.
     """
     upkeep = Upkeep(proof.startup, proof.model, recording.given)
-    for group in groups_of(recording, proof.scopes.names()):
-        if group.names:
-            _Routed(proof, recording, held, upkeep, group).prove()
+    with proof.apart():
+        for group in groups_of(recording, proof.scopes.names()):
+            if group.names:
+                _Routed(proof, recording, held, upkeep, group).prove()
     return upkeep
 
 
@@ -99,7 +100,8 @@ class _Routed:
                 self._kept,
             )
             refuse(fresh.alone, "the engine made when it started, and nothing makes it anew")
-            stale = self._stale_after(Step(), others, fresh)
+            if stale := self._stale_after(Step(), others, fresh):
+                self._proof.check_apart()  # before the live one's work writes there
             for step in self._steps(stale) if stale else ():
                 if not self._stale_after(step, others, fresh):
                     self._upkeep.steps[self._group] = step
@@ -176,7 +178,11 @@ def prove_reload(
     groups = groups_of(_recorded(proof, weights, given), proof.scopes.names())
     kept = {group: proof.keep(group.scopes) for group in groups}
     others = ((name, other_bits(tensor, name)) for name, tensor in weights.items())
-    with putting_back(*kept.values(), Reach([("", proof.model)])), torch.no_grad():
+    with (
+        putting_back(*kept.values(), Reach([("", proof.model)])),
+        proof.apart(),
+        torch.no_grad(),
+    ):
         with in_place(proof.model), Alone():
             reload(under(given, others))
         stale: list[str] = []

@@ -10,11 +10,10 @@ That is done for one layer after the other, so that the memory it takes is a lay
 from __future__ import annotations
 
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -68,70 +67,6 @@ class Scopes:
     def stop(self, scopes: Collection[str]) -> set[int]:
         """`id`s of all other modules."""
         return self._stop - {id(module) for module in self.modules(scopes).values()}
-
-
-def other_bits(tensor: Tensor, name: str) -> Tensor:
-    """Weights that no rounding takes for these: each float smaller by 10 to 50 %.
-
-    Where there are floats of both signs half of them get the other one.
-    Zeros, and the smallest floats there are, change by a bit; what is not finite changes too.
-    Floats that have no fraction become smaller by 50 or 75 %. Integers are put in another order.
-    The same for the same name.
-    """
-    if not tensor.is_floating_point():
-        return tensor.flatten().flip(0).view(tensor.shape)
-    made = tensor.detach().clone(memory_format=torch.contiguous_format)
-    every, drawn, seed = as_bits(made).view(-1), _drawn(tensor.device), zlib.crc32(name.encode())
-    signs = _has_both_signs(every, tensor.dtype)
-    for start in range(0, len(every), _BLOCK):
-        bits = every[start : start + _BLOCK]
-        first = (seed + start * _SPREAD) % (_DRAWN - _BLOCK)
-        here = drawn[first : first + len(bits)]
-        less = _scaled(here, tensor.dtype, bits.dtype)
-        # The smallest floats are less than that apart from zero: they are halved at most.
-        half = (bits & (1 << 8 * bits.element_size() - 1) - 1) >> 1
-        less = torch.minimum(half, less, out=half)
-        bits.sub_(less).bitwise_xor_(less.eq(0).to(bits.dtype))
-        if signs:
-            turned = (here & 2).ne_(0).to(bits.dtype)
-            bits.bitwise_xor_(turned.mul_(torch.iinfo(bits.dtype).min or 1 << 7))
-    return made
-
-
-def _has_both_signs(bits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there are floats above and below zero among some, given by their bits."""
-    if not len(bits) or dtype == torch.float8_e8m0fnu:  # that has no signs
-        return False
-    least, most = (bits.view(torch.int8) if bits.dtype == torch.uint8 else bits).aminmax()
-    return bool(least < 0 < most)
-
-
-def _scaled(drawn: Tensor, dtype: torch.dtype, integer: torch.dtype) -> Tensor:
-    """What to subtract from the bits of floats: a quarter to all of the way to half of it.
-
-    A float loses 12.5 to 50 % by that, also where it falls below a power of two. What is only a
-    power of two is halved once or twice.
-    """
-    one, two = as_bits(torch.tensor([1.0, 2.0], device="cpu").to(dtype)).tolist()
-    digits = (two - one).bit_length() - 1  # of the fraction
-    if not digits:
-        return (drawn & 1).add_(1).to(integer)
-    if digits > _DRAWN_DIGITS:
-        return drawn.to(integer).mul_(1 << digits - _DRAWN_DIGITS)
-    return torch.bitwise_right_shift(drawn, _DRAWN_DIGITS - digits).to(integer)
-
-
-@cache
-def _drawn(device: torch.device) -> Tensor:
-    """int16[_DRAWN]: at random, a quarter to all of 1 << _DRAWN_DIGITS. 2 MiB that are kept."""
-    most, some = 1 << _DRAWN_DIGITS, torch.empty(_DRAWN, dtype=torch.int16, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(0)
-    some.random_(most // 4, most, generator=generator)
-    return some.to(device)
-
-
-_BLOCK = 1 << 18  # elements that are changed together: they stay in a cache
-_DRAWN, _DRAWN_DIGITS, _SPREAD = 1 << 20, 15, 7919
 
 
 class Kept:
@@ -302,8 +237,59 @@ class Proof:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.cold = ColdModel(startup, device)
         self.scopes, self._cold_scopes = Scopes(model), Scopes(self.cold.model)
-        own = Reach([("", self.cold.model)]).tensors.values()
-        self._shared = {f.alias.data_ptr() for f in own if not f.alias.is_meta} - {0}
+        own = _filled(self.cold.model)
+        self._shared = {alias.data_ptr() for alias in own.values()} - {0}
+        self._before: dict[str, tuple[object, ...]] = {}
+        live = {alias.data_ptr() for alias in _filled(model).values()}
+        self._common = [
+            (alias, alias.to("cpu", copy=True))
+            for alias in own.values()
+            if alias.data_ptr() in live & self._shared
+        ]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Put back what both instances have in common. Raises as `check_apart`."""
+        self._before = {path: _state(one) for path, one in _filled(self.cold.model).items()}
+        try:
+            yield
+            self.check_apart()
+        finally:
+            for here, bits in self._common:
+                if not same_bits(here, bits):
+                    as_bits(here).copy_(as_bits(bits))
+
+    @contextmanager
+    def _writing(self, reach: Reach) -> Iterator[None]:
+        """Know again what is written meanwhile, of these, unless it was written before."""
+        aliases = {path: found.alias for path, found in reach.tensors.items()}
+        own = [p for p, alias in aliases.items() if self._before.get(p) == _state(alias)]
+        yield
+        self._before |= {path: _state(aliases[path]) for path in own}
+
+    def check_apart(self) -> None:
+        """Raise ConfigError, by path, for what starting a part has made outside of it.
+
+        That is what the live instance has with other values, and what both have in common.
+        """
+        made = {
+            path: alias
+            for path, alias in _filled(self.cold.model).items()
+            if self._before.get(path) != _state(alias)
+        }
+        live = _filled(self.model) if made else {}
+        common = {here.data_ptr() for here, bits in self._common if not same_bits(here, bits)}
+        wrong = [
+            path
+            for path, alias in made.items()
+            if path in live and (self._loaded is None or path in self._loaded)
+            if alias.data_ptr() in common or not same_bits(alias, live[path])
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{min(wrong)!r} is written by the start of another layer than its own, so that "
+                "what a fresh engine would hold there cannot be found out"
+            )
 
     def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Kept:
         """Note what some layers hold.
@@ -349,7 +335,10 @@ class Proof:
     def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
         """Says of values all that become other than they were, and than the live one's are."""
         roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)
-        with self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled):
+        with (
+            self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled),
+            self._writing(fresh),
+        ):
             before = {
                 path: kept.bits[path] if path in filled else found.alias.clone()
                 for path, found in fresh.tensors.items()
@@ -389,6 +378,17 @@ class Fresh:
     tensors: Bits
     values: dict[str, Any]
     alone: list[str]
+
+
+def _filled(model: nn.Module) -> dict[str, Tensor]:
+    """What has memory of all that is reached from a model, by path."""
+    founds = Reach([("", model)]).tensors
+    return {path: f.alias for path, f in founds.items() if not f.alias.is_meta and f.alias.numel()}
+
+
+def _state(tensor: Tensor) -> tuple[object, ...]:
+    """What changes when a tensor is replaced, or written."""
+    return (*identity(tensor), None if tensor.is_inference() else tensor._version)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -22,7 +22,8 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver
 from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof, other_bits, reached, scope_of
+from deltasync.sync.other import other_bits
+from deltasync.sync.proving import Proof, reached, scope_of
 from deltasync.sync.reach import Reach
 from deltasync.sync.reloaded import ReloadedTarget
 from deltasync.sync.routed import RoutedTarget

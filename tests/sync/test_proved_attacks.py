@@ -173,6 +173,33 @@ def test_an_object_that_is_made_anew_with_a_number_is_refused() -> None:
         prove(engines(Scaled), checkpoint())
 
 
+TABLE = torch.zeros(3, 6, 4)
+
+
+@pytest.mark.parametrize("is_common", [False, True])
+def test_what_layers_write_outside_of_themselves_is_refused(is_common: bool) -> None:
+    """Also if both instances have it in common; that is put back."""
+
+    class Pushing(Layer):
+        root: Any
+        number: int
+
+        def work(self) -> None:
+            self.root[0].table[self.number].copy_(self.weight.data * 2)
+
+    class Pushed(Engine):
+        made = Pushing
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = TABLE if is_common else torch.zeros(3, 6, 4)
+            for number, layer in enumerate(list[Any](self.layers)):
+                layer.root, layer.number = [self], number
+
+    with pytest.raises(ConfigError, match="'table' is written by the start of another layer"):
+        prove(Pushed, checkpoint())
+
+
 class Counting(Layer):
     """Notes what is of no weights."""
 
