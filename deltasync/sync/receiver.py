@@ -188,20 +188,21 @@ class WeightReceiver:
 
         Raises:
             IllegalMessage: Nothing is staged: call `stage` first. Membership goes on.
+            ConfigError: Another thread commits or receives. It goes on.
             TargetMoved: Storage was replaced. A staged sync was not written; others leave it dirty.
             SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
             DigestMismatch: What was read back is not what was written.
         """
-        version = self._commit()
+        self._check_staged()
+        with self._caller.call():
+            version = self._commit()
         if version is None:
             raise SyncAborted("given up before anything was written; stage again", may_follow=True)
         return version
 
     def _commit(self) -> int | None:
         """`commit`; None if the sender gave up while nothing was written in place."""
-        state = self._session.state
-        if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
-            raise IllegalMessage(f"commit while {state.name}: nothing is staged; call stage first")
+        self._check_staged()
         with self._failing_safely():
             self._stream.join()
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
@@ -218,6 +219,11 @@ class WeightReceiver:
                 self._wait_for_engine(staging)
             self._staging, self._scrub_is_due = None, True
             return begun.version
+
+    def _check_staged(self) -> None:
+        state = self._session.state
+        if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
+            raise IllegalMessage(f"commit while {state.name}: nothing is staged; call stage first")
 
     def digests(self) -> dict[str, int]:
         """The digest of each parameter held, by each of its names. Raises DirtyReceiver."""

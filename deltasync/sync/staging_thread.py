@@ -102,9 +102,11 @@ class StagingThread:
     def commit(self) -> int:
         """`WeightReceiver.commit` in the calling thread; call it in the engine's pause.
 
-        Raises IllegalMessage when nothing is staged.
+        Raises IllegalMessage when nothing is staged, ConfigError when another thread commits.
         """
         with self._turn:
+            if self._is_committing:
+                raise ConfigError("a commit is under way; a StagingThread has one thread commit")
             if not self.is_staged():
                 raise IllegalMessage("nothing is staged; ask is_staged first")
             self._is_committing = True

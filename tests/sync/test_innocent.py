@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
-from deltasync.errors import IllegalMessage, SyncAborted
+from deltasync.errors import ConfigError, IllegalMessage, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.sender import WeightSender
@@ -246,3 +247,52 @@ def test_a_dirty_receiver_that_is_to_be_healed_is_not_sent_away_by_an_abort() ->
         until(lambda: not innocent.receiver.is_dirty)
     finally:
         here.close()
+
+
+class Slow(ModuleTarget):
+    """A target whose write ends only when it may."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.writes, self.goes_on = Event(), Event()
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        self.writes.set()
+        self.goes_on.wait(30)
+        super().finish(changed)
+
+
+@pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
+def test_a_second_thread_in_commit_is_refused_and_costs_the_first_nothing(
+    options: ReceiverOptions,
+) -> None:
+    source, replica = models(2)
+    link = inprocess.Sender()
+    sender, target = WeightSender(ModuleSource(source), link), Slow(replica)
+    receiver = WeightReceiver(target, link.receiver(), options=options)
+    with ThreadPoolExecutor(5) as threads, StagingThread(receiver) as staging:
+        try:
+            sender.wait_for_receivers(1, timeout_s=5)
+            for version in (1, 2, 3):
+                sent = threads.submit(sender.send_weights, timeout_s=20)
+                assert staging.wait_staged(timeout_s=5)
+                target.writes.clear()
+                target.goes_on.clear()
+                first = threads.submit(staging.commit)
+                assert target.writes.wait(5)
+                calls = (receiver.commit, receiver.stage, staging.commit)
+                others = [threads.submit(call) for call in calls]
+                wait(others, timeout=2)
+                target.goes_on.set()
+                assert first.result(5) == version
+                for other in others:
+                    with pytest.raises(ConfigError, match="under way"):
+                        other.result(5)
+                stats = sent.result(5)
+                assert (stats.receivers, stats.joined, stats.lost) == (1, int(version == 1), {})
+                assert (receiver.state, staging.last_error) == (ReceiverState.READY, None)
+                assert bits_equal(source, replica)
+                step(source, torch.Generator().manual_seed(version), 0.1)
+        finally:
+            receiver.close()
+            sender.close()
