@@ -62,8 +62,8 @@ class EngineSync(AbstractContextManager["EngineSync"]):
     Workers receive and stage while they generate. When a version is decided the trainer asks for an
     update, in which they only write. Once all have, its version becomes the engine's weight
     version. A full sync, and a delta too large to be staged, is received and written within the
-    update; if that breaks off, weights are a mixture, and generation stays paused until a later one
-    has healed them.
+    update; if that breaks off, weights are a mixture. Generation stays paused after that, and after
+    each update that raises, until a later one has healed them.
 
     Use it as a context manager, or `close` it.
 
@@ -379,8 +379,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         try:
             if sent.done() and sent.exception() is not None:
                 return  # the engine was late to pause: nobody waits for this any more
-            is_whole = not is_in_place
+            is_whole = False  # a worker that failed may hold a mixture, and the engine not say so
             _asked(self._server.update, version)
+            is_whole = not is_in_place
             if sent.exception(self._timeout_s) is None:
                 is_whole = True
                 _asked(self._server.name, version)

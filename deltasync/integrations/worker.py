@@ -43,7 +43,7 @@ class Worker:
         self._unproved: tuple[Sent, RoutedTarget] | None = None  # until it holds a version
         self._is_as_started = True
         self._spoiled: DirtyReceiver | None = None
-        self._is_asleep = False
+        self._is_asleep = self._is_half_written = False
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -78,6 +78,7 @@ class Worker:
             rank=rank,
             world=world,
             options=ReceiverOptions(max_staged_bytes=to.max_staged_bytes),
+            half_written=self._is_half_written,
         )
         self._receiver = receiver
         self._staging = self._open.enter_context(StagingThread(receiver))
@@ -249,13 +250,15 @@ class Worker:
             sent, target = self._unproved
             self._proved[sent] = target.upkeep
         self._unproved = None
-        self._receiver = self._staging = None
+        receiver, self._receiver, self._staging = self._receiver, None, None
         self._open.close()
+        if receiver is not None:
+            self._is_half_written = receiver.is_half_written
 
     def reloaded(self) -> None:
         """End the connection: others load weights now, of which this worker knows nothing."""
         self.disconnect()
-        self._is_as_started = False
+        self._is_as_started = self._is_half_written = False
 
 
 class _Unproved(RoutedTarget):

@@ -55,6 +55,7 @@ class WeightReceiver:
         engine: Name of the inference engine, unique among the sender's receivers.
         rank: Its own, of the `world` ranks of its engine (tensor-, pipeline-, expert-parallel).
         options: Memory, scrub.
+        half_written: Another receiver of these weights has ended with them `is_half_written`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class WeightReceiver:
         rank: int = 0,
         world: int = 1,
         options: ReceiverOptions | None = None,
+        half_written: bool = False,
     ) -> None:
         check_receiver(target, (transport, *lanes), options)
         self.options = options or ReceiverOptions()
@@ -74,6 +76,7 @@ class WeightReceiver:
         self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world, len(self._links))
+        self._session.dirty = self._session.half_written = half_written
         self._stream = OwnStream()
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
         self._readers: list[BucketReader] = []
@@ -116,6 +119,11 @@ class WeightReceiver:
     def is_dirty(self) -> bool:
         """Whether the weights mix two versions, or were found corrupted."""
         return self._session.dirty
+
+    @property
+    def is_half_written(self) -> bool:
+        """Whether they are because a write, or what the engine derives from it, did not end."""
+        return self._session.half_written
 
     def check_serving(self) -> None:
         """Raises DirtyReceiver when the weights must not serve. Costs nothing: ask often."""
@@ -342,7 +350,9 @@ class WeightReceiver:
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
-        timeout_s = rest_of(deadline) if self._session.state in PATIENT else self._patience_s()
+        stall_s = self.options.stall_timeout_s
+        is_patient = self._session.state in PATIENT
+        timeout_s = rest_of(deadline) if is_patient else self._session.patience_s(stall_s)
         lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
         with self._lock:
             self._session.on(message, lane=lane)
@@ -355,12 +365,6 @@ class WeightReceiver:
         if isinstance(staging, Loading) and staging.is_crowded(lanes):
             return [reader.reached for reader in self._readers]
         return []
-
-    def _patience_s(self) -> float:
-        """How long the sender may be silent: it may itself be waiting for others."""
-        begun = self._session.begun
-        theirs = 0.0 if begun is None else min(begun.timeout_s, _MAX_SENDER_TIMEOUT_S)
-        return max(self.options.stall_timeout_s, 2 * theirs)
 
     def _obey(self, message: messages.Message, payload: Tensor, lane: int) -> None:
         match message:
@@ -390,11 +394,7 @@ class WeightReceiver:
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(len(self._links))]
         self._session.set_layout_hash(messages.layout_hash(specs))
-        digest = messages.digest_text(self._weights.ledger.total)
-        if self._weights.parts:
-            self._reply(messages.HeldParts(digest=digest, parts=tuple(self._weights.parts.items())))
-        else:
-            self._reply(messages.Held(digest=digest))
+        self._reply(self._weights.held(can_join=not self._session.half_written))
 
     def _begin(self, begin: messages.Begin) -> None:
         if not self._are_kept():
@@ -436,7 +436,8 @@ class WeightReceiver:
             if digest != staging.ledger.total:
                 raise DigestMismatch("the weights read back are not those that were written")
             if not isinstance(staging, Loading):  # which has finished before it read back
-                self._target.finish(staging.ledger.changed_since(self._weights.ledger))
+                changed = staging.ledger.changed_since(self._weights.ledger)
+                self._target.finish(None if self._session.heals else changed)
             self._session.committed()
         except BaseException:
             self._undo(staging)
@@ -484,14 +485,8 @@ class WeightReceiver:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        begun = self._session.begun
         self._staging = None
-        self._session.lost()
-        failed = messages.Failed(
-            version=None if begun is None else begun.version,
-            error=type(error).__name__,
-            reason=str(error)[:4096],
-        )
+        failed = self._session.fail(error)
         with suppress(TransportError):
             try:
                 if not isinstance(error, PeerLost | TransportClosed):
@@ -502,4 +497,3 @@ class WeightReceiver:
 
 _REPLY_TIMEOUT_S = 30.0
 _EARLY_S = 1.0
-_MAX_SENDER_TIMEOUT_S = 3600.0

@@ -28,7 +28,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.errors import IllegalMessage, VersionGap, WrongStream
+from deltasync.errors import DirtyReceiver, IllegalMessage, VersionGap, WrongStream
 from deltasync.wire.messages import (
     Abort,
     Begin,
@@ -68,6 +68,7 @@ class ReceiverState(Enum):
 
 # Where no sync is under way: waiting longer loses nothing.
 PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
+_MAX_SENDER_TIMEOUT_S = 3600.0
 SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
 
 
@@ -82,6 +83,8 @@ class ReceiverSession:
         version: The version held, or None when unknown.
         stream_id: The training run it belongs to.
         dirty: The weights are a mixture and must not serve.
+        half_written: A write, or what the engine derives from it, has not ended: whatever digest
+            the weights have, a full sync has to write all once more.
         undone: The last sync was committed here and has to be taken back.
         detached: The weights must not be looked at.
         declined: The version of a sync that began while they must not, until it is aborted.
@@ -94,11 +97,12 @@ class ReceiverSession:
     version: int | None = None
     stream_id: str | None = None
     dirty: bool = False
+    half_written: bool = False
     undone: bool = False
     detached: bool = False
     declined: int | None = None
     begun: Begin | None = None
-    _was_dirty: bool = False
+    _before: tuple[bool, bool] = (False, False)  # dirty and half_written, as this sync began
     _has_written: bool = False  # since Begin
     _next_bucket: list[int] = field(default_factory=list)
     _ended: frozenset[int] = frozenset()
@@ -152,6 +156,11 @@ class ReceiverSession:
             self.declined = message.version if is_asleep else None
         return isinstance(message, Begin | Bucket | Prepare) and message.version == self.declined
 
+    def patience_s(self, stall_timeout_s: float) -> float:
+        """How long the sender may be silent: it may itself be waiting for others."""
+        theirs = 0.0 if self.begun is None else min(self.begun.timeout_s, _MAX_SENDER_TIMEOUT_S)
+        return max(stall_timeout_s, 2 * theirs)
+
     def greet(self) -> None:
         """The receiver said hello on a new connection."""
         self.lost()
@@ -165,22 +174,27 @@ class ReceiverSession:
     def writing(self) -> None:
         """From here to `committed` or `restored` the weights mix two versions."""
         if not self._has_written:
-            self._was_dirty = self.dirty
-        self.dirty = self._has_written = True
+            self._before = self.dirty, self.half_written
+        self.dirty = self.half_written = self._has_written = True
 
     def committed(self) -> None:
         """The version is written and read back."""
         if self.state is not ReceiverState.COMMITTING:
             raise IllegalMessage(f"committed while {self.state.name}")
         self.state = ReceiverState.COMMITTED
-        self.dirty = False
+        self.dirty = self.half_written = False
         if self.world == 1 and self.begun is not None:  # there is nobody to wait for
             self._hold(self.begun)
             self.state, self.begun = ReceiverState.READY, None
 
+    @property
+    def heals(self) -> bool:
+        """Whether the sync under way writes weights that an earlier one left half written."""
+        return self._before[1]
+
     def restored(self) -> None:
         """The old version is back, and was read back."""
-        self.dirty = self._was_dirty
+        self.dirty, self.half_written = self._before
 
     def failed(self) -> None:
         """Something local went wrong: no member any more."""
@@ -199,6 +213,15 @@ class ReceiverSession:
         self.dirty = self.dirty or self.state is ReceiverState.COMMITTED
         self.undone = False
         self.failed()
+
+    def fail(self, error: BaseException) -> Failed:
+        """The connection ends for this reason. What the sender is told."""
+        begun, kind, reason = self.begun, type(error).__name__, str(error)
+        self.lost()
+        if begun is not None and self.half_written and self._has_written:
+            kind, reason = DirtyReceiver.__name__, f"{kind}: {reason}; the weights are a mixture"
+        version = None if begun is None else begun.version
+        return Failed(version=version, error=kind, reason=reason[:4096])
 
     def invalidate(self) -> None:
         """Somebody else wrote the weights: no delta fits them until the receiver has rejoined."""
@@ -267,7 +290,8 @@ class ReceiverSession:
             self._hold(self.begun)
             self.state = ReceiverState.READY
         else:
-            self.state, self.undone, self.dirty = ReceiverState.OUTSIDE, True, True
+            self.state, self.undone = ReceiverState.OUTSIDE, True
+            self.dirty = self.half_written = True
         self.begun = None
 
     def _hold(self, begin: Begin) -> None:

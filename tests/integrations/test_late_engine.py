@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from deltasync import ModuleSource, ModuleTarget
-from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TransportTimeout
+from deltasync.delta.apply import Staging
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    EngineFailed,
+    SyncAborted,
+    TargetMoved,
+    TransportTimeout,
+)
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
@@ -21,6 +29,23 @@ from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until
 
 pytestmark = pytest.mark.timeout(60)
+
+
+class Derived(ModuleTarget):
+    """Weights of which the engine derives others, which fails while `fails`."""
+
+    fails: ClassVar[bool] = False
+    derived: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def __init__(self, module: Model) -> None:
+        super().__init__(module)
+        self._of = module
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        if Derived.fails:
+            raise TargetMoved("planted")
+        super().finish(changed)
+        Derived.derived = {name: each.data * 2 for name, each in self._of.named_parameters()}
 
 
 class Server:
@@ -31,12 +56,13 @@ class Server:
         self.fails = ""  # the call that does, once
         self.hangs, self.goes_on = "", Event()
         self.is_paused, self.version = False, 0
+        self.target: type[ModuleTarget] = ModuleTarget
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self._at("connect")
         to = Connection.model_validate(connection)
         self.worker.disconnect()
-        self.worker.connect(to, ModuleTarget(self.module), torch.device("cpu"), rank=0, world=1)
+        self.worker.connect(to, self.target(self.module), torch.device("cpu"), rank=0, world=1)
 
     def update(self, version: int, /) -> None:
         self._at("update")
@@ -172,3 +198,33 @@ def test_a_second_thread_is_refused_and_costs_the_first_nothing(tmp_path: Path) 
             assert not isinstance(found[0], Exception), found
             assert bits_equal(source, server.module)
             source.get_parameter("a").data[0] *= 2
+
+
+@pytest.mark.parametrize("undoes", [True, False], ids=["finish fails", "nothing is undone"])
+def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whole(
+    undoes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(tmp_path) as (sync, source, server):
+        server.target = Derived
+        sync.disconnect()
+        sync.send_weights()
+        held = server.version
+        source.get_parameter("a").data[1] *= 2
+        monkeypatch.setattr(Derived, "fails", True)
+        if not undoes:
+            monkeypatch.setattr(Staging, "undo", fails_to_undo)
+        for _ in range(2):
+            with pytest.raises(SyncAborted, match=r"DirtyReceiver: .*planted"):
+                sync.send_weights()
+            assert server.is_paused
+            assert server.version == held
+        monkeypatch.setattr(Derived, "fails", False)
+        assert sync.send_weights().receivers == 1
+        assert bits_equal(source, server.module)
+        assert torch.equal(Derived.derived["a"], source.get_parameter("a") * 2)
+        assert not server.is_paused
+        assert server.version == sync.sender.version
+
+
+def fails_to_undo(staging: Staging) -> None:
+    raise RuntimeError("planted")
