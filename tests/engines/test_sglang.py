@@ -26,7 +26,7 @@ from tests.engines.sglang_server import generate, served
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
-LONG = 300
+LONG = 450
 CROWD = 6
 
 
@@ -121,7 +121,7 @@ def crowd(http: Http) -> Callable[[], list[list[int]]]:
     """More requests than run at a time. Waits until some do; what they have answered."""
     pool = ThreadPoolExecutor(CROWD)
     requests = [pool.submit(generate, http, LONG) for _ in range(CROWD)]
-    time.sleep(1)
+    time.sleep(0.3)
     assert not any(request.done() for request in requests)
 
     def ended() -> list[list[int]]:
