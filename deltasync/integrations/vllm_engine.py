@@ -122,6 +122,12 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         target = ReloadedTarget(to.checkpoint(), self._reload, module=self.model)
         if to.sent() not in self._reloads:
+            if self._worker.is_written:
+                raise ConfigError(
+                    "a trainer of other tensors has written this engine, so that nothing shows "
+                    "what it makes of these when it reloads them: restart the engine, and connect "
+                    "first with all tensors that are to be sent"
+                )
             target.know(self._started_on())
             if to.unproved == "refuse":
                 with self._worker.proving(), set_current_vllm_config(self.vllm_config):

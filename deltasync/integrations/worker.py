@@ -25,7 +25,7 @@ from deltasync.integrations.connection import Connection, Sent
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proving import Proof, Upkeep
 from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.routed import RoutedTarget, Routes
 from deltasync.sync.session import ReceiverState
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target import WeightTarget
@@ -36,12 +36,17 @@ _WELCOME_S = 1.0
 
 
 class Worker:
-    """A worker's connection to a trainer, if it has one."""
+    """A worker's connection to a trainer, if it has one.
+
+    Attributes:
+        is_written: Whether a trainer has written the weights, or begun to.
+    """
 
     def __init__(self) -> None:
         self._proved: dict[Sent, Upkeep | None] = {}  # what has to follow for which tensors
         self._unproved: tuple[Sent, RoutedTarget] | None = None  # until it holds a version
-        self._is_as_started = True
+        self._routes: dict[str, Routes] = {}  # that are proved, by checkpoint name
+        self._is_as_started, self.is_written = True, False
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = False
         self._open = ExitStack()
@@ -119,9 +124,10 @@ class Worker:
             target.parameters()
             return target
         if self._is_as_started:
-            target = RoutedTarget(model, checkpoint)
-            target.prove(started_on(), proof if to.unproved == "refuse" else None, keep=to.keep)
-            self._proved[sent] = target.upkeep
+            target = RoutedTarget(model, checkpoint, is_written=self.is_written)
+            how = proof if to.unproved == "refuse" else None
+            target.prove(started_on(), how, keep=to.keep, routes=self._routes)
+            self._note_proved(sent, target)
             return target
         target = _Unproved(model, checkpoint, is_proved=self._holds_any)
         target.parameters()  # so that the trainer hears at once what has no route
@@ -129,6 +135,10 @@ class Worker:
             target.prove_updates(proof(), keep=to.keep)
         self._unproved = sent, target
         return target
+
+    def _note_proved(self, sent: Sent, target: RoutedTarget) -> None:
+        self._proved[sent] = target.upkeep
+        self._routes |= target.routes()
 
     @contextmanager
     def proving(self) -> Iterator[None]:
@@ -179,6 +189,7 @@ class Worker:
             self._await(self._staging, version, deadline)
             if self._holds(version):
                 return  # it has joined with it
+            self.is_written = True
             written = self._written(self._staging)
         if written != version:
             raise IllegalMessage(f"v{written} was written, v{version} was asked for")
@@ -247,8 +258,7 @@ class Worker:
     def disconnect(self) -> None:
         """End the connection, if there is one. The weights stay as they are."""
         if self._unproved is not None and self._holds_any():
-            sent, target = self._unproved
-            self._proved[sent] = target.upkeep
+            self._note_proved(*self._unproved)
         self._unproved = None
         receiver, self._receiver, self._staging = self._receiver, None, None
         self._open.close()

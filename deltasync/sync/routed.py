@@ -29,6 +29,9 @@ from deltasync.sync.source import ModuleWatch
 from deltasync.sync.target import match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
+Routes = tuple[Piece, ...]
+"""The pieces of one checkpoint tensor."""
+
 _SHOWN = 5  # reasons in an error
 _BLOCK = 1 << 20  # elements that are compared together
 
@@ -53,6 +56,7 @@ class RoutedTarget:
         finish: Called in the pause after every sync, full or not: brings up to date what the engine
             derives from its weights. It must leave them where they were loaded.
         upkeep: What `prove` has found to have to follow besides, for this module and checkpoint.
+        is_written: Whether a trainer has written the engine since it was started.
 
     Attributes:
         upkeep: The same; `prove` finds it.
@@ -66,10 +70,11 @@ class RoutedTarget:
         load: Load | None = None,
         finish: Callable[[], object] = lambda: None,
         upkeep: Upkeep | None = None,
+        is_written: bool = False,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
-        self._finish, self.upkeep = finish, upkeep
+        self._finish, self.upkeep, self._is_written = finish, upkeep, is_written
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
         self._watch = ModuleWatch(module)
@@ -111,6 +116,7 @@ class RoutedTarget:
         proof: Callable[[], Proof] | None = None,
         *,
         keep: Collection[str] = (),
+        routes: Mapping[str, Routes] | None = None,
     ) -> None:
         """Prove that what is written through routes reaches all that the engine computes with.
 
@@ -122,6 +128,8 @@ class RoutedTarget:
             proof: Makes what updates are held against. Without one nothing is found out about what
                 the engine derives from weights, or keeps a second time.
             keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
+            routes: Those of this engine that were proved before, by name: what lies there may have
+                been written since, and is not read back.
 
         Raises:
             ConfigError: By name, for tensors that are not where the loader puts them, for such as
@@ -133,7 +141,8 @@ class RoutedTarget:
         missing = {number: spec.name for number, spec in enumerate(layout)}
         held = self.bind(layout)
         wrong: dict[int, str] = {}
-        right: set[int] = set()
+        ours, proved = self.routes(), routes or {}
+        right = {number for name, number in numbers.items() if ours[name] == proved.get(name)}
         others: list[str] = []
         loaded: list[CheckpointTensor] = []
         for name, tensor in weights:
@@ -143,7 +152,7 @@ class RoutedTarget:
                 others.append(name)
                 continue
             missing.pop(number, None)
-            if _holds(held[number], tensor, layout[number]):
+            if number in right or _holds(held[number], tensor, layout[number]):
                 right.add(number)
             else:
                 wrong.setdefault(number, name)
@@ -157,13 +166,26 @@ class RoutedTarget:
                 "has it, as the trainer's model is saved"
             )
         if wrong:
-            names = sorted(wrong.values())
-            raise ConfigError(
-                f"{len(wrong)} tensors have no route: {some_of(names)} are not where the loader "
-                f"puts them: the engine changes its layout after loading; {RELOAD}"
-            )
+            raise self._misplaced(sorted(wrong.values()))
         if proof is not None:
             self._prove(proof(), loaded)
+
+    def _misplaced(self, names: Sequence[str]) -> ConfigError:
+        text = f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts"
+        if self._is_written:
+            return ConfigError(
+                f"{text} what the engine was started on, and since then a trainer has written it, "
+                "which did not send them, or not by routes: restart the engine, and connect first "
+                "with all tensors that are to be sent"
+            )
+        return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
+
+    def routes(self) -> dict[str, Routes]:
+        """Where the elements of each of `parameters` are kept, by each of its names."""
+        assert self._known is not None
+        recording = self._known[1]
+        specs = self._specs(recording)
+        return {name: recording.pieces[one.name] for one in specs for name in one.names}
 
     @refusing_failures()
     def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
