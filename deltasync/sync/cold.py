@@ -136,12 +136,13 @@ class ColdModel:
                     if given is not None and (given.shape, given.dtype) == (real.shape, real.dtype):
                         as_bits(real).copy_(as_bits(given))
                         filled.add(path)
-                    _swap(tensor, real)
                     swapped[id(tensor)] = tensor, real
+                    _swap(tensor, real)
             yield Reach(roots, stop=stop), filled
         finally:
             for tensor, real in swapped.values():
-                _swap(tensor, real)
+                if real.is_meta:  # an interrupt may have come before they were exchanged
+                    _swap(tensor, real)
             before.put_back()
 
     def start(self, weights: Weights, modules: Sequence[nn.Module]) -> None:

@@ -158,9 +158,8 @@ def other_weights_than_the_trainers_are_left_alone(trainer: Trainer) -> None:
     """Which alone could show that a loaded checkpoint lies where its loader puts it."""
     before = trainer.checksum()
     with trainer.sync() as sync:
-        with pytest.raises(SyncAborted, match="others have loaded this engine") as raised:
+        with pytest.raises(SyncAborted, match="others have loaded this engine"):
             sync.send_weights()
-        assert "others have loaded this engine" in "".join(raised.value.__notes__)
         assert trainer.checksum() == before
 
 

@@ -4,11 +4,13 @@ refused by name."""
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, cast
 
 import pytest
@@ -421,6 +423,36 @@ def test_what_an_object_keeps_in_a_slot_is_put_back(at: int, kind: str) -> None:
     with suppress(KeyboardInterrupt, ConfigError):
         prove_by(kind, engine, weights, Startup(SlottedReloading, work_on=failing))
     assert_same(snapshot(engine), before)
+
+
+@pytest.mark.parametrize("function", ["_swap", "given_memory"])
+def test_an_interrupt_while_a_fresh_engine_is_given_memory_stays_one(function: str) -> None:
+    """At each of the function's lines."""
+    weights, kind = checkpoint(), engines(Beside)
+    engine = kind.started(weights.items())
+    before = snapshot(engine)
+    target = RoutedTarget(engine, specs(weights))
+    target.prove(weights.items())
+    left = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_name != function:
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    for number in range(1, 41):
+        left, old = number, sys.gettrace()
+        try:
+            sys.settrace(trace)
+            with pytest.raises(KeyboardInterrupt):
+                target.prove(weights.items(), lambda: Proof(engine, Startup(kind, work_on=work_on)))
+        finally:
+            sys.settrace(old)
+        assert_same(snapshot(engine), before)
 
 
 def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> None:
