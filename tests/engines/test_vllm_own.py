@@ -56,7 +56,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
     """A worker's model, and its configuration."""
     folder = write_config("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
     write_model(folder)
-    with vllm_models(folder, 1) as [model]:
+    with vllm_models(folder, 1) as [model], pytest.MonkeyPatch.context() as patch:
+        # Matrices stay where they are loaded: a fresh engine does not pack them either.
+        patch.setattr("vllm._custom_ops._supports_onednn", False)
         yield model, get_current_vllm_config()
     cleanup_dist_env_and_memory()
 
