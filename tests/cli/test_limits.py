@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_a_model_larger_than_memory() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.endswith("not enough memory")
+
+
+def test_a_lack_of_memory_that_python_itself_trips_over() -> None:
+    """It shows under a limit once in many runs."""
+    failing = (
+        "import sys\n"
+        "class Failing:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'deltasync.cli.app':\n"
+        "            raise SystemError('error return without exception set')\n"
+        "sys.meta_path.insert(0, Failing())\n"
+        "from deltasync.cli import main\n"
+        "main()"
+    )
+    done = run(sys.executable, "-c", failing, "doctor")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("error return without exception set; not enough memory")
 
 
 @pytest.mark.parametrize(

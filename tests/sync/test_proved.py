@@ -455,6 +455,8 @@ def test_an_interrupt_while_a_fresh_engine_is_given_memory_stays_one(function: s
         assert_same(snapshot(engine), before)
 
 
+# A signal that comes in a callback of the garbage collector ends nothing but that.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> None:
     """By a signal, as Ctrl-C does."""
     weights, kind = checkpoint(), engines(Beside)
