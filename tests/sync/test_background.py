@@ -499,6 +499,7 @@ def last():
     training.step()
     assert training.hook.syncs == 3, training.hook.last_error
     assert training.holds(2)
+    training.receivers.close()  # Python aborts where a daemon thread is within torch at the end
     print("synced")
 atexit.register(last)
 """
