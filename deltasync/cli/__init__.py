@@ -53,8 +53,12 @@ class _Ending:
             raise SystemExit(READER_LEFT) from None
         if isinstance(error, MemoryError | OSError):  # while modules were imported
             raise SystemExit(_refuse(f"{type(error).__name__}: {error}")) from None
-        if isinstance(error, SystemError):  # Python had no memory for an error of its own
-            raise SystemExit(_refuse(f"SystemError: {error}; not enough memory")) from None
+        # Python had no memory for an error of its own, or the system none for a library.
+        if isinstance(error, SystemError) or (
+            isinstance(error, ImportError) and "failed to map segment" in str(error)
+        ):
+            said = f"{type(error).__name__}: {error}; not enough memory"
+            raise SystemExit(_refuse(said)) from None
         if isinstance(error, Exception):
             tell("".join(traceback.format_exception(error)).rstrip())
             raise SystemExit(INTERNAL_ERROR) from None
