@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from deltasync.integrations.connection import WithoutRoutes
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+from tests.engines.offline import started, tokens
 from tests.engines.sleeping import make_known
 
-PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
 SETUPS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -34,12 +32,13 @@ def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> No
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     middle = changed(old, 0.3, seed=1)
     new = changed(middle, 0.01, seed=2)
+    settings = {"distributed_executor_backend": "mp"} | SETUPS[setup]
     generates = setup == "tensor"  # vLLM 0.32 crashes on CPUs where it does in the other setups
-    reference = started(folder, new, setup)
+    reference = started(folder, new, **settings)
     expected = tokens(reference) if generates else []
     held = reference.collective_rpc(bits_in)
     stop(reference)
-    llm = started(folder, old, setup)
+    llm = started(folder, old, **settings)
     assert not generates or tokens(llm) != expected
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     link = shared_memory.Sender(folder / "socket")
@@ -58,33 +57,8 @@ def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> No
     sys.stdout.write("followed\n")
 
 
-def started(folder: Path, weights: dict[str, Tensor], setup: str) -> Any:
-    """An engine that was started on these weights."""
-    from vllm import LLM
-
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=64,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        distributed_executor_backend="mp",
-        weight_transfer_config={"backend": "deltasync"},
-        **SETUPS[setup],
-    )
-
-
 def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
-
-
-def tokens(llm: Any) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, sampling)]
 
 
 def bits_in(worker: Any) -> dict[str, bytes]:

@@ -21,8 +21,14 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+from tests.engines.offline import LONG, started, tokens
 
-PROMPTS = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 512,
+    "enable_prefix_caching": True,
+    "gpu_memory_utilization": 0.2,
+    "enable_sleep_mode": torch.cuda.is_available(),
+}
 
 
 class Counting(VllmServer):
@@ -45,7 +51,7 @@ class Sleeper:
 
     def __init__(self, folder: Path, weights: dict[str, Tensor]) -> None:
         self.is_gpu = torch.cuda.is_available()
-        self.llm = started(folder, weights)
+        self.llm = started(folder, weights, **SETTINGS)
         device = "cuda" if self.is_gpu else "cpu"
         self.source = Weights({name: t.to(device, copy=True) for name, t in weights.items()})
         self.server = Counting(OfflineClient(self.llm))
@@ -58,7 +64,7 @@ class Sleeper:
             self.llm.collective_rpc(discard)
 
     def tokens(self) -> list[list[int]]:
-        return tokens(self.llm)
+        return tokens(self.llm, LONG)
 
     def is_refused(self) -> bool:
         try:
@@ -73,8 +79,8 @@ def main(folder: Path) -> None:
     write_config("LlamaForCausalLM", folder)
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     new = changed(old, 0.3, seed=1)
-    reference = started(folder, new)
-    expected = tokens(reference)
+    reference = started(folder, new, **SETTINGS)
+    expected = tokens(reference, LONG)
     del reference
     sleeper = Sleeper(folder, old)
     with sleeper.sync:
@@ -145,30 +151,6 @@ def weights_that_vllm_reloads_are_made_good(sleeper: Sleeper, expected: list[lis
     assert sleeper.sync.send_weights().full_synced == 1
     assert sleeper.server.num_connects == num_connects
     assert sleeper.tokens() == expected
-
-
-def started(folder: Path, weights: dict[str, Tensor]) -> Any:
-    from safetensors.torch import save_file
-    from vllm import LLM
-
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=512,
-        enforce_eager=True,
-        gpu_memory_utilization=0.2,
-        enable_sleep_mode=torch.cuda.is_available(),
-        weight_transfer_config={"backend": "deltasync"},
-    )
-
-
-def tokens(llm: Any) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, sampling)]
 
 
 def discard(worker: Any) -> None:

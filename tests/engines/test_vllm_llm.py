@@ -24,6 +24,7 @@ from deltasync.testing.processes import free_port
 from deltasync.transports import inprocess, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
+from tests.engines.offline import LONG, started, tokens
 from tests.engines.plugin.cpu_parameter_server import let_vllm_receive
 from tests.engines.programs import Program
 
@@ -34,37 +35,11 @@ SQUARE: dict[str, Any] = {
     "quantization": "online",
     "quantization_config": {"targets": {"*.o_proj": "fp8_per_channel"}},
 }
-LONG = [{"prompt_token_ids": list(range(3 + n, 303 + n))} for n in range(2)]  # blocks of keys
-PROMPTS = [{"prompt_token_ids": list(range(3 + n, 20 + n))} for n in range(4)]
-
-
-def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
-    """An engine that was started on these weights."""
-    from safetensors.torch import save_file
-    from vllm import LLM
-
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    default: dict[str, Any] = {"max_model_len": 64, "enable_prefix_caching": False}
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        weight_transfer_config={"backend": "deltasync"},
-        **(default | settings),
-    )
 
 
 def synced(source: WeightSource, llm: Any, folder: Path, **settings: Any) -> EngineSync:
     server = VllmServer(OfflineClient(llm))
     return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
-
-
-def tokens(llm: Any, prompts: Sequence[Any] = PROMPTS) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, sampling)]
 
 
 def parameters_of(llm: Any) -> dict[str, bytes]:
