@@ -81,6 +81,19 @@ def work_on(modules: Sequence[nn.Module]) -> None:
             module.work()
 
 
+class InterruptedAt:
+    """`work_on`, which is interrupted once: at the end of this call."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, modules: Sequence[nn.Module]) -> None:
+        self.calls += 1
+        work_on(modules)
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
 def checkpoint(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed": (8, 4), "head": (8, 4)}
@@ -407,21 +420,12 @@ def test_what_cannot_be_put_back_is_no_refusal() -> None:
 @pytest.mark.parametrize("kind", ["routed", "reloaded"])
 def test_what_an_object_keeps_in_a_slot_is_put_back(at: int, kind: str) -> None:
     """Also when the engine's work on it breaks off the proof."""
-    calls = 0
-
-    def failing(modules: Sequence[nn.Module]) -> None:
-        nonlocal calls
-        calls += 1
-        work_on(modules)
-        if calls == at:
-            raise KeyboardInterrupt
-
     weights = checkpoint()
     engine = SlottedReloading.started(weights.items())
     assert isinstance(engine, SlottedReloading)
     before = snapshot(engine)
     with suppress(KeyboardInterrupt, ConfigError):
-        prove_by(kind, engine, weights, Startup(SlottedReloading, work_on=failing))
+        prove_by(kind, engine, weights, Startup(SlottedReloading, work_on=InterruptedAt(at)))
     assert_same(snapshot(engine), before)
 
 
@@ -493,25 +497,17 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
 @pytest.mark.parametrize("at", range(1, 40, 3))
 def test_whatever_is_raised_everything_is_put_back(at: int) -> None:
     """At each call of what an engine does."""
-    calls = 0
-
-    def interrupted(modules: Sequence[nn.Module]) -> None:
-        nonlocal calls
-        calls += 1
-        work_on(modules)
-        if calls == at:
-            raise KeyboardInterrupt
-
     weights, kind = checkpoint(), engines(Beside)
     engine = kind.started(weights.items())
     before = snapshot(engine)
     kernels = [layer.kernel for layer in list[Any](engine.layers)]
     target = RoutedTarget(engine, specs(weights))
+    interrupted = InterruptedAt(at)
     startup = Startup(kind, work_on=interrupted)
     try:
         target.prove(weights.items(), lambda: Proof(engine, startup))
     except KeyboardInterrupt:
-        assert calls == at
+        assert interrupted.calls == at
     assert_same(snapshot(engine), before)
     assert [layer.kernel for layer in list[Any](engine.layers)] == kernels
 

@@ -102,6 +102,11 @@ class Engine:
         self._trainer.shutdown()
 
 
+def replace_storage(module: Model) -> None:
+    parameter = module.get_parameter("a")
+    parameter.data = parameter.data.clone()
+
+
 @contextmanager
 def engine(
     options: ReceiverOptions | None = None,
@@ -157,8 +162,7 @@ def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
         here.nudge()
         sent = here.send()
         assert staging.wait_staged(timeout_s=5)
-        parameter = here.replica.get_parameter("a")
-        parameter.data = parameter.data.clone()
+        replace_storage(here.replica)
         old = bits_of(here.replica)
         with pytest.raises(TargetMoved):
             staging.commit()
@@ -175,8 +179,7 @@ def test_storage_replaced_is_written_to_only_by_a_sync_in_place(max_staged_bytes
         here.nudge()
         sent = here.send()
         assert staging.wait_staged(timeout_s=5)
-        parameter = here.replica.get_parameter("a")
-        parameter.data = parameter.data.clone()
+        replace_storage(here.replica)
         with pytest.raises(TargetMoved):
             staging.commit()
         assert here.receiver.is_dirty is (max_staged_bytes == 1)
