@@ -109,32 +109,23 @@ class Worker:
             proof: Makes what updates are held against.
         """
         with self.proving():
-            return self._routed(model, to, started_on, proof)
-
-    def _routed(
-        self,
-        model: nn.Module,
-        to: Connection,
-        started_on: Callable[[], Iterable[tuple[str, Tensor]]],
-        proof: Callable[[], Proof],
-    ) -> RoutedTarget:
-        sent, checkpoint = to.sent(), to.checkpoint()
-        if sent in self._proved:
-            target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
-            target.parameters()
+            sent, checkpoint = to.sent(), to.checkpoint()
+            if sent in self._proved:
+                target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
+                target.parameters()
+                return target
+            if self._is_as_started:
+                target = RoutedTarget(model, checkpoint, is_written=self.is_written)
+                how = proof if to.unproved == "refuse" else None
+                target.prove(started_on(), how, keep=to.keep, routes=self._routes)
+                self._note_proved(sent, target)
+                return target
+            target = _Unproved(model, checkpoint, is_proved=self._holds_any)
+            target.parameters()  # so that the trainer hears at once what has no route
+            if to.unproved == "refuse":
+                target.prove_updates(proof(), keep=to.keep)
+            self._unproved = sent, target
             return target
-        if self._is_as_started:
-            target = RoutedTarget(model, checkpoint, is_written=self.is_written)
-            how = proof if to.unproved == "refuse" else None
-            target.prove(started_on(), how, keep=to.keep, routes=self._routes)
-            self._note_proved(sent, target)
-            return target
-        target = _Unproved(model, checkpoint, is_proved=self._holds_any)
-        target.parameters()  # so that the trainer hears at once what has no route
-        if to.unproved == "refuse":
-            target.prove_updates(proof(), keep=to.keep)
-        self._unproved = sent, target
-        return target
 
     def _note_proved(self, sent: Sent, target: RoutedTarget) -> None:
         self._proved[sent] = target.upkeep
