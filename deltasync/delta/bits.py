@@ -87,8 +87,7 @@ def _shortage(tensor: Tensor) -> str | None:
     """What to say of a tensor whose storage was resized under it, as to offload it."""
     if not tensor.numel():
         return None
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dims)
+    _, last = extent_of(tensor)
     held, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
     return (
         None if held >= needed else f"a tensor whose memory was released ({held} of {needed} bytes)"

@@ -117,9 +117,8 @@ class SenderLink:
             return {}
         self._epoch = ()
         try:
-            self._transport.open_epoch(
-                gone, timeout_s=self.timeout_s
-            )  # others read a payload still
+            # Not with the others: they read a payload still.
+            self._transport.open_epoch(gone, timeout_s=self.timeout_s)
             replies = self._transport.collect_replies(timeout_s=0)
         except TransportError:
             return {}

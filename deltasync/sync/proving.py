@@ -26,7 +26,6 @@ from deltasync.sync.cold import ColdModel, Startup, Weights
 from deltasync.sync.reach import Found, Reach, is_handle, settle
 
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)|\d+(?=\.|$)")
-_SHOWN = 3
 Bits = Mapping[str, Tensor]
 Given = Callable[[], Weights]
 
