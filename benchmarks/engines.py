@@ -39,7 +39,7 @@ from deltasync import (
     WeightSource,
 )
 from deltasync.errors import TransportClosed
-from deltasync.sync.proving import Upkeep
+from deltasync.sync.proof.proving import Upkeep
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 

@@ -20,8 +20,8 @@ from benchmarks.cases.memory import Resident
 from benchmarks.engines import Engine, EnginesPlan, Trainer, seconds, target_of
 from benchmarks.pair import trim_heap
 from benchmarks.record import GOAL_NUMEL, MEMORY, SLOW_DOWN, Result, compared
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof, Upkeep
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof, Upkeep
 
 _LAYERS = 12
 _MOST_LAYERS = 8  # the memory of so many may a proof take

@@ -33,7 +33,7 @@ from benchmarks.soak import Usage, fingerprint
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.transports import collective, shared_memory
-from deltasync.transports.control import Kind
+from deltasync.transports.control.connection import Kind
 from deltasync.wire.messages import Hello, encode
 
 SECRET = b"only of the trainer and its engine"

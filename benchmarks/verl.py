@@ -26,7 +26,7 @@ from benchmarks.engines import Trainer as Source
 from benchmarks.record import MEMORY, SLOW_DOWN, Result, compared
 from deltasync import SenderOptions, WeightReceiver, WeightSender
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer
-from deltasync.sync.copied import CopiedTarget
+from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import collective
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame

@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from deltasync.delta.diff import diff
     from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
     from deltasync.delta.policy import Costs, Policy
-    from deltasync.delta.recorder import CheckpointTensor
+    from deltasync.delta.routes.recorder import CheckpointTensor
     from deltasync.delta.shard import ShardSpec
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
-    from deltasync.sync.crew import Crew
-    from deltasync.sync.crew_rank import CrewRank
+    from deltasync.sync.group.group import Crew
+    from deltasync.sync.group.rank import CrewRank
     from deltasync.sync.hook import StepHook, sync_after_step
     from deltasync.sync.options import ReceiverOptions, SenderOptions
+    from deltasync.sync.protocol.session import ReceiverState
     from deltasync.sync.receiver import WeightReceiver
-    from deltasync.sync.reloaded import ReloadedTarget
-    from deltasync.sync.routed import RoutedTarget
     from deltasync.sync.sender import WeightSender
-    from deltasync.sync.session import ReceiverState
-    from deltasync.sync.source import ModuleSource, NamedTensor, WeightSource
+    from deltasync.sync.source.tensors import ModuleSource, NamedTensor, WeightSource
     from deltasync.sync.staging_thread import StagingThread
     from deltasync.sync.stats import SyncStats
-    from deltasync.sync.target import ModuleTarget, WeightTarget
+    from deltasync.sync.target.module import ModuleTarget, WeightTarget
+    from deltasync.sync.target.reloaded import ReloadedTarget
+    from deltasync.sync.target.routed import RoutedTarget
 
 __version__ = "0.1.0"
 
@@ -67,23 +67,23 @@ __all__ = [
 
 # Imported when they are asked for: torch takes seconds, and a command's --help needs none of it.
 _HOMES = {
-    "CheckpointTensor": "deltasync.delta.recorder",
+    "CheckpointTensor": "deltasync.delta.routes.recorder",
     "Chunk": "deltasync.delta.patch",
     "ChunkedPatch": "deltasync.delta.patch",
     "Costs": "deltasync.delta.policy",
-    "Crew": "deltasync.sync.crew",
-    "CrewRank": "deltasync.sync.crew_rank",
+    "Crew": "deltasync.sync.group.group",
+    "CrewRank": "deltasync.sync.group.rank",
     "DeltaSyncError": "deltasync.errors",
     "DensePatch": "deltasync.delta.patch",
-    "ModuleSource": "deltasync.sync.source",
-    "ModuleTarget": "deltasync.sync.target",
-    "NamedTensor": "deltasync.sync.source",
+    "ModuleSource": "deltasync.sync.source.tensors",
+    "ModuleTarget": "deltasync.sync.target.module",
+    "NamedTensor": "deltasync.sync.source.tensors",
     "Patch": "deltasync.delta.patch",
     "Policy": "deltasync.delta.policy",
     "ReceiverOptions": "deltasync.sync.options",
-    "ReceiverState": "deltasync.sync.session",
-    "ReloadedTarget": "deltasync.sync.reloaded",
-    "RoutedTarget": "deltasync.sync.routed",
+    "ReceiverState": "deltasync.sync.protocol.session",
+    "ReloadedTarget": "deltasync.sync.target.reloaded",
+    "RoutedTarget": "deltasync.sync.target.routed",
     "SenderOptions": "deltasync.sync.options",
     "ShardSpec": "deltasync.delta.shard",
     "SparsePatch": "deltasync.delta.patch",
@@ -93,8 +93,8 @@ _HOMES = {
     "SyncStats": "deltasync.sync.stats",
     "WeightReceiver": "deltasync.sync.receiver",
     "WeightSender": "deltasync.sync.sender",
-    "WeightSource": "deltasync.sync.source",
-    "WeightTarget": "deltasync.sync.target",
+    "WeightSource": "deltasync.sync.source.tensors",
+    "WeightTarget": "deltasync.sync.target.module",
     "apply_patch": "deltasync.delta.apply",
     "diff": "deltasync.delta.diff",
     "sparsity": "deltasync.delta.sparsity",

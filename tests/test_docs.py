@@ -32,11 +32,13 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import AsyncClient, HttpClient
-from deltasync.sync import bound, lobby
-from deltasync.sync.crew_rank import CrewRank
-from deltasync.sync.link import _READING_S
-from deltasync.transports import cuda_ipc, newcomers
-from deltasync.transports.endpoints import Server
+from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.protocol import lobby
+from deltasync.sync.protocol.link import _READING_S
+from deltasync.sync.target import bound
+from deltasync.transports import cuda_ipc
+from deltasync.transports.control import newcomers
+from deltasync.transports.control.endpoints import Server
 from tests.cli.command import call
 
 ROOT = Path(__file__).parents[1]

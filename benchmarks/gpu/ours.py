@@ -17,7 +17,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run, chunk_numel_on
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import Delta, plan_delta
+from deltasync.sync.source.plan import Delta, plan_delta
 
 BUCKET_BYTES = 256 << 20  # the default of SenderOptions
 _SPARSE_BYTES = 6  # of a changed bf16 element

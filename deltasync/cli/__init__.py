@@ -16,10 +16,10 @@ from deltasync.cli.signals import (
 
 COMMANDS = {
     "apply": ("deltasync.files.patch_file",),
-    "bench": ("deltasync.cli.measuring", "rich.progress"),
+    "bench": ("deltasync.cli.probes.measuring", "rich.progress"),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
-    "doctor": ("deltasync.cli.checks",),
+    "doctor": ("deltasync.cli.probes.checks",),
     "inspect": ("deltasync.files.inspection",),
     "verify": ("deltasync.files.comparing",),
 }

@@ -13,7 +13,7 @@ import typer
 from deltasync.cli.ending import FAILED, told
 
 if TYPE_CHECKING:
-    from deltasync.cli.measuring import Measured, Sides
+    from deltasync.cli.probes.measuring import Measured, Sides
 
 BYTES_AN_ELEMENT = 10  # of memory, at both ends together, rounded up
 FEWEST_CHANGES = 100
@@ -77,7 +77,7 @@ def _measure(numel: int, density: float, device: str) -> Measured:
     from rich.console import Console
     from rich.progress import Progress
 
-    from deltasync.cli.measuring import NUM_STEPS, measure
+    from deltasync.cli.probes.measuring import NUM_STEPS, measure
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

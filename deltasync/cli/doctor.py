@@ -13,7 +13,7 @@ from deltasync.cli.ending import FAILED
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from deltasync.cli.checks import Check
+    from deltasync.cli.probes.checks import Check
 
 _WORDS = {True: "yes", False: "no", None: "-"}
 _STYLES = {True: "green", False: "red", None: "dim"}
@@ -28,7 +28,7 @@ def doctor(
     """
     from rich.console import Console
 
-    from deltasync.cli.checks import all_checks, works
+    from deltasync.cli.probes.checks import all_checks, works
 
     with Console(stderr=True).status("trying every link between two processes ..."):
         checks = list(all_checks())

@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
-from deltasync.delta.overlap import repeats
-from deltasync.delta.route import Dims, merged, row_major
+from deltasync.delta.routes.overlap import repeats
+from deltasync.delta.routes.route import Dims, merged, row_major
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 

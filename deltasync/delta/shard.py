@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deltasync.delta.route import merged, row_major
+from deltasync.delta.routes.route import merged, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN

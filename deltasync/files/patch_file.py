@@ -23,8 +23,8 @@ from deltasync.errors import ConfigError, DigestMismatch, IllegalMessage
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import FrameFile, appearing, write_frames
-from deltasync.sync.one_way import OneWayReader, one_way_frames
-from deltasync.sync.plan import DeltaPlan
+from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
+from deltasync.sync.source.plan import DeltaPlan
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec, digest_text
 

@@ -19,12 +19,12 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
-from deltasync.sync.crew import Crew
+from deltasync.sync.group.group import Crew
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.round import Moment
+from deltasync.sync.protocol.round import Moment
 from deltasync.sync.sender import WeightSender
-from deltasync.sync.source import WeightSource
+from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
 from deltasync.transports.address import Address

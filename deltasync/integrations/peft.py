@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.source import ModuleWatch, NamedTensor, named_tensors, tied_tensors
+from deltasync.sync.source.tensors import ModuleWatch, NamedTensor, named_tensors, tied_tensors
 
 _PREFIX = "base_model.model."
 

@@ -20,8 +20,8 @@ from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.http import Http
 from deltasync.integrations.worker import Worker
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

@@ -13,12 +13,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.recorder import CheckpointTensor, Recording, record
-from deltasync.delta.route import Piece
+from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.routed import RoutedTarget
-from deltasync.sync.source import ModuleWatch, NamedTensor, tied_tensors
+from deltasync.sync.source.tensors import ModuleWatch, NamedTensor, tied_tensors
+from deltasync.sync.target.routed import RoutedTarget
 
 
 class TransformersSource:

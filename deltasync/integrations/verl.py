@@ -20,8 +20,8 @@ from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
-from deltasync.sync.source import Index, ModuleSource
-from deltasync.sync.streamed import NamedWeights
+from deltasync.sync.source.streamed import NamedWeights
+from deltasync.sync.source.tensors import Index, ModuleSource
 from deltasync.transports.address import Address
 
 Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]

@@ -18,15 +18,15 @@ from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.sync.copied import CopiedTarget
-from deltasync.sync.crew import Crew
-from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.group.group import Crew
+from deltasync.sync.group.rank import CrewRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender
-from deltasync.sync.source import WeightSource
+from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
+from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
-from deltasync.sync.streamed import NamedWeights, StreamedWeights
+from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.address import Address, LinkName
 from deltasync.transports.base import SendTransport

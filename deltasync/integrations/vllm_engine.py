@@ -33,11 +33,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.connection import Connection, Sent
 from deltasync.integrations.worker import Worker
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof, reached
-from deltasync.sync.reloaded import ReloadedTarget
-from deltasync.sync.source import Registered
-from deltasync.sync.target import WeightTarget
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof, reached
+from deltasync.sync.source.tensors import Registered
+from deltasync.sync.target.module import WeightTarget
+from deltasync.sync.target.reloaded import ReloadedTarget
 
 logger = init_logger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.config import network_secret
-from deltasync.delta.loading import Loader
+from deltasync.delta.routes.loading import Loader
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
@@ -23,12 +23,12 @@ from deltasync.errors import (
 )
 from deltasync.integrations.connection import Connection, Sent
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.proving import Proof, Upkeep
+from deltasync.sync.proof.proving import Proof, Upkeep
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.routed import RoutedTarget, Routes
-from deltasync.sync.session import ReceiverState
 from deltasync.sync.staging_thread import StagingThread
-from deltasync.sync.target import WeightTarget
+from deltasync.sync.target.module import WeightTarget
+from deltasync.sync.target.routed import RoutedTarget, Routes
 from deltasync.wire.messages import Failed, encode
 
 _TURN_S = 0.05

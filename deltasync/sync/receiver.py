@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from torch import Tensor
 
 from deltasync.delta.apply import Applier
+from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bucket import BucketReader, Budget
-from deltasync.delta.loading import Loading
+from deltasync.delta.routes.loading import Loading
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -25,16 +26,15 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
-from deltasync.sync.bound import BoundWeights
-from deltasync.sync.ends import check_receiver
-from deltasync.sync.lanes import Lanes, rest_of
+from deltasync.sync.arguments import check_receiver
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.payloads import inflated
-from deltasync.sync.scrub import Scrub
-from deltasync.sync.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
-from deltasync.sync.streams import OwnStream
-from deltasync.sync.target import EarlyCheck, WeightTarget
+from deltasync.sync.protocol.links import Lanes, rest_of
+from deltasync.sync.protocol.payloads import inflated
+from deltasync.sync.protocol.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
+from deltasync.sync.target.bound import BoundWeights
+from deltasync.sync.target.module import EarlyCheck, WeightTarget
+from deltasync.sync.target.scrub import Scrub
 from deltasync.transports import forks
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages

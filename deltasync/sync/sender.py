@@ -17,20 +17,20 @@ from deltasync.errors import (
     TransportTimeout,
     WireError,
 )
-from deltasync.sync.crew import Crew
-from deltasync.sync.crew_weights import CrewWeights
-from deltasync.sync.ends import check_options, check_send_transport, check_source
-from deltasync.sync.layout import SentLayout, check_engine, specs_of
-from deltasync.sync.link import SenderLink
-from deltasync.sync.lobby import Greeting, Lobby, greet_back
+from deltasync.sync.arguments import check_options, check_send_transport, check_source
+from deltasync.sync.group.group import Crew
+from deltasync.sync.group.weights import CrewWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.plan import Delta, Plan
-from deltasync.sync.round import Moment, Round, RoundResult
-from deltasync.sync.session import Member, SenderSession
-from deltasync.sync.source import WeightSource
+from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.lobby import Greeting, Lobby, greet_back
+from deltasync.sync.protocol.round import Moment, Round, RoundResult
+from deltasync.sync.protocol.session import Member, SenderSession
+from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
+from deltasync.sync.source.plan import Delta, Plan
+from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import SyncStats
-from deltasync.sync.weights import LocalWeights, OwnWeights, Weights
 from deltasync.transports import forks
 from deltasync.transports.base import SendTransport
 from deltasync.wire.messages import ParameterSpec, Upcoming

@@ -16,8 +16,8 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.session import ReceiverState
 from deltasync.transports import forks
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop

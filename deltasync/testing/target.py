@@ -28,7 +28,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.target import WeightTarget
+from deltasync.sync.target.module import WeightTarget
 from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import flipped, random_bits, specs_of
 from deltasync.wire.messages import ParameterSpec

@@ -47,7 +47,7 @@ from deltasync.transports.collective_messages import (
     TICKET,
 )
 from deltasync.transports.collective_receiver import Receiver
-from deltasync.transports.control import (
+from deltasync.transports.control.connection import (
     BUSY_S,
     BrokenProtocol,
     Deadline,
@@ -57,7 +57,7 @@ from deltasync.transports.control import (
     check_size,
     failure,
 )
-from deltasync.transports.endpoints import (
+from deltasync.transports.control.endpoints import (
     Gate,
     Server,
     check_secret,

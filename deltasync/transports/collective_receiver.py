@@ -26,8 +26,15 @@ from deltasync.transports.collective_messages import (
     NO_PAYLOAD,
     TICKET,
 )
-from deltasync.transports.control import BUSY_S, BrokenProtocol, Deadline, Kind, Message, Pace
-from deltasync.transports.endpoints import Client, Gate, check_secret, dial_tcp
+from deltasync.transports.control.connection import (
+    BUSY_S,
+    BrokenProtocol,
+    Deadline,
+    Kind,
+    Message,
+    Pace,
+)
+from deltasync.transports.control.endpoints import Client, Gate, check_secret, dial_tcp
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,

@@ -44,7 +44,7 @@ from deltasync.errors import (
 )
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
-from deltasync.transports.control import (
+from deltasync.transports.control.connection import (
     BUSY_S,
     DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
-from deltasync.transports.control import Deadline, check_frame, check_size, failure
+from deltasync.transports.control.connection import Deadline, check_frame, check_size, failure
 
 _CLOSED = "this end of the transport was closed"
 _PARENTS_OWN = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"

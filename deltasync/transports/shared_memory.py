@@ -22,7 +22,7 @@ from torch import Tensor
 from deltasync.errors import PeerLost, TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
-from deltasync.transports.control import BrokenProtocol, Deadline, Kind, Message
+from deltasync.transports.control.connection import BrokenProtocol, Deadline, Kind, Message
 from deltasync.transports.unix_socket import (
     EMPTY_SLOT,
     NO_SLOT,

@@ -24,7 +24,7 @@ from torch import Tensor
 from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
-from deltasync.transports.control import (
+from deltasync.transports.control.connection import (
     BUSY_S,
     BrokenProtocol,
     Deadline,
@@ -33,8 +33,13 @@ from deltasync.transports.control import (
     check_size,
     failure,
 )
-from deltasync.transports.endpoints import Client, Gate, Server
-from deltasync.transports.socket_file import check_user, is_of_this_user, listen, private_path
+from deltasync.transports.control.endpoints import Client, Gate, Server
+from deltasync.transports.control.socket_file import (
+    check_user,
+    is_of_this_user,
+    listen,
+    private_path,
+)
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload

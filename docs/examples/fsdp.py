@@ -26,7 +26,7 @@ from deltasync import (
 )
 from deltasync.errors import PeerLost
 from deltasync.transports import shared_memory
-from deltasync.transports.socket_file import private_path
+from deltasync.transports.control.socket_file import private_path
 
 STEPS = 5
 

@@ -29,7 +29,7 @@ from deltasync import (
 )
 from deltasync.errors import PeerLost
 from deltasync.transports import shared_memory
-from deltasync.transports.socket_file import private_path
+from deltasync.transports.control.socket_file import private_path
 
 GROUPS, QUERIES, HEAD, HIDDEN, FFN = 4, 3, 8, 64, 96  # query heads of a group share a k and a v
 STEPS = 4

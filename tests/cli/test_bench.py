@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from deltasync.cli.follower import followed, make_model
+from deltasync.cli.probes.follower import followed, make_model
 from deltasync.errors import PeerLost
 from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run, wait_until_gone
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from deltasync.cli.checks import ENGINES, Check, Engine, engine_check, numbers, works
-from deltasync.cli.trial import Trial
+from deltasync.cli.probes.checks import ENGINES, Check, Engine, engine_check, numbers, works
+from deltasync.cli.probes.trial import Trial
 from tests.cli.command import COMMAND, ROOT, run
 
 DOCTOR = [*COMMAND, "doctor"]

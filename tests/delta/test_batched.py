@@ -26,7 +26,7 @@ from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.sync.plan import Delta, plan_delta, plan_full
+from deltasync.sync.source.plan import Delta, plan_delta, plan_full
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import same_bits, specs_of
 from deltasync.wire.table import ROW

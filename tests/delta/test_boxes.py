@@ -20,9 +20,9 @@ from deltasync.delta.bits import Flat, Live, integer_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
-from deltasync.delta.part import Part
 from deltasync.delta.patch import Run
-from deltasync.delta.route import Piece
+from deltasync.delta.routes.part import Part
+from deltasync.delta.routes.route import Piece
 from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
 

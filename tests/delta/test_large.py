@@ -18,12 +18,12 @@ from deltasync.delta.bits import Flat, Live, WireReader
 from deltasync.delta.bucket import BucketReader, buckets
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
-from deltasync.delta.part import Part
 from deltasync.delta.patch import Run
-from deltasync.delta.route import Piece
+from deltasync.delta.routes.part import Part
+from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import ShardSpec, Share
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import Plan, plan_delta, plan_full
+from deltasync.sync.source.plan import Plan, plan_delta, plan_full
 from deltasync.wire.messages import ParameterSpec
 
 INT32 = 1 << 31

@@ -12,8 +12,8 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.loading import Loading
 from deltasync.delta.patch import Run
+from deltasync.delta.routes.loading import Loading
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec

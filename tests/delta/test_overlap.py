@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.bits import Flat
-from deltasync.delta.overlap import overlapping, repeats
+from deltasync.delta.routes.overlap import overlapping, repeats
 from deltasync.errors import ConfigError
 
 MEMORY = torch.zeros(96, dtype=torch.uint8)

@@ -13,8 +13,8 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deltasync.delta.recorder import CheckpointTensor, Recording, record
-from deltasync.delta.route import Piece, covers, joined
+from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.delta.routes.route import Piece, covers, joined
 from deltasync.errors import ConfigError
 
 Weights = dict[str, Tensor]

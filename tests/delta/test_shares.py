@@ -23,7 +23,7 @@ from deltasync.delta.host_rows import Lines
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, Share, share_out
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import Delta, Plan, plan_delta, plan_full
+from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.digest import MASK

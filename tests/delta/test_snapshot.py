@@ -20,7 +20,7 @@ from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.plan import DeltaPlan
+from deltasync.sync.source.plan import DeltaPlan
 from deltasync.testing import strategies as own
 from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import relaid, same_bits, specs_of

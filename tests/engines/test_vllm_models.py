@@ -24,7 +24,7 @@ from deltasync import (
 from deltasync.delta.bits import torch_dtype
 from deltasync.errors import ConfigError
 from deltasync.integrations.transformers import TransformersSource
-from deltasync.sync.layout import source_specs
+from deltasync.sync.source.layout import source_specs
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config

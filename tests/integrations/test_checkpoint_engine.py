@@ -21,8 +21,8 @@ from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model
 

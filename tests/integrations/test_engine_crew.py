@@ -18,7 +18,7 @@ from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAbor
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
 from tests.sync.crew import Boxes, Sharded, rows_of

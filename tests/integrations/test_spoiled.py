@@ -16,8 +16,8 @@ from deltasync.errors import DirtyReceiver
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from deltasync.transports.address import Address
 from tests.sync.test_proved import Engine, InSet, checkpoint, work_on

@@ -20,9 +20,9 @@ from deltasync import (
 )
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import TransportTimeout
-from deltasync.sync import orders
-from deltasync.sync.crew import Crew
-from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.group import orders
+from deltasync.sync.group.group import Crew
+from deltasync.sync.group.rank import CrewRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
 from tests.sync.harness import Receivers, ThroughSender

@@ -29,7 +29,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.errors import ConfigError, PeerLost, SourceChanged, StepApplied, SyncAborted
-from deltasync.sync.crew_rank import CrewRank
+from deltasync.sync.group.rank import CrewRank
 from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport

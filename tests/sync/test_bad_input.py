@@ -31,7 +31,7 @@ from deltasync.errors import (
     WireError,
     WrongStream,
 )
-from deltasync.sync.session import ReceiverState
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
 from deltasync.wire.compression import compress

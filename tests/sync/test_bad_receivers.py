@@ -17,7 +17,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     SyncAborted,
 )
-from deltasync.sync.weights import OwnWeights
+from deltasync.sync.source.weights import OwnWeights
 from deltasync.transports.base import ReceiveTransport
 from deltasync.wire.frame import FORMAT_VERSION, join_header
 from deltasync.wire.messages import (

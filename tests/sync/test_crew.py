@@ -21,8 +21,8 @@ from deltasync import CheckpointTensor, ModuleTarget, SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
-from deltasync.sync import orders
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.group import orders
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
 from tests.sync.crew import Boxes, Sharded, Split, rows_of, trainer_of
@@ -205,7 +205,7 @@ def test_a_sync_may_take_longer_than_ranks_wait_for_an_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What they wait for is the next order, not the end of the call."""
-    monkeypatch.setattr("deltasync.sync.crew_rank._PATIENCE", 1)
+    monkeypatch.setattr("deltasync.sync.group.rank._PATIENCE", 1)
     source, target = model(1), model(2)
     with trainer_of(source, rows_of(source, 2)) as here:
         here.add(target)
@@ -218,7 +218,7 @@ def test_a_sync_may_take_longer_than_ranks_wait_for_an_order(
 
 
 def test_a_rank_gives_up_a_call_of_which_it_hears_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.sync.crew_rank._PATIENCE", 1)
+    monkeypatch.setattr("deltasync.sync.group.rank._PATIENCE", 1)
     source, target = model(1), model(2)
     with trainer_of(source, rows_of(source, 2)) as here:
         joined(here, target)

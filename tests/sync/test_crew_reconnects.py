@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deltasync.errors import SyncAborted
-from deltasync.sync import orders
-from deltasync.sync.crew import Crew
+from deltasync.sync.group import orders
+from deltasync.sync.group.group import Crew
 from deltasync.transports import inprocess
 
 pytestmark = pytest.mark.timeout(60)

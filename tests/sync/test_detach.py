@@ -29,7 +29,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
-from deltasync.sync.session import ReceiverState
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import Finish, encode

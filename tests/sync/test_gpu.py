@@ -23,9 +23,9 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.batched import Kernels
+from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import host, kernels_for, reference
-from deltasync.sync.streams import OwnStream
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame

@@ -15,8 +15,8 @@ from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread
 from deltasync.errors import ConfigError, IllegalMessage, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.sync.sender import WeightSender
-from deltasync.sync.session import ReceiverState
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame, SendTransport

@@ -26,10 +26,10 @@ from deltasync import (
     dtypes,
 )
 from deltasync.delta.shard import ShardSpec
-from deltasync.sync import orders
-from deltasync.sync.link import SenderLink
+from deltasync.sync.group import orders
+from deltasync.sync.protocol.link import SenderLink
 from deltasync.transports import shared_memory
-from deltasync.transports.control import DEFAULT_MAX_MESSAGE_BYTES
+from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
 from deltasync.wire.messages import Hello, Layout, ParameterSpec, decode, encode, entries
 from tests.sync.crew import rows_of, trainer_of
 from tests.sync.harness import Model, bits_equal, random_model, step

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.sync import lobby as lobby_module
-from deltasync.sync.link import SenderLink
-from deltasync.sync.lobby import Lobby
+from deltasync.sync.protocol import lobby as lobby_module
+from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.lobby import Lobby
 from deltasync.testing.links import background
 from deltasync.transports import inprocess
 from deltasync.wire.messages import Failed, Hello, Refused, decode, encode

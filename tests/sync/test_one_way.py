@@ -13,8 +13,8 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
 from deltasync.delta.policy import Policy
 from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.one_way import OneWayReader, one_way_frames
-from deltasync.sync.plan import Plan, plan_delta, plan_full
+from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
+from deltasync.sync.source.plan import Plan, plan_delta, plan_full
 from deltasync.testing.strategies import models, mutations, policies, same_bits, specs_of
 from deltasync.wire.compression import Compression
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
-from deltasync.delta.part import Part
-from deltasync.delta.recorder import CheckpointTensor, record
-from deltasync.delta.route import Piece
+from deltasync.delta.routes.part import Part
+from deltasync.delta.routes.recorder import CheckpointTensor, record
+from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
-from deltasync.sync.proof import copies
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.protocol.agreement import copies
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.strategies import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.recorder import CheckpointTensor
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
-from deltasync.sync.routed import RoutedTarget
+from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.processes import Child
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.recorder import CheckpointTensor
+from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver
-from deltasync.sync.cold import Startup
-from deltasync.sync.other import other_bits
-from deltasync.sync.proving import Proof, reached, scope_of
-from deltasync.sync.reach import Reach
-from deltasync.sync.reloaded import ReloadedTarget
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.other_weights import other_bits
+from deltasync.sync.proof.proving import Proof, reached, scope_of
+from deltasync.sync.proof.reach import Reach
+from deltasync.sync.target.reloaded import ReloadedTarget
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.processes import free_port, run_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import ConfigError
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
-from deltasync.sync.reach import Reach
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
+from deltasync.sync.proof.reach import Reach
+from deltasync.sync.target.routed import RoutedTarget
 from tests.sync.test_proved import (
     Engine,
     Layer,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from deltasync import CheckpointTensor, ReloadedTarget
 from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
-from deltasync.sync.cold import Startup
-from deltasync.sync.proving import Proof
-from deltasync.sync.target import WeightTarget
+from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.proving import Proof
+from deltasync.sync.target.module import WeightTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, fleet, random_model, step
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deltasync.errors import DeltaSyncError, IllegalMessage, VersionGap, WrongStream
-from deltasync.sync.session import (
+from deltasync.sync.protocol.session import (
     Member,
     ReceiverSession,
     ReceiverState,

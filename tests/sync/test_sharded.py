@@ -23,11 +23,11 @@ from deltasync import (
 )
 from deltasync.delta.policy import Policy
 from deltasync.errors import SyncAborted
-from deltasync.sync.crew import Crew
-from deltasync.sync.crew_rank import CrewRank
-from deltasync.sync.routed import RoutedTarget
+from deltasync.sync.group.group import Crew
+from deltasync.sync.group.rank import CrewRank
 from deltasync.sync.sender import WeightSender
-from deltasync.sync.source import Index
+from deltasync.sync.source.tensors import Index
+from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.sync.harness import Serving

@@ -18,11 +18,11 @@ from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
-from deltasync.sync.layout import SourceLayout, check_engine, source_specs, specs_of
-from deltasync.sync.scrub import Scrub
-from deltasync.sync.source import Index, ModuleSource, NamedTensor
-from deltasync.sync.streamed import StreamedWeights
-from deltasync.sync.target import ModuleTarget, WeightTarget, match_parameters
+from deltasync.sync.source.layout import SourceLayout, check_engine, source_specs, specs_of
+from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.sync.source.tensors import Index, ModuleSource, NamedTensor
+from deltasync.sync.target.module import ModuleTarget, WeightTarget, match_parameters
+from deltasync.sync.target.scrub import Scrub
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
 

@@ -32,7 +32,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
-from deltasync.sync.session import ReceiverState
+from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.messages import decode

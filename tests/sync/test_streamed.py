@@ -22,8 +22,8 @@ from deltasync.errors import (
     TargetMoved,
     TransportTimeout,
 )
-from deltasync.sync.copied import CopiedTarget
-from deltasync.sync.streamed import StreamedWeights
+from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
 from tests.sync.harness import Serving, until
 

@@ -47,7 +47,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports import collective
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
-from deltasync.transports.control import Connection, Kind
+from deltasync.transports.control.connection import Connection, Kind
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from deltasync.errors import ConfigError, PeerLost, TransportTimeout
 from deltasync.testing.links import background
-from deltasync.transports.control import Connection, Deadline, Kind
-from deltasync.transports.endpoints import Client, Gate, Server
+from deltasync.transports.control.connection import Connection, Deadline, Kind
+from deltasync.transports.control.endpoints import Client, Gate, Server
 
 HEADER = struct.Struct("<2sBxI")
 LIMIT = 1 << 16

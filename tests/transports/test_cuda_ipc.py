@@ -43,7 +43,7 @@ from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc, cuda_runtime
 from deltasync.transports.base import Frame
-from deltasync.transports.control import Connection, Kind
+from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.cuda_runtime import Gpu, Mark, find_runtime
 
 GRANULE_BYTES = 32 << 20

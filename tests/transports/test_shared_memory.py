@@ -28,7 +28,7 @@ from deltasync.testing.links import (
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame
-from deltasync.transports.control import Connection, Kind
+from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.shared_memory import Receiver, Sender
 
 

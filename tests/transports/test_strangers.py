@@ -20,8 +20,8 @@ from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.testing.links import background, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
-from deltasync.transports.control import Connection, Deadline, Kind
-from deltasync.transports.endpoints import Client, Gate, Server
+from deltasync.transports.control.connection import Connection, Deadline, Kind
+from deltasync.transports.control.endpoints import Client, Gate, Server
 
 HEADER = struct.Struct("<2sBxI")
 SECRET = b"shared"

@@ -20,9 +20,10 @@ import pytest
 from deltasync.errors import ConfigError, TransportTimeout
 from deltasync.testing.links import PATIENCE_S, within
 from deltasync.testing.processes import Child
-from deltasync.transports import shared_memory, socket_file
-from deltasync.transports.control import Kind
-from deltasync.transports.socket_file import private_path
+from deltasync.transports import shared_memory
+from deltasync.transports.control import socket_file
+from deltasync.transports.control.connection import Kind
+from deltasync.transports.control.socket_file import private_path
 
 pytestmark = pytest.mark.timeout(60)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -23,7 +23,7 @@ from deltasync.errors import (
     TruncatedFrame,
     UnknownCodec,
 )
-from deltasync.sync.session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.wire import messages as m
 from deltasync.wire.digest import digest_at, seed
 from deltasync.wire.table import ROW

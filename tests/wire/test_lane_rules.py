@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.errors import IllegalMessage, PeerLost, TransportTimeout
-from deltasync.sync.lanes import Lanes
+from deltasync.sync.protocol.links import Lanes
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import (

@@ -23,7 +23,7 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.files.inspection import Inspection
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
-from deltasync.sync.one_way import OneWayReader
+from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire import messages as m
 from tests.files.saved import model, save, stepped
@@ -184,7 +184,7 @@ def test_w25_a_damaged_payload_is_found_without_the_weights(
 def test_w25_a_payload_that_is_not_compressed_is_read_too(
     frames: list[Frame], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    from deltasync.sync.payloads import inflated
+    from deltasync.sync.protocol.payloads import inflated
 
     bucket, _ = m.decode(frames[2].header)
     assert isinstance(bucket, m.Bucket)

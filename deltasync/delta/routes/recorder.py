@@ -1,0 +1,502 @@
+"""Watches an engine's loader once, with checkpoint tensors that have no data."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
+from deltasync.delta.routes.naming import leaving_out, suggested
+from deltasync.delta.routes.operations import (
+    as_returned,
+    is_view,
+    refuse_waits,
+    tensors_in,
+    written_by,
+)
+from deltasync.delta.routes.origin import Elements, Join
+from deltasync.delta.routes.route import Piece, covers, joined
+from deltasync.delta.routes.together import Held, Names, Watch
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+"""An engine's `load_weights`: takes (checkpoint name, tensor) pairs."""
+
+_aten = torch.ops.aten
+_COPY = _aten.copy_.default
+# What they return has the same elements.
+_COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
+_JOINS = (_aten.cat.default, _aten.stack.default)
+_FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
+_MOST_OVERLAPPING = 64  # live tensors that interleave; a copy to one beyond is refused
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint, as a loader knows it.
+
+    Attributes:
+        aliases: Names that are tied to `name`: a loader may take the tensor under any of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and those tied to it."""
+        return (self.name, *self.aliases)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a loader does with a checkpoint.
+
+    Attributes:
+        pieces: Where the elements of each checkpoint tensor go: for each that is only copied. A
+            tensor that this rank takes nothing of has none.
+        given: The names under which the loader takes each checkpoint tensor, or ignores it.
+        together: Groups of checkpoint tensors that the loader needs in one call, in this order.
+        dtypes: What each of those has to be sent as: the dtype that the engine keeps it in.
+        refused: By name as it was given, why there is no route.
+        uncovered: By live name, why it does not follow the checkpoint alone.
+        untouched: Names of live tensors that the loader does nothing with.
+        padding: By live name, what the loader fills with a constant.
+    """
+
+    pieces: dict[str, tuple[Piece, ...]]
+    given: dict[str, tuple[str, ...]]
+    together: tuple[Names, ...]
+    dtypes: dict[str, Dtype]
+    refused: dict[str, str]
+    uncovered: dict[str, str]
+    untouched: tuple[str, ...]
+    padding: dict[str, tuple[Piece, ...]]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """All that is made here is kept, and would be searched for garbage again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
+def record(
+    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+) -> Recording:
+    """Run `load` on tensors without data. Live tensors are not written, and nothing is copied.
+
+    A tensor that the engine keeps in another dtype is recorded as of that dtype. A tied one is
+    given under each of its names but those at which the loader raises, if another one is left.
+
+    Args:
+        load: The engine's loader. Whatever Python state it changes, it has changed.
+        checkpoint: What it is given, in order.
+        live: The engine's tensors by name: parameters and buffers.
+
+    Raises:
+        ConfigError: The loader raised; the text names the checkpoint tensor it was given last.
+    """
+    # Of names that lead to one tensor the first stands for all. Empty ones share the null pointer.
+    first = {identity(tensor): name for name, tensor in reversed(list(live.items()))}
+    live = {n: t for n, t in live.items() if not t.numel() or first[identity(t)] == n}
+    recorder = _run(load, checkpoint, live)
+    if recorder.casts:
+        again = [replace(one, dtype=recorder.cast_of(one)) for one in checkpoint]
+        recorder = _run(load, again, live)
+
+    def watch(calls: Sequence[Names]) -> Mapping[str, object] | None:
+        other = recorder.anew(calls)
+        try:
+            _watch(load, other, live, calls)
+        except ConfigError:
+            return None
+        return other.places()
+
+    return recorder.recording(watch)
+
+
+def _run(
+    load: Load, checkpoint: Sequence[CheckpointTensor], live: Mapping[str, Tensor]
+) -> _Recorder:
+    """All in one call. Raises ConfigError if the loader raises at all names of a tensor."""
+    given = {one.name: list(one.names) for one in checkpoint}
+    while True:
+        recorder = _Recorder(checkpoint, given, live)
+        try:
+            _watch(load, recorder, live, [tuple(given)])
+        except ConfigError as error:
+            if not _left_out(given, recorder.given, error):
+                raise
+        else:
+            recorder.miss()
+            return recorder
+
+
+def _watch(
+    load: Load, recorder: _Recorder, live: Mapping[str, Tensor], calls: Sequence[Names]
+) -> None:
+    """Raises ConfigError if the loader does."""
+    before = {name: tensor.detach() for name, tensor in live.items()}
+    try:
+        with torch.no_grad(), recorder:
+            for names in calls:
+                load(recorder.give(names))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the loader cannot be watched: at {recorder.given!r} it raised {_line(error)}"
+            f"{suggested([recorder.given], (), are_sent=True)}"
+            f"{leaving_out(recorder.given, error, live)}"
+        ) from error
+    finally:
+        recorder.put_back(before)
+
+
+def _left_out(given: Mapping[str, list[str]], last: str, error: ConfigError) -> bool:
+    """Whether a name was taken off that the loader raises at, of a tensor that has another."""
+    for names in given.values():
+        for name in names if len(names) > 1 else ():
+            if name == last or f"{name!r}" in repr(error.__cause__):
+                names.remove(name)
+                return True
+    return False
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies from checkpoint tensors into live ones, and lets no live tensor be written.
+
+    Attributes:
+        given: The checkpoint tensor that the loader was given last.
+        casts: Dtypes that checkpoint tensors were converted to.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler, which takes a second."""
+        return False
+
+    def __init__(
+        self,
+        checkpoint: Sequence[CheckpointTensor],
+        names: Mapping[str, Sequence[str]],
+        live: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = ""
+        self._all = {one.name: one for one in checkpoint}
+        self._names = {name: tuple(given) for name, given in names.items()}
+        self._given = {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for one in checkpoint
+            for name in names[one.name]
+        }
+        self._back = Held()
+        self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
+        self._live = dict(live)
+        # By storage: where live tensors begin and end in it, in order, and their names.
+        self._live_in: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, tensor in live.items():
+            self._live_in[storage_of(tensor)].append((*extent_of(tensor), name))
+        for places in self._live_in.values():
+            places.sort()
+        self._checkpoint: dict[str, CheckpointTensor] = {}
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        self._padding: dict[str, list[Piece]] = defaultdict(list)
+        self._refused: dict[str, str] = {}
+        self._uncovered: dict[str, str] = {}
+        # By storage: the checkpoint tensor it holds, or several, or those it was computed from.
+        self._is: dict[int, Elements] = {}
+        self._joins: dict[int, Join] = {}
+        self._made_of: dict[int, tuple[frozenset[str], str]] = {}
+        self._kept: list[object] = []  # so that no storage is taken for one that is gone
+
+    def anew(self, calls: Sequence[Names]) -> _Recorder:
+        """Another one, of what these calls bring."""
+        return _Recorder([self._all[n] for c in calls for n in c], self._names, self._live)
+
+    def give(self, names: Names) -> Iterator[tuple[str, Tensor]]:
+        """(name, meta tensor) of these, as the loader asks for them."""
+        for one in map(self._all.__getitem__, names):
+            for name in self._names[one.name]:
+                tensor = self._given[name]
+                self._checkpoint[name] = one
+                self.given = name
+                self._hold(tensor, Elements(name, 0, ((one.numel, 1),)))
+                yield name, tensor
+
+    def miss(self) -> None:
+        """Refuse what the loader never asked for."""
+        self._refuse((n for n in self._given if n not in self._checkpoint), "is not asked for")
+
+    def cast_of(self, one: CheckpointTensor) -> torch.dtype:
+        """The dtype that a checkpoint tensor was converted to, if it was one."""
+        found = {dtype for name in self._names[one.name] for dtype in self.casts.get(name, ())}
+        return found.pop() if len(found) == 1 else one.dtype
+
+    def put_back(self, before: Mapping[str, Tensor]) -> None:
+        """Undo what goes past the dispatcher: storage that was exchanged."""
+        for name, tensor in before.items():
+            if identity(self._live[name]) != identity(tensor):
+                self._live[name].data = tensor
+                self._uncovered[name] = "the loader replaces its storage"
+
+    def places(self) -> dict[str, tuple[Piece, ...]]:
+        """Where each tensor goes that is not refused, by its first name."""
+        return {
+            name: self._pieces_of(one)
+            for name, one in self._all.items()
+            if self._refused.keys().isdisjoint(self._names[name])
+        }
+
+    def recording(self, watch: Watch) -> Recording:
+        """What was found. `watch` records other calls of the loader."""
+        pieces = self.places()
+        pieces = {name: found for name, found in pieces.items() if name not in self._refused}
+        regions: dict[str, list[Piece]] = defaultdict(list)
+        for found in (*pieces.values(), *self._padding.values()):
+            for piece in found:
+                regions[piece.live].append(piece)
+        untouched = tuple(
+            name for name in self._live if name not in self._uncovered and name not in regions
+        )
+        for name in regions:
+            if not covers(self._live[name], regions[name]):
+                why = (
+                    "the loader does not copy to each of its elements exactly once: what it is "
+                    "made of is not all sent, or some of it comes twice"
+                )
+                self._uncovered.setdefault(name, why)
+        return Recording(
+            pieces=pieces,
+            given=self._names,
+            together=self._back.together(tuple(self._all), pieces, watch) if pieces else (),
+            dtypes={name: _known(self._all[name].dtype) for name in pieces},
+            refused=self._refused,
+            uncovered=self._uncovered,
+            untouched=untouched,
+            padding={name: joined(found) for name, found in self._padding.items()},
+        )
+
+    def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
+        """Under whichever name. Refuses a tied tensor that the engine keeps in several places."""
+        found = {
+            name: joined([p for p in self._pieces.get(name, ()) if p.numel or not one.numel])
+            for name in self._names[one.name]
+        }
+        places = {pieces for pieces in found.values() if pieces}
+        if len(places) > 1:
+            lives = sorted({piece.live for pieces in places for piece in pieces})
+            tied = " and ".join(repr(name) for name in found if found[name])
+            self._refuse(
+                [one.name],
+                f"is tied at the trainer ({tied}), and kept apart by the engine, as "
+                f"{' and '.join(map(repr, lives))}: start the engine with tied weights, or untie "
+                "the trainer's",
+            )
+        return places.pop() if places else ()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_view(func):  # what a loader does most: the same storage, of which all is known
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is _COPY and args[1].is_meta and storage_of(args[0]) in self._live_in:
+            self._copy(args[0], args[1])
+            return args[0]
+        refuse_waits(func)
+        kwargs = kwargs or {}
+        written = written_by(func, args, kwargs)
+        if any(storage_of(tensor) in self._live_in for tensor in written):
+            self._write_live(func, args, written)
+            return as_returned(func, written)
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        sources = self._sources(given)
+        if sources and written:
+            self._refuse(sources, f"is changed in place, or put into a buffer, by {func}")
+            return as_returned(func, written)
+        if func in _COPIES and storage_of(args[0]) in self._is:
+            return self._copied(args[0], kwargs)
+        result = func(*args, **kwargs)
+        if func in _JOINS and self._joined(func is _JOINS[1], result, *args, **kwargs):
+            return result
+        if sources:
+            known = map(self._made_of.get, map(storage_of, given))
+            how = next((how for _, how in filter(None, known)), None) or str(func)
+            self._derive(tensors_in(result), sources, how)
+        return result
+
+    def _joined(self, is_stack: bool, whole: Tensor, parts: Sequence[Tensor], dim: int = 0) -> bool:
+        """Whether `whole` is known by its parts from now on."""
+        known = self._is.keys() | self._joins.keys()
+        if not whole.numel() or not all(storage_of(part) in known for part in parts):
+            return False
+        if any(p.dtype != whole.dtype or p.dim() + is_stack != whole.dim() for p in parts):
+            return False
+        held = tuple(part.detach() for part in parts)
+        join = Join(whole.detach(), dim % whole.dim(), held, is_stack)
+        self._joins[storage_of(whole)] = join
+        return True
+
+    def _derive(self, made: Sequence[Tensor], sources: set[str], how: str) -> None:
+        """Remember of what `made` was computed, and by what at first."""
+        for tensor in made:
+            if storage_of(tensor) not in self._is:
+                self._made_of.setdefault(storage_of(tensor), (frozenset(sources), how))
+                self._kept.append(tensor.untyped_storage())
+
+    def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A copy without data, of which it is known where its elements come from."""
+        held = self._is[storage_of(tensor)]
+        dtype = kwargs.get("dtype") or tensor.dtype
+        copy: Tensor = _aten.clone.default(tensor, memory_format=kwargs.get("memory_format"))
+        if dtype != tensor.dtype:
+            self._cast(held.name, dtype)
+            return copy.to(dtype)
+        box = None if self._is_reinterpreted(tensor, held) else held.box(tensor, copy.stride())
+        dims = sorted(box[1] if box else (), key=lambda dim: (-dim[2], dim[0]))
+        strides = [prod(size for size, _, _ in dims[n + 1 :]) for n in range(len(dims))]
+        if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
+            self._derive([copy], {held.name}, "a rearrangement that cannot be followed")
+        else:
+            self._hold(copy, Elements(held.name, box[0], tuple(dim[:2] for dim in dims)))
+        return copy
+
+    def _hold(self, tensor: Tensor, elements: Elements) -> None:
+        self._is[storage_of(tensor)] = elements
+        self._kept.append(tensor.untyped_storage())
+
+    def _is_reinterpreted(self, tensor: Tensor, held: Elements) -> bool:
+        """Whether bits of a checkpoint tensor are seen as something else."""
+        own = self._checkpoint[held.name].dtype
+        return tensor.dtype != own or tensor.is_neg() or tensor.is_conj()
+
+    def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
+        """Note a write to live tensors, which is not done."""
+        if not any(tensor.numel() for tensor in written):
+            pass  # padding where there is none
+        elif sources := self._sources(tensors_in(args)):
+            self._refuse(sources, f"is not only copied: {func}")
+            for tensor in written:
+                self._spoil(tensor, f"the loader computes it: {func}")
+        elif func in _FILLS and (piece := self._region(args[0])) is not None:
+            self._padding[piece.live].append(piece)
+        else:
+            for tensor in written:
+                self._spoil(tensor, f"the loader writes other values by {func}")
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        key = storage_of(source)
+        held = self._is.get(key)
+        join = self._joins.get(key) if held is None else None
+        if join is not None and (copies := join.split(source, target)) is not None:
+            self._back.joined(self._checkpoint[n].name for n in self._sources([source]))
+            for there, part in copies:
+                self._copy(there, part)
+            return
+        if held is not None and held.name != self.given:
+            self._back.copied(self._checkpoint[held.name].name, self._checkpoint[self.given].name)
+        live = self._live_name(target)
+        if held is None:
+            names, how = self._made_of.get(key) or (
+                self._sources([source]),
+                "a rearrangement of several",
+            )
+            self._refuse(names, f"is not only copied: {how}")
+            self._spoil(target, f"the loader computes it: {how}")
+        elif live is None or self._is_reinterpreted(source, held):
+            self._refuse([held.name], "is read or kept as another dtype than its own")
+        elif source.dtype != target.dtype:
+            self._cast(held.name, target.dtype)
+        elif (box := held.box(_expanded(source, target), target.stride())) is None:
+            self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
+        else:
+            piece = Piece.of(live, box[0], int(target.storage_offset()), box[1])
+            self._pieces[held.name].append(piece)
+
+    def _spoil(self, target: Tensor, why: str) -> None:
+        """Something else than a checkpoint tensor's elements went to a live tensor."""
+        for _, _, name in self._live_in.get(storage_of(target), ()):
+            self._uncovered[name] = why
+
+    def _region(self, target: Tensor) -> Piece | None:
+        """The part of a live tensor that `target` is; None if it is seen as another."""
+        name, begin = self._live_name(target), int(target.storage_offset())
+        dims = zip(target.shape, target.stride(), target.stride(), strict=True)
+        return None if name is None else Piece.of(name, begin, begin, dims)
+
+    def _live_name(self, target: Tensor) -> str | None:
+        """The live tensor that `target` is a part of; None if it is seen as another."""
+        if target.is_neg() or target.is_conj():
+            return None
+        begin, end = extent_of(target)
+        places = self._live_in[storage_of(target)]
+        before = bisect_right(places, begin, key=_first) if len(places) > 1 else 1
+        for first, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
+            if first <= begin and end <= last and self._live[name].dtype == target.dtype:
+                return name
+        return None
+
+    def _cast(self, name: str, dtype: torch.dtype) -> None:
+        self.casts[name].add(dtype)
+        self._refuse([name], f"is converted to {dtype}, and to other dtypes elsewhere")
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self._refused.setdefault(name, why)
+
+    def _sources(self, tensors: Iterable[Tensor]) -> set[str]:
+        """Names of the checkpoint tensors that `tensors` are, or were made of."""
+        found: set[str] = set()
+        for key in map(storage_of, tensors):
+            if key in self._is:
+                found.add(self._is[key].name)
+            elif key in self._joins:
+                found |= self._sources(self._joins[key].parts)
+            elif key in self._made_of:
+                found |= self._made_of[key][0]
+        return found
+
+
+_first = itemgetter(0)
+
+
+def _line(error: Exception) -> str:
+    """What was raised, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@cache
+def _known(dtype: torch.dtype) -> Dtype:
+    return dtype_of(torch.empty(0, dtype=dtype))
+
+
+def _expanded(source: Tensor, target: Tensor) -> Tensor:
+    """What a copy to `target` reads."""
+    return source if source.shape == target.shape else source.expand(target.shape)

@@ -1,0 +1,173 @@
+"""The ranks of a trainer, as the one sees them that speaks for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
+from deltasync.sync.group import orders
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.address import Address
+from deltasync.transports.base import Frame, SendTransport
+
+A = TypeVar("A", orders.Declared, orders.Held, orders.Compared, orders.Sent)
+
+
+class Crew:
+    """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
+
+    Every rank calls `send_weights` equally often. What one fails in is raised here, naming it.
+
+    Args:
+        link: To the other ranks: any transport. Owned from now on: `close` closes it.
+        world: Ranks of the trainer.
+
+    Attributes:
+        timeout_s: For each wait.
+        exchanged_bytes: Said among ranks in the last call, both ways.
+        captures: By rank, what its snapshot goes back to.
+        addresses: By rank, where it sends from, if that can be told.
+        is_called: Whether a call is under way.
+    """
+
+    def __init__(self, link: SendTransport, world: int) -> None:
+        self.world, self.exchanged_bytes = world, 0
+        self._link = link
+        self.timeout_s = 60.0
+        self.captures: dict[int, str | None] = {}
+        self.addresses: dict[int, Address | None] = {}
+        self.is_called = False
+        self._peers: dict[int, int] = {}  # by rank
+        self._epoch: tuple[int, ...] = ()
+        self._call = 1
+        self._is_owed = False  # answers that nobody has read
+
+    @property
+    def call(self) -> int:
+        """Which call of `send_weights` this is, or the next one."""
+        return self._call
+
+    def muster(self) -> None:
+        """Begin a call. Raises as `gather`; that was the call then."""
+        self.exchanged_bytes = 0
+        try:
+            self.gather()
+        except BaseException:
+            self._send_away()
+            self._call += 1
+            raise
+        self.is_called = True
+
+    def gather(self) -> None:
+        """Wait until all ranks are in the next call. Raises SyncAborted if they do not come."""
+        deadline = time.monotonic() + self.timeout_s
+        self._listen(0.0)
+        while missing := self._missing():
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                late = f"rank {missing[0]} of the trainer"
+                raise SyncAborted(f"{late} did not come in {self.timeout_s} s")
+            self._listen(rest)
+        peers = tuple(self._peers[rank] for rank in range(1, self.world))
+        if peers != self._epoch:
+            self._open(peers)
+
+    def order(self, order: orders.Order) -> None:
+        """Tell all ranks. Raises SyncAborted if one is gone."""
+        if self._is_owed:  # to an order that was given up
+            self._answers()
+        header = orders.encode(order)
+        self.exchanged_bytes += len(header) * (self.world - 1)
+        self._is_owed = not isinstance(order, orders.Decide | orders.Done)
+        try:
+            self._link.send(Frame(header), timeout_s=self.timeout_s)
+        except BaseException as error:
+            self._send_away()  # who has got the order would answer
+            if isinstance(error, TransportError):
+                raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
+            raise
+
+    def answers(self, kind: type[A]) -> dict[int, A]:
+        """What each rank answers. Raises SyncAborted if one does not, or failed."""
+        found: dict[int, A] = {}
+        problems: list[str] = []
+        for rank, answer in self._answers().items():
+            if isinstance(answer, kind):
+                found[rank] = answer
+            elif isinstance(answer, orders.Failed):
+                problems.append(f"rank {rank}: {answer.error}: {answer.reason}")
+            else:
+                problems.append(f"rank {rank}: {answer}")
+        if problems:
+            raise SyncAborted(f"{'; '.join(problems)}; nothing is lost, send again")
+        return found
+
+    def dismiss(self, version: int, stats: SyncStats | None, error: BaseException | None) -> None:
+        """End the call. Whoever is gone learns it otherwise."""
+        why = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
+        try:
+            self.order(orders.Done(call=self._call, version=version, stats=stats, error=why))
+        except SyncAborted:
+            if error is None:
+                raise
+        finally:
+            self._call, self.is_called = self._call + 1, False
+
+    def close(self) -> None:
+        """End the connections to all ranks."""
+        self._link.close()
+
+    def _missing(self) -> list[int]:
+        for rank, peer in list(self._peers.items()):
+            if not self._link.is_connected(peer):
+                del self._peers[rank]
+        return [rank for rank in range(1, self.world) if rank not in self._peers]
+
+    def _listen(self, timeout_s: float) -> None:
+        for peer, greeting in self._link.poll(timeout_s=timeout_s):
+            try:
+                here = orders.decode(greeting)
+            except WireError:
+                here = None
+            if isinstance(here, orders.Here) and here.world == self.world > here.rank > 0:
+                self._peers[here.rank], self.captures[here.rank] = peer, here.capture
+                self.addresses[here.rank] = here.address
+            else:
+                self._link.drop(peer)
+
+    def _send_away(self) -> None:
+        """All ranks have to come again. What they have said or wait for is over."""
+        for peer in self._peers.values():
+            self._link.drop(peer)
+        self._peers, self._epoch, self._is_owed = {}, (), False
+
+    def _open(self, peers: tuple[int, ...]) -> None:
+        self._epoch, self._is_owed = (), False
+        if failed := self._link.open_epoch(peers, timeout_s=self.timeout_s):
+            why = "; ".join(map(str, failed.values()))
+            self._send_away()
+            raise SyncAborted(f"a rank of the trainer is gone: {why}")
+        self._epoch = peers
+
+    def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
+        """By rank."""
+        try:
+            replies = self._link.collect_replies(timeout_s=self.timeout_s)
+        except BaseException:
+            self._send_away()
+            raise
+        self._is_owed = False
+        found: dict[int, orders.Said | DeltaSyncError] = {}
+        for rank, peer in self._peers.items():
+            reply = replies.get(peer, PeerLost("it has connected anew since it was asked"))
+            if isinstance(reply, TransportError):
+                found[rank] = reply
+                continue
+            self.exchanged_bytes += len(reply)
+            try:
+                found[rank] = orders.decode(reply)
+            except WireError as error:
+                found[rank] = error
+        return found

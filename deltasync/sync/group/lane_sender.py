@@ -1,0 +1,89 @@
+"""The lanes of one rank of a trainer: its payloads to receivers with which another rank speaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from deltasync.errors import TransportError
+from deltasync.sync.protocol.link import SenderLink, SentBuckets
+from deltasync.sync.source.plan import Plan
+from deltasync.transports.base import SendTransport
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import Abort, Attempt, Lane, Prepare
+
+
+class LaneSender:
+    """Sends plans to receivers, by the connections that they have named to both ranks.
+
+    Args:
+        transport: The sender's end of a link. Owned: `close` closes it.
+        compression: Of payloads.
+    """
+
+    def __init__(self, transport: SendTransport, compression: Compression) -> None:
+        self._link = SenderLink(transport)
+        self._compression = compression
+        self._peers: dict[str, int] = {}
+
+    def send(
+        self, plan: Plan, *, attempt: int, version: int, receivers: Sequence[str], timeout_s: float
+    ) -> SentBuckets:
+        """Send all of it. Where receivers are lost nobody gets all; the result names them."""
+        self._link.timeout_s = timeout_s
+        if lost := self._absent(receivers, timeout_s):
+            return SentBuckets(lost=lost)
+        by_peer = {self._peers[receiver]: receiver for receiver in receivers}
+        if failed := self._link.open(list(by_peer)):
+            return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
+        try:
+            return self._send_all(plan, attempt, version)
+        except TransportError as error:
+            gone = {by_peer[p]: str(error) for p in by_peer if not self._link.is_connected(p)}
+            if not gone:
+                raise
+            return SentBuckets(lost=gone)
+
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Take in lanes that have come."""
+        for peer, greeting, _ in self._link.greetings(timeout_s=timeout_s):
+            if isinstance(greeting, Lane):
+                self._peers[greeting.connection] = peer
+            else:
+                self._link.drop(peer)
+
+    def close(self) -> None:
+        """End every connection."""
+        self._link.close()
+
+    def _send_all(self, plan: Plan, attempt: int, version: int) -> SentBuckets:
+        """Receivers are not left waiting for what will not come."""
+        self._link.send(Attempt(number=attempt))
+        try:
+            sent = self._link.send_buckets(plan, version, self._compression)
+        except BaseException:
+            with suppress(TransportError):
+                self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
+            raise
+        self._link.send(Prepare(version=version, num_buckets=sent.num_buckets))
+        return sent
+
+    def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
+        """Why there is no lane to some of the receivers.
+
+        Waits for those that have not come yet; one that has gone does not come again.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.listen()
+        while not self._peers.keys() >= set(receivers):
+            rest = deadline - time.monotonic()
+            if rest <= 0 or self._gone() & set(receivers):
+                break
+            self.listen(rest)
+        for name in self._gone():
+            del self._peers[name]
+        return {name: "its lane is gone" for name in receivers if name not in self._peers}
+
+    def _gone(self) -> set[str]:
+        return {name for name, peer in self._peers.items() if not self._link.is_connected(peer)}

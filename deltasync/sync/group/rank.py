@@ -1,0 +1,328 @@
+"""Ranks 1 and up of a trainer: each compares and sends what it holds, as rank 0 orders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import (
+    DeltaSyncError,
+    MalformedMessage,
+    PeerLost,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+    VersionGap,
+)
+from deltasync.sync.group import orders
+from deltasync.sync.group.lane_sender import LaneSender
+from deltasync.sync.group.weights import Declaration
+from deltasync.sync.one_caller import OneCaller
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.protocol.agreement import Digests
+from deltasync.sync.protocol.links import rest_of
+from deltasync.sync.source.plan import Delta, Plan
+from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import OwnWeights
+from deltasync.sync.stats import SyncStats
+from deltasync.transports.address import Address
+from deltasync.transports.base import ReceiveTransport, SendTransport
+from deltasync.wire.messages import digest_text, parameter_specs
+
+_REPLY_TIMEOUT_S = 30.0
+_TURN_S = 0.2
+_PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
+
+
+class CrewRank:
+    """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `crew`.
+
+    `send_weights` has to be called as often as there, and by one thread: that is how ranks know
+    that they send weights of the same step. A rank that has left out a call makes it up, which
+    raises.
+
+    Args:
+        source: What this rank holds of the parameters; read, never written.
+        transport: The sender's end of lanes to all receivers. Owned: `close` closes it.
+        link: To rank 0. Owned too.
+        rank: This one, from 1.
+        world: Ranks of the trainer.
+        options: As of rank 0.
+
+    Attributes:
+        world: Ranks of the trainer.
+        version: The last version that this rank knows to be decided.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: SendTransport,
+        link: ReceiveTransport,
+        *,
+        rank: int,
+        world: int,
+        options: SenderOptions | None = None,
+    ) -> None:
+        self.version = 0
+        self.options = options or SenderOptions()
+        self.world = world
+        self._rank = rank
+        self._weights = OwnWeights(source, self.options)
+        self._lanes = LaneSender(transport, self.options.compression)
+        self._address = Address.of(transport)
+        self._link = link
+        self._is_connected = False
+        self._call = self._num_parameters = 0
+        self._next: orders.Order | None = None  # of a later call
+        self._declared: Declaration | None = None
+        self._captured: str | None = None
+        self._base: int | None = None  # what the snapshot holds; None for what was captured last
+        self._delta: tuple[int, Delta] | None = None  # not known to be decided
+        self._trains_meanwhile = False
+        self._caller = OneCaller("a sync is under way; a CrewRank is used by one thread")
+
+    def look(self) -> None:
+        """See `WeightSender.look`."""
+        self._weights.look()
+
+    def send_weights(
+        self, *, timeout_s: float = 60.0, released: Callable[[], None] | None = None
+    ) -> SyncStats:
+        """Take part in a sync. Returns what rank 0 has counted.
+
+        Args:
+            timeout_s: As of rank 0. Ten times as long is waited for each of its orders, not for the
+                whole call.
+            released: See `WeightSender.send_weights`; if one rank is given it, so are all.
+
+        Raises:
+            SyncAborted: It came to nothing, on any rank; the next one covers it.
+            DeltaSyncError: Why this rank could not do its part.
+        """
+        with self._caller.call():
+            return self._send_weights(timeout_s, released)
+
+    def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
+        self._call += 1
+        self._trains_meanwhile = released is not None
+        self._weights.begin(released)
+        with self._alone(), self._weights.stream.entered():
+            error = None
+            while not isinstance(order := self._receive(_PATIENCE * timeout_s), orders.Done):
+                error = self._carry_out(order) or error
+            self._resolve(order.version)
+        self.version = order.version
+        if error is not None:
+            raise error
+        if order.stats is None:
+            raise SyncAborted(f"rank 0: {order.error}")
+        return order.stats
+
+    def close(self) -> None:
+        """End every connection."""
+        self._lanes.close()
+        self._link.close()
+
+    def _receive(self, patience_s: float) -> orders.Order:
+        """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
+        while True:
+            order, self._next = self._next or self._hear(time.monotonic() + patience_s), None
+            if order.call == self._call:
+                return order
+            if order.call > self._call:
+                self._next = order
+                raise SyncAborted("rank 0 has given this sync up")
+            if not isinstance(order, orders.Decide | orders.Done):
+                self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
+
+    def _hear(self, deadline: float) -> orders.Order:
+        try:
+            if not self._is_connected:
+                here = orders.Here(
+                    rank=self._rank,
+                    world=self.world,
+                    capture=self._captured,
+                    address=self._address,
+                )
+                self._link.connect(orders.encode(here), timeout_s=rest_of(deadline))
+                self._is_connected = True
+            order = orders.decode(self._heard(deadline))
+        except TransportTimeout as error:
+            raise SyncAborted(f"rank 0 of the trainer says nothing: {error}") from error
+        except PeerLost as error:
+            self._lose()
+            raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
+        if not isinstance(order, orders.Order):
+            raise MalformedMessage(f"{order.kind} is no order")
+        return order
+
+    def _heard(self, deadline: float) -> bytes:
+        """What rank 0 says next. Receivers bring their lanes meanwhile, and greet it only then."""
+        while True:
+            self._lanes.listen()
+            try:
+                return self._link.receive(timeout_s=min(_TURN_S, rest_of(deadline))).header
+            except TransportTimeout:
+                if not rest_of(deadline):
+                    raise
+
+    def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
+        """Obey and answer. Returns what went wrong here; rank 0 has been told."""
+        answer: orders.Answer | None
+        problem: DeltaSyncError | RuntimeError | None = None
+        try:
+            answer = self._obey(order)
+        except (DeltaSyncError, RuntimeError) as error:  # torch's own failures are RuntimeErrors
+            if isinstance(order, orders.Decide):
+                raise
+            problem, reason = error, str(error)[:4096]
+            answer = orders.Failed(error=type(error).__name__, reason=reason)
+        if answer is not None:
+            self._answer(answer)
+        if isinstance(problem, VersionGap):  # rank 0 is to see that there is nothing to go on with
+            self._start_over()
+        return problem
+
+    def _obey(self, order: orders.Order) -> orders.Answer | None:
+        if not self._may(order):
+            raise SyncAborted("training goes on meanwhile; the next sync covers this one")
+        match order:
+            case orders.Declare():
+                self._declared = Declaration.of(self._weights.source.tensors())
+                return self._declared.said()
+            case orders.Capture():
+                self._capture(order)
+                return self._holding(())
+            case orders.Ask():
+                return self._holding(order.copies)
+            case orders.Compare():
+                return self._compare(order.base_version)
+            case orders.Send():
+                return self._send(order)
+            case orders.Decide():
+                self._resolve(order.version)
+        return None
+
+    def _may(self, order: orders.Order) -> bool:
+        """Whether the source can still be read, or looked up, for what is ordered."""
+        match order:
+            case orders.Declare() | orders.Capture():
+                return not self._trains_meanwhile
+            case orders.Compare():
+                return not self._weights.is_released
+        return True
+
+    def _capture(self, order: orders.Capture) -> None:
+        if self._declared is None:
+            raise SyncAborted("this rank was started anew, and has not said what it holds")
+        self._captured = self._delta = self._base = None
+        specs = parameter_specs(order.parameters)
+        self._num_parameters = len(specs)
+        boxes = dict(self._declared.boxes)
+        for number in np.flatnonzero(orders.copies_of(order.withheld[self._rank])).tolist():
+            del boxes[specs[number].name]
+        for number, offset, size in order.shares[self._rank]:
+            name = specs[number].name
+            boxes[name] = ShardSpec(boxes[name].shape, offset, size)
+        self._weights.capture_as(specs, boxes)
+        self._captured = order.capture
+
+    def _holding(self, copies: Sequence[orders.Copies]) -> orders.Held:
+        plan = self._weights.full()
+        return orders.Held(
+            digests=_told(self._weights.digests, copies),
+            sparse_bytes=plan.sparse_bytes,
+            dense_bytes=plan.dense_bytes,
+            snapshot_bytes=self._weights.snapshot_bytes,
+        )
+
+    def _compare(self, base_version: int) -> orders.Compared:
+        self._resolve(base_version)
+        if self._base is None:
+            self._base = base_version
+        if self._base != base_version:
+            raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
+        self._delta = (base_version + 1, self._weights.delta(base_version))
+        delta = self._delta[1]
+        changed = np.zeros(self._num_parameters, np.uint64)
+        changed[list(self._weights.changed_by(delta))] = 1
+        return orders.Compared(
+            sparse_bytes=delta.sparse_bytes,
+            dense_bytes=delta.dense_bytes,
+            held_bytes=delta.held_bytes,
+            nnz=delta.nnz,
+            changed=orders.runs_of(changed),
+        )
+
+    def _send(self, order: orders.Send) -> orders.Sent:
+        plan: Plan
+        if order.base_version is None:
+            plan = self._weights.full(ways=self.world)
+        else:
+            assert self._delta is not None
+            plan = self._delta[1]
+        sent = self._lanes.send(
+            plan,
+            attempt=order.attempt,
+            version=order.version,
+            receivers=order.receivers,
+            timeout_s=order.timeout_s,
+        )
+        self._weights.release()
+        return orders.Sent(
+            digests=() if sent.lost else _told(plan.ledger, order.copies),
+            num_buckets=sent.num_buckets,
+            payload_bytes=sent.payload_bytes,
+            bucket_bytes=sent.bucket_bytes,
+            lost=tuple((name, why[:4096]) for name, why in sent.lost.items()),
+        )
+
+    def _resolve(self, version: int) -> None:
+        """Receivers hold this version: that which was sent last, or one before it."""
+        sent, self._delta = self._delta, None
+        if sent is not None and sent[0] == version:
+            sent[1].decided()
+            self._base = version
+
+    def _answer(self, answer: orders.Answer) -> None:
+        """Raises SyncAborted if rank 0 is gone."""
+        try:
+            self._link.reply(orders.encode(answer), timeout_s=_REPLY_TIMEOUT_S)
+        except TransportError as error:
+            self._lose()
+            raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
+
+    def _lose(self) -> None:
+        """Orders that came before mean nothing on another connection."""
+        self._is_connected, self._next = False, None
+
+    def _start_over(self) -> None:
+        """What this rank holds is of no use: rank 0 will see that when it connects again."""
+        self._lose()
+        self._captured = None
+        with suppress(TransportError):
+            self._link.disconnect()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is not told to rank 0 ends the connection."""
+        try:
+            yield
+        except SyncAborted:
+            raise
+        except BaseException:
+            self._start_over()
+            raise
+        finally:
+            self._weights.stream.join()
+
+
+def _told(held: Digests, asked: Sequence[orders.Copies]) -> tuple[str, ...]:
+    """The digests of the whole, and of what was asked for."""
+    copies = [None, *map(orders.copies_of, asked)]
+    return tuple(digest_text(held.digest_of(one)) for one in copies)

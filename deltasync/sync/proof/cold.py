@@ -1,0 +1,254 @@
+"""A second instance of an engine's model, made as the first was: what a fresh engine would hold.
+
+No more than a part of it has memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltasync.delta.bits import as_bits, storage_of
+from deltasync.delta.routes.operations import as_returned, refuse_waits, tensors_in, written_by
+from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.sync.proof.reach import Reach
+
+_UNFILLED: frozenset[Any] = frozenset(
+    {torch.empty, torch.empty_strided, torch.empty_like, torch.rand, torch.randn}
+    | {torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_empty_strided}
+)
+# What engines and torch raise where a tensor has no memory, or code is not made for it.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+_REFUSED = 8  # names of a checkpoint that a loader raises at
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """How an engine gets from nothing to a model that serves.
+
+    Attributes:
+        make: Makes the model, without weights, where the engine's own is. Called where tensors that
+            nothing is written to take no memory.
+        load: The model's loader: takes (checkpoint name, tensor) pairs, some or all.
+        work_on: What the engine does with modules of a model once weights are in them. Given some,
+            in order; those of which it does nothing too. It may do that anew.
+    """
+
+    make: Callable[[], nn.Module]
+    load: Callable[[nn.Module, Weights], object] = lambda model, weights: model.load_weights(  # type: ignore[operator]
+        weights
+    )
+    work_on: Callable[[Sequence[nn.Module]], object] = lambda modules: None
+
+
+class ColdModel:
+    """A model that nothing was loaded into.
+
+    Args:
+        startup: How it is made.
+        device: Where its parts get memory.
+
+    Raises:
+        ConfigError: It cannot be made without memory.
+    """
+
+    def __init__(self, startup: Startup, device: torch.device) -> None:
+        self._startup, self._device = startup, device
+        try:
+            try:
+                self.model = self._made(_UNFILLED)
+            except FAILURES:  # it computes with what has no memory, and with what has
+                self.model = self._made(_UNFILLED | set(_device_constructors()))
+        except FAILURES as error:
+            raise ConfigError(
+                "what a fresh engine makes of other weights cannot be found out: making its model "
+                f"without memory raised {error!r}"
+            ) from error
+
+    def _made(self, without_memory: Collection[Any]) -> nn.Module:
+        with torch.no_grad(), Alone(), _WithoutMemory(without_memory):
+            return self._startup.make()
+
+    def written(self, checkpoint: Sequence[CheckpointTensor]) -> dict[str, str]:
+        """Names of parameters and buffers that the loader writes, and which checkpoint tensor it
+        was given then. Raises ConfigError if it cannot be watched.
+        """
+        named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        refused: set[str] = set()  # the engine was started without
+        while True:
+            watch, reach = _Watch(), Reach([("", self.model)])
+            try:
+                with torch.no_grad(), Alone(), watch:
+                    given = [one for one in checkpoint if one.name not in refused]
+                    self._startup.load(self.model, watch.give(given))
+                break
+            except FAILURES as error:
+                if len(refused) >= _REFUSED:
+                    raise ConfigError(
+                        f"the loader cannot be watched: at {watch.given!r} it raised {error!r}"
+                    ) from error
+                refused.add(watch.given)
+            finally:
+                reach.put_back()
+        return {
+            name: watch.writes[key]
+            for name, tensor in named.items()
+            if (key := storage_of(tensor)) in watch.writes
+        }
+
+    @contextmanager
+    def given_memory(
+        self,
+        roots: Sequence[tuple[str, nn.Module]],
+        stop: Collection[int],
+        fill: Mapping[str, Tensor],
+    ) -> Iterator[tuple[Reach, set[str]]]:
+        """Let some modules have memory meanwhile. What they are when it ends is forgotten.
+
+        Args:
+            roots, stop: As of `Reach`.
+            fill: By path, what to put into what was left empty; elsewhere there are zeros.
+
+        Returns what is reached from them then, and paths of what was filled.
+        """
+        before = Reach(roots, stop=stop)
+        storages: dict[int, Tensor] = {}
+        swapped: dict[int, tuple[Tensor, Tensor]] = {}
+        filled: set[str] = set()
+        try:
+            for path, found in before.tensors.items():
+                tensor = found.tensor
+                if found.alias.is_meta and id(tensor) not in swapped:
+                    real = self._real(tensor, storages)
+                    given = fill.get(path)
+                    if given is not None and (given.shape, given.dtype) == (real.shape, real.dtype):
+                        as_bits(real).copy_(as_bits(given))
+                        filled.add(path)
+                    swapped[id(tensor)] = tensor, real
+                    _swap(tensor, real)
+            yield Reach(roots, stop=stop), filled
+        finally:
+            for tensor, real in swapped.values():
+                if real.is_meta:  # an interrupt may have come before they were exchanged
+                    _swap(tensor, real)
+            before.put_back()
+
+    def start(self, weights: Weights, modules: Sequence[nn.Module]) -> None:
+        """Load weights, and do what the engine does with modules then.
+
+        Raises what the engine raises, if it cannot be done with a part of the model.
+        """
+        with torch.no_grad(), Alone():
+            self._startup.load(self.model, weights)
+            self._startup.work_on(modules)
+
+    def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
+        """The like with memory, shared as the other's would be."""
+        size = tensor.untyped_storage().nbytes()
+        base = storages.setdefault(
+            storage_of(tensor), torch.zeros(size, dtype=torch.uint8, device=self._device)
+        )
+        plain = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        plain.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        real: Tensor = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
+        real.__dict__.update(tensor.__dict__)
+        return real
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ConfigError where code would wait for other ranks of its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse_waits(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refusing_failures() -> Iterator[None]:
+    """Raise ConfigError where what a fresh engine would compute with cannot be found out."""
+    try:
+        yield
+    except DeltaSyncError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(
+            f"what a fresh engine makes of other weights cannot be found out: {error!r}; "
+            "EngineSync(unproved='accept_stale_weights') goes on without, at the risk that the "
+            "engine computes with stale weights"
+        ) from error
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    """Let two tensors of one class be each other, wherever they are held.
+
+    `torch.utils.swap_tensors` does not take a tensor that has views.
+    """
+    torch._C._swap_tensor_impl(one, other)
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """What these functions of torch make has no memory."""
+
+    def __init__(self, functions: Collection[Any]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._functions:
+            kwargs["device"] = "meta"
+            kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which storage is written, and what a loader was given then."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = ""
+        self.writes: dict[int, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def give(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
+        for one in checkpoint:
+            self.given = one.name
+            yield one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = written_by(func, args, kwargs)
+        for tensor in written:
+            self.writes[storage_of(tensor)] = self.given
+        if written and any(tensor.is_meta for tensor in tensors_in([args, kwargs])):
+            return as_returned(func, written)  # to what has memory nothing can be copied
+        return func(*args, **kwargs)

@@ -1,0 +1,333 @@
+"""The two proofs: of writing through routes, and of reloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
+from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.errors import ConfigError, DirtyReceiver
+from deltasync.sync.proof.cold import FAILURES, Alone
+from deltasync.sync.proof.other_weights import other_bits
+from deltasync.sync.proof.proving import (
+    Bits,
+    Fresh,
+    Group,
+    Kept,
+    Proof,
+    Step,
+    Upkeep,
+    groups_of,
+    under,
+)
+from deltasync.sync.proof.reach import Reach, settle
+from deltasync.wire.messages import ParameterSpec
+
+_SHOWN = 3
+
+Held = Mapping[str, tuple[Live, ParameterSpec]]
+"""Where a checkpoint tensor is kept, and what it is."""
+
+
+def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
+    """A checkpoint tensor as it is held; zeros where another rank holds it. The caller's own."""
+    positions, bits = live.held(0, spec.numel), live.read(0, spec.numel)
+    if positions is None:
+        return bits.clone().view(torch_dtype(spec.dtype)).view(spec.shape)
+    whole = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=live.line.device)
+    as_bits(whole).view(-1)[positions] = bits
+    return whole
+
+
+def prove_routes(proof: Proof, recording: Recording, held: Held) -> Upkeep:
+    """Prove that what is written through routes reaches all that the engine computes with.
+
+    The weights must be those that the engine was started on. They are that again when it ends.
+
+    Args:
+        proof: Of the engine.
+        recording: What its loader does with the checkpoint tensors.
+        held: Those.
+
+    Returns:
+        What has to follow each time after weights were written.
+
+    Raises:
+        ConfigError: By path, for what would be stale.
+        DirtyReceiver: The weights could not be put back.
+    """
+    upkeep = Upkeep(proof.startup, proof.model, recording.given)
+    with proof.apart():
+        for group in groups_of(recording, proof.scopes.names()):
+            if group.names:
+                _Routed(proof, recording, held, upkeep, group).prove()
+    return upkeep
+
+
+class _Routed:
+    """The proof of one group."""
+
+    def __init__(
+        self, proof: Proof, recording: Recording, held: Held, upkeep: Upkeep, group: Group
+    ) -> None:
+        self._proof, self._held, self._upkeep, self._group = proof, held, upkeep, group
+        self._live_names = {
+            name: tuple({piece.live: None for piece in recording.pieces[name]})
+            for name in group.names
+        }
+        self._weights = {live for names in self._live_names.values() for live in names}
+        live = named(proof.model)
+        self._kept = proof.keep(group.scopes, [live[name] for name in self._weights])
+
+    def prove(self) -> None:
+        names = self._group.names
+        others = {name: other_bits(self._read(name), name) for name in names}
+
+        def own() -> Iterator[tuple[str, Tensor]]:
+            return ((name, self._read(name)) for name in names)
+
+        with putting_back(self._kept):
+            fresh = self._proof.started(
+                self._group,
+                lambda: under(self._upkeep.given, others.items()),
+                lambda: under(self._upkeep.given, own()),
+                self._kept,
+            )
+            refuse(fresh.alone, "the engine made when it started, and nothing makes it anew")
+            if stale := self._stale_after(Step(), others, fresh):
+                self._proof.check_apart()  # before the live one's work writes there
+            for step in self._steps(stale) if stale else ():
+                if not self._stale_after(step, others, fresh):
+                    self._upkeep.steps[self._group] = step
+                    return
+            refuse(stale, "the engine computes with it, and nothing brings it up to date")
+
+    def _steps(self, stale: Sequence[str]) -> Iterator[Step]:
+        """What may bring up to date what is stale without, the least first."""
+        inside = self._proof.scopes.modules(self._group.scopes)
+        owners = {n: m for n, m in inside.items() if any(p.startswith(f"{n}.") for p in stale)}
+        modules = tuple(owners.values())
+        innermost = {
+            max((n for n in owners if p.startswith(f"{n}.")), key=len, default="") for p in stale
+        }
+        near = tuple(
+            name
+            for name, lives in self._live_names.items()
+            if any(live.startswith(f"{owner}.") for live in lives for owner in innermost)
+        )
+        yield Step(modules=modules)
+        yield Step(names=near)
+        yield Step(names=self._group.names)
+        yield Step(names=self._group.names, modules=tuple(inside.values()))
+
+    def _stale_after(self, step: Step, others: Bits, fresh: Fresh) -> list[str]:
+        """Paths of what is not as expected after others were written, or not back after these."""
+        self._kept.put_back()
+        for name, tensor in others.items():
+            self._held[name][0].write(0, as_bits(tensor).view(-1))
+        if (stale := self._after(step, fresh.tensors, fresh.values)) or step == Step():
+            return stale
+        for path in self._weights:
+            as_bits(self._kept.founds[path].alias).copy_(as_bits(self._kept.bits[path]))
+        return self._after(step, None, {path: self._kept.values[path] for path in fresh.values})
+
+    def _after(self, step: Step, expected: Bits | None, values: Mapping[str, Any]) -> list[str]:
+        if step == Step():
+            return self._kept.changed(expected) + self._kept.unlike(values)
+        everything = Reach([("", self._proof.model)])
+        try:
+            self._upkeep.take(step, self._read)
+            moved = {p: found for p, found in everything.tensors.items() if found.is_moved}
+            settle(moved)
+            unlike = self._kept.unlike(values)
+        except FAILURES:  # it is no way
+            return ["?"]
+        finally:
+            everything.put_back()
+        self._upkeep.moved |= moved
+        return self._kept.changed(expected) + unlike
+
+    def _read(self, name: str) -> Tensor:
+        return read_whole(*self._held[name])
+
+
+def prove_reload(
+    proof: Proof,
+    weights: Mapping[str, Tensor],
+    given: Mapping[str, tuple[str, ...]],
+    reload: Callable[[Iterable[tuple[str, Tensor]]], object],
+) -> None:
+    """Prove that reloading a checkpoint leaves an engine as if it had been started on it.
+
+    Args:
+        proof: Of the engine.
+        weights: By name, what the engine was started on.
+        given: The names under which it takes each of these.
+        reload: The engine's.
+
+    Raises:
+        ConfigError: By path, for what would be stale, or is not the same again.
+        DirtyReceiver: The weights could not be put back.
+    """
+    groups = groups_of(_recorded(proof, weights, given), proof.scopes.names())
+    kept = {group: proof.keep(group.scopes) for group in groups}
+    others = ((name, other_bits(tensor, name)) for name, tensor in weights.items())
+    with (
+        putting_back(*kept.values(), Reach([("", proof.model)])),
+        proof.apart(),
+        torch.no_grad(),
+    ):
+        with in_place(proof.model), Alone():
+            reload(under(given, others))
+        stale: list[str] = []
+        own: list[tuple[Kept, dict[str, Any]]] = []
+        for group, here in kept.items():
+            fresh = _started(proof, weights, given, group, here)
+            stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
+            own.append((here, {path: here.values[path] for path in fresh.values}))
+        refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
+        with in_place(proof.model):
+            reload(under(given, weights.items()))
+        again = [path for here, values in own for path in here.changed() + here.unlike(values)]
+        refuse(again, "it is not what it was when the engine reloads what it was started on")
+
+
+def _started(
+    proof: Proof,
+    weights: Mapping[str, Tensor],
+    given: Mapping[str, tuple[str, ...]],
+    group: Group,
+    kept: Kept,
+) -> Fresh:
+    own = {name: weights[name] for name in group.names}
+
+    def others() -> Iterator[tuple[str, Tensor]]:
+        return ((name, other_bits(tensor, name)) for name, tensor in own.items())
+
+    return proof.started(
+        group, lambda: under(given, others()), lambda: under(given, own.items()), kept
+    )
+
+
+def _recorded(
+    proof: Proof, weights: Mapping[str, Tensor], given: Mapping[str, tuple[str, ...]]
+) -> Recording:
+    """Where the second instance's loader puts weights."""
+    model = proof.cold.model
+    checkpoint = [
+        CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
+        for name, one in weights.items()
+    ]
+    with putting_back(Reach([("", model)])):
+        return record(lambda given: proof.startup.load(model, given), checkpoint, named(model))
+
+
+def refuse_unsent(proof: Proof, loaded: Sequence[CheckpointTensor], names: Collection[str]) -> None:
+    """Refuse weights that the engine was started on and that would stay as they are.
+
+    Args:
+        proof: Of the engine.
+        loaded: The checkpoint that it was started on, without what may stay.
+        names: What the trainer sends.
+
+    Raises:
+        ConfigError: There are some; the text names one.
+    """
+    both = [one for one in loaded if one.name in names]
+    live, all_written = named(proof.model), proof.cold.written(loaded)
+    sent = {storage_of(live[one]) for one in proof.cold.written(both) if one in live}
+    unsent = {
+        one: name
+        for one, name in all_written.items()
+        if one in live and storage_of(live[one]) not in sent
+    }
+    if unsent:
+        one, name = min(unsent.items())
+        raise ConfigError(
+            f"{len(unsent)} tensors of the engine, {one!r} among them, were loaded from the "
+            f"checkpoint that it was started on ({name!r}) and are not sent by the trainer: they "
+            "would stay as they are; send them, or name them in `keep`"
+        )
+
+
+def refuse_unfilled(proof: Proof, names: Collection[str], keep: Collection[str]) -> None:
+    """The same where nobody knows what the engine was loaded with: of all that it leaves empty.
+
+    Args:
+        proof: Of the engine.
+        names: Of its parameters and buffers, those that the trainer's weights go to.
+        keep: Patterns of those that may stay, by the engine's names.
+
+    Raises:
+        ConfigError: There are some others; the text names one.
+    """
+    live = named(proof.model)
+    sent = {storage_of(live[name]) for name in names}
+    empty = [
+        name
+        for name, tensor in named(proof.cold.model).items()
+        if tensor.is_meta and tensor.numel() and name in live
+        if storage_of(live[name]) not in sent and not matches(name, keep)
+    ]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of the engine, {min(empty)!r} among them, are not sent by the "
+            "trainer: they would stay as they are; send them, or name them in `keep`"
+        )
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether one of these patterns, as of `fnmatch`, is of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@contextmanager
+def in_place(model: nn.Module | None) -> Iterator[None]:
+    """Have what is put elsewhere meanwhile written to where it was."""
+    before = Reach([] if model is None else [("", model)])
+    yield
+    settle(before.tensors)
+
+
+@contextmanager
+def putting_back(*kept: Kept | Reach) -> Iterator[None]:
+    """Put everything back, whatever happens. Raises DirtyReceiver if that fails."""
+    try:
+        yield
+    finally:
+        try:
+            _put_back(kept)
+        except Exception as error:
+            raise DirtyReceiver(
+                f"the engine's weights could not be put back ({error!r}): restart the engine"
+            ) from error
+
+
+def _put_back(kept: Sequence[Kept | Reach]) -> None:
+    """If it is interrupted it starts again from the beginning, and raises the interrupt then."""
+    try:
+        for one in kept:
+            one.put_back()
+    except Exception:
+        raise
+    except BaseException:
+        _put_back(kept)
+        raise
+
+
+def refuse(paths: Collection[str], why: str) -> None:
+    """Raise ConfigError if there are any."""
+    if paths:
+        shown = ", ".join(repr(path) for path in sorted(paths)[:_SHOWN])
+        raise ConfigError(f"{len(paths)} tensors of the engine have no route: {shown}: {why}")

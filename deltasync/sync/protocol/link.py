@@ -1,0 +1,145 @@
+"""Messages over a transport: the sender's side of the wire, without any rule of a sync."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.protocol.payloads import packed
+from deltasync.sync.source.plan import Plan
+from deltasync.transports.base import Frame, SendTransport
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import Failed, Message, decode, encode
+
+_READING_S = 0.1
+
+
+@dataclass(slots=True)
+class SentBuckets:
+    """What went to each peer.
+
+    Attributes:
+        num_buckets, payload_bytes: Payloads, and the bytes of all.
+        bucket_bytes: Of the largest.
+        lost: Why receivers were lost, by their connection.
+    """
+
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    bucket_bytes: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+class SenderLink:
+    """Sends messages to the peers of an epoch and reads their answers, each within `timeout_s`."""
+
+    def __init__(self, transport: SendTransport) -> None:
+        self._transport = transport
+        self._epoch: tuple[int, ...] = ()
+        self._unread: deque[tuple[int, bytes]] = deque()  # greetings
+        self.timeout_s = 60.0
+
+    def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
+        """Speak to `peers` from now on. Returns those that could not be reached."""
+        if tuple(peers) == self._epoch and all(map(self.is_connected, peers)):
+            return {}
+        self._epoch = ()
+        failed = self._transport.open_epoch(peers, timeout_s=self.timeout_s)
+        if not failed:
+            self._epoch = tuple(peers)
+        return failed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are peers to speak to."""
+        return bool(self._epoch)
+
+    def greetings(self, *, timeout_s: float) -> list[tuple[int, Message | WireError, int]]:
+        """The first message of each new peer, and its bytes.
+
+        Reading many of them takes time: what is left after `_READING_S` is for the next call.
+        """
+        if not self._unread:
+            self._unread.extend(self._transport.poll(timeout_s=timeout_s))
+        end, read = time.monotonic() + _READING_S, list[tuple[int, Message | WireError, int]]()
+        while self._unread and (not read or time.monotonic() < end):
+            peer, data = self._unread.popleft()
+            read.append((peer, _decoded(data), len(data)))
+        return read
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """Send to every peer of the epoch. Raises TransportError after dropping whom it lost."""
+        header = encode(message, payload_bytes=0 if payload is None else len(payload))
+        self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
+
+    def send_buckets(self, plan: Plan, version: int, compression: Compression) -> SentBuckets:
+        """Send all of a plan to every peer of the epoch. Raises what `send` raises."""
+        sent = SentBuckets()
+        for bucket in plan.buckets():
+            payload = self._transport.buffer(bucket.num_bytes, timeout_s=self.timeout_s)
+            message, payload = packed(
+                bucket,
+                payload,
+                version=version,
+                sequence=sent.num_buckets,
+                compression=compression,
+            )
+            self.send(message, payload)
+            sent.num_buckets += 1
+            sent.payload_bytes += len(payload)
+            sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
+        return sent
+
+    def hint(self, message: Message, peers: Collection[int]) -> None:
+        """Send to the peers of the epoch if they are among `peers`; losing one is found later."""
+        if self._epoch and set(self._epoch) <= set(peers):
+            with suppress(TransportError):
+                self.send(message)
+
+    def replies(self) -> dict[int, Message | DeltaSyncError]:
+        """The next answer of each peer of the epoch, or why there is none."""
+        replies = self._transport.collect_replies(timeout_s=self.timeout_s)
+        return {
+            peer: reply if isinstance(reply, TransportError) else _decoded(reply)
+            for peer, reply in replies.items()
+        }
+
+    def last_words(self, peers: Sequence[int]) -> dict[int, str]:
+        """Why those of `peers` have failed that are gone and said so. Ends the epoch if one is."""
+        gone = [peer for peer in peers if not self.is_connected(peer)]
+        if not gone:
+            return {}
+        self._epoch = ()
+        try:
+            # Not with the others: they read a payload still.
+            self._transport.open_epoch(gone, timeout_s=self.timeout_s)
+            replies = self._transport.collect_replies(timeout_s=0)
+        except TransportError:
+            return {}
+        said = {peer: _decoded(data) for peer, data in replies.items() if isinstance(data, bytes)}
+        return {p: f"{m.error}: {m.reason}" for p, m in said.items() if isinstance(m, Failed)}
+
+    def is_connected(self, peer: int) -> bool:
+        return self._transport.is_connected(peer)
+
+    def drop(self, peer: int) -> None:
+        """End the connection to a peer."""
+        if peer in self._epoch:
+            self._epoch = ()
+        self._transport.drop(peer)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _decoded(data: bytes) -> Message | WireError:
+    try:
+        return decode(data)[0]
+    except WireError as error:
+        return error

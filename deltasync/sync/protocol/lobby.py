@@ -1,0 +1,330 @@
+"""Who comes in: greetings, refusals, and joining by digest alone."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    LayoutMismatch,
+    TransportError,
+    TransportTimeout,
+    UnsupportedVersion,
+    WireError,
+)
+from deltasync.sync.protocol.agreement import Digests, copies, mistaken
+from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.session import Member
+from deltasync.sync.source.layout import SentLayout, check_engine
+from deltasync.wire.frame import FORMAT_VERSION
+from deltasync.wire.messages import (
+    Failed,
+    Held,
+    HeldParts,
+    Hello,
+    HelloLanes,
+    Layout,
+    Message,
+    ParameterSpec,
+    Refused,
+    Welcome,
+    digest_text,
+    entries,
+)
+
+Greeting = Hello | HelloLanes
+_CATCH_UP_S = 0.2  # of reading greetings beyond the first: the next call reads the rest
+_PATIENCE_S = 600.0  # with an engine of which no rank has come for so long
+_MAX_INCOMPLETE = 1024
+_MAX_INCOMPLETE_BYTES = 1 << 30
+_MAX_DECLINED = 64
+_MAX_REFUSAL = 300  # characters
+
+
+class Lobby:
+    """Receivers that have greeted and are no members yet.
+
+    An engine comes in when all its ranks are here, and `admits` takes its name. Receivers have to
+    have `num_lanes` to the other ranks of the trainer.
+    """
+
+    def __init__(
+        self, link: SenderLink, admits: Callable[[str], bool], *, num_lanes: int = 0
+    ) -> None:
+        self._link, self._admits, self._num_lanes = link, admits, num_lanes
+        self._retained: Collection[str] | None = None
+        self._waiting: dict[int, Greeting] = {}
+        self._came: dict[int, _Arrival] = {}  # of each that waits
+        self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
+        self._refused: dict[str, str] = {}
+        self._last_refusal = ""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def listen(self, *, timeout_s: float) -> None:
+        """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
+        came = self._link.greetings(timeout_s=timeout_s)
+        end = time.monotonic() + _CATCH_UP_S
+        while came:
+            for peer, hello, num_bytes in came:
+                self._take_in(peer, hello, num_bytes)
+            came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
+        for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
+            del self._waiting[peer]
+        self._came = {peer: self._came[peer] for peer in self._waiting}
+        self._let_go_of_incomplete()
+
+    def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
+        if isinstance(hello, Failed):
+            if self._admits(hello.reason.partition(": ")[0]):  # else it means an earlier sender
+                self._declined.append(hello)
+            self.forget(peer)
+        elif not isinstance(hello, Hello | HelloLanes):
+            self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
+        elif FORMAT_VERSION not in hello.format_versions:
+            self.refuse(peer, UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}"))
+        elif not self._lets_in(hello.engine):
+            self.refuse(peer, ConfigError("this sender has let other engines connect"))
+        elif _lanes_of(hello) != self._num_lanes:
+            problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
+            self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
+        else:
+            self._waiting[peer] = hello
+            self._came[peer] = _Arrival(time.monotonic(), _memory_of(hello, num_bytes))
+
+    def _let_go_of_incomplete(self) -> None:
+        """Refuse engines that wait for ranks too long; those first that have done so longest."""
+        whole = {peer for engine in self.engines() for peer in engine}
+        groups: dict[tuple[str, int], list[int]] = {}
+        for peer, hello in self._waiting.items():
+            if peer not in whole:
+                groups.setdefault((hello.engine, hello.world), []).append(peer)
+        count = sum(map(len, groups.values()))
+        num_bytes = sum(self._came[peer].num_bytes for peers in groups.values() for peer in peers)
+        last_came = {key: max(self._came[p].at_s for p in peers) for key, peers in groups.items()}
+        for key in sorted(groups, key=last_came.__getitem__):
+            is_late = time.monotonic() - last_came[key] > _PATIENCE_S
+            if is_late or count > _MAX_INCOMPLETE or num_bytes > _MAX_INCOMPLETE_BYTES:
+                count -= len(groups[key])
+                num_bytes -= sum(self._came[peer].num_bytes for peer in groups[key])
+                problem = f"{len(groups[key])} of {key[1]} ranks of engine {key[0]!r} have come"
+                error = TransportTimeout(f"{problem}: start the others, then connect again")
+                for peer in groups[key]:
+                    self.refuse(peer, error)
+
+    def retain(self, engines: Collection[str]) -> None:
+        """Let in these engines alone from now on."""
+        self._retained = frozenset(engines)
+        for peer, hello in list(self._waiting.items()):
+            if not self._lets_in(hello.engine):
+                self.forget(peer)
+
+    def declined(self) -> list[Failed]:
+        """Why engines that were let connect cannot take part: what is new since the last call."""
+        reasons = list(self._declined)
+        self._declined.clear()
+        return reasons
+
+    def refused(self) -> dict[str, str]:
+        """Why engines were refused, by name: what is new since the last call."""
+        reasons, self._refused = self._refused, {}
+        return reasons
+
+    def last_refusal(self) -> str:
+        """Why the last connection was refused, if one was since the last call."""
+        reason, self._last_refusal = self._last_refusal, ""
+        return reason
+
+    def engines(self) -> list[dict[int, Greeting]]:
+        """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
+
+        At most one of each name: whoever claims the same name with another world waits.
+        """
+        ranks: dict[tuple[str, int], dict[int, int]] = {}
+        for peer, hello in self._waiting.items():
+            here = ranks.setdefault((hello.engine, hello.world), {})
+            here[hello.rank] = peer  # a later greeting replaces an earlier one
+        complete: dict[str, dict[int, int]] = {}
+        for (engine, world), here in ranks.items():
+            if len(here) == world:
+                complete.setdefault(engine, here)
+        return [{peer: self._waiting[peer] for peer in e.values()} for e in complete.values()]
+
+    def take(self, hellos: dict[int, Greeting], layout: SentLayout) -> list[Member]:
+        """An engine's receivers as members; none, and they are refused, if they do not fit."""
+        try:
+            held = dict(zip(hellos, check_engine(layout, hellos.values()), strict=True))
+        except (LayoutMismatch, WireError) as error:
+            self.refuse_all(hellos, error)
+            return []
+        for peer in hellos:
+            del self._waiting[peer]
+        return [
+            Member(
+                peer,
+                hello.engine,
+                hello.rank,
+                hello.world,
+                held[peer],
+                connection=hello.connection if isinstance(hello, HelloLanes) else "",
+            )
+            for peer, hello in hellos.items()
+        ]
+
+    def forget(self, peer: int) -> None:
+        """End the connection of a receiver that did not come in."""
+        self._waiting.pop(peer, None)
+        self._link.drop(peer)
+
+    def refuse_all(self, hellos: dict[int, Greeting], error: DeltaSyncError) -> None:
+        """Refuse an engine."""
+        for peer, hello in hellos.items():
+            self._refused[hello.engine] = f"refused: {error}"
+            self.refuse(peer, error)
+
+    def refuse(self, peer: int, error: DeltaSyncError) -> None:
+        """Say why, and end the connection."""
+        self._last_refusal = f"{type(error).__name__}: {error}"[:_MAX_REFUSAL]
+        if not self._link.open([peer]):
+            with suppress(TransportError):
+                self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
+        self.forget(peer)
+
+    def _lets_in(self, engine: str) -> bool:
+        return self._admits(engine) and (self._retained is None or engine in self._retained)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """When a receiver greeted, on the monotonic clock, and what its greeting takes."""
+
+    at_s: float
+    num_bytes: int
+
+
+def _memory_of(hello: Greeting, num_bytes: int) -> int:
+    """Bytes that a greeting of `num_bytes` takes once it is read, at most."""
+    num_names = sum(len(names) for names, *_ in hello.parameters)
+    return 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)
+
+
+def _lanes_of(hello: Greeting) -> int:
+    return hello.lanes if isinstance(hello, HelloLanes) else 0
+
+
+@dataclass(slots=True)
+class Greeted:
+    """What came of greeting joiners back.
+
+    Attributes:
+        agreed: Members that hold the version already.
+        differ: Members that need a full sync and wait for it.
+        lost: Why the others are gone, by member.
+    """
+
+    agreed: list[Member] = field(default_factory=list)
+    differ: list[Member] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+def greet_back(
+    link: SenderLink,
+    joiners: Sequence[Member],
+    specs: tuple[ParameterSpec, ...],
+    held: Digests,
+    *,
+    stream_id: str,
+    version: int,
+) -> Greeted:
+    """Tell joiners the layout and learn whose weights are those of a version.
+
+    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
+    """
+    done = Greeted()
+    layout = Layout(
+        stream_id=stream_id,
+        version=version,
+        parameters=entries(specs),
+        digest=digest_text(held.total),
+    )
+    here = _open(link, joiners, done)
+    if not here:
+        return done
+    with suppress(TransportError):  # then a reply is missing
+        link.send(layout)
+    replies = link.replies()
+    here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
+    here = _with_parts(here, replies, specs, done)
+    digests = {m.peer: _digest(replies[m.peer]) for m in here}
+    wrong = mistaken(here, digests, held, len(specs))
+    differ = {m.engine for m in here if m.peer in wrong}
+    here = _open(link, here, done)
+    if here:
+        with suppress(TransportError):  # who was lost is found out by the next round
+            link.send(Welcome(full_sync=tuple(sorted(differ))))
+    done.agreed = [m for m in here if m.engine not in differ]
+    done.differ = [m for m in here if m.engine in differ]
+    return done
+
+
+def _open(link: SenderLink, members: Sequence[Member], done: Greeted) -> list[Member]:
+    """Speak to those that can be reached, whole engines only."""
+    here = list(members)
+    while here and (failed := link.open([m.peer for m in here])):
+        why = {m: str(failed[m.peer]) for m in here if m.peer in failed}
+        here = _without(here, why, done)
+    return here
+
+
+def _without(here: list[Member], problems: dict[Member, str], done: Greeted) -> list[Member]:
+    done.lost |= {str(member): why for member, why in problems.items() if why}
+    gone = {member.engine for member, why in problems.items() if why}
+    return [member for member in here if member.engine not in gone]
+
+
+def _with_parts(
+    here: list[Member],
+    replies: Mapping[int, Message | DeltaSyncError],
+    specs: Sequence[ParameterSpec],
+    done: Greeted,
+) -> list[Member]:
+    """Note what ranks hold in part; engines whose parts do not add up are left out."""
+    parts = {
+        member: dict(reply.parts)
+        for member in here
+        if isinstance(reply := replies[member.peer], HeldParts)
+    }
+    problems: dict[Member, str] = {}
+    known: dict[str, NDArray[np.uint64]] = {}
+    for engine in {member.engine for member in parts}:
+        ranks = [member for member in parts if member.engine == engine]
+        try:
+            known[engine] = copies(specs, [(member.holds, parts[member]) for member in ranks])
+        except LayoutMismatch as error:
+            problems |= dict.fromkeys(ranks, f"LayoutMismatch: {error}")
+    joined = [replace(m, copies=known.get(m.engine)) if m in parts else m for m in here]
+    return _without(joined, problems, done)
+
+
+def _problem(reply: Message | DeltaSyncError) -> str:
+    match reply:
+        case Held() | HeldParts():
+            return ""
+        case DeltaSyncError():
+            return f"{type(reply).__name__}: {reply}"
+        case _:
+            return f"answered the layout with {reply.kind}"
+
+
+def _digest(reply: Message | DeltaSyncError) -> int:
+    assert isinstance(reply, Held | HeldParts)
+    return int(reply.digest, 16)

@@ -1,0 +1,171 @@
+"""One sync as frames that go one way: into a file, or wherever nobody answers.
+
+They are those of a sync between two processes, without what is negotiated there: `layout`, which
+says what the weights are before, `begin`, each `bucket`, `prepare`, and `sealed`, which says what
+they are after. docs/wire-format.md, section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bucket import BucketReader, ReadBucket
+from deltasync.errors import IllegalMessage, TruncatedFrame
+from deltasync.sync.protocol.payloads import inflated, opened, packed
+from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
+from deltasync.sync.source.plan import Plan
+from deltasync.transports.base import Frame
+from deltasync.wire.compression import Compression
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES
+from deltasync.wire.messages import (
+    Begin,
+    Bucket,
+    Layout,
+    Message,
+    ParameterSpec,
+    Prepare,
+    Sealed,
+    Welcome,
+    digest_text,
+    encode,
+    entries,
+    layout_hash,
+)
+
+
+def one_way_frames(
+    plan: Plan,
+    specs: Sequence[ParameterSpec],
+    *,
+    stream_id: str,
+    version: int,
+    digest: int,
+    compression: Compression = "none",
+) -> Iterator[Frame]:
+    """The frames of one sync, each made when it is asked for.
+
+    A payload is host memory of its own. Nothing is decided: who calls tells the plan.
+
+    Args:
+        plan: What is sent. Its ledger is asked for last.
+        specs: The layout.
+        stream_id: The training run that the versions belong to.
+        version: What the sync brings.
+        digest: Of the plan's base version; of `version` itself, if the plan has none.
+        compression: Of the payloads.
+    """
+    base = plan.base_version
+    layout = Layout(
+        stream_id=stream_id,
+        version=version if base is None else base,
+        parameters=entries(tuple(specs)),
+        digest=digest_text(digest),
+    )
+    yield Frame(encode(layout))
+    begin = Begin(
+        stream_id=stream_id,
+        version=version,
+        base_version=base,
+        layout_hash=layout_hash(tuple(specs)),
+        sparse_bytes=plan.sparse_bytes,
+        dense_bytes=plan.dense_bytes,
+        timeout_s=0.0,
+    )
+    yield Frame(encode(begin))
+    count = 0
+    for bucket in plan.buckets():
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        message, payload = packed(
+            bucket, buffer, version=version, sequence=count, compression=compression
+        )
+        yield Frame(encode(message, payload_bytes=len(payload)), payload)
+        count += 1
+    yield Frame(encode(Prepare(version=version, num_buckets=count)))
+    yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))
+
+
+class OneWayReader:
+    """Takes the frames of one sync in order; checks all that can be checked without weights.
+
+    Attributes:
+        layout: What the weights must be before; None until it has come.
+        specs: Its parameters.
+        begin: What the sync is; None until it has come.
+        sealed: What the weights must be after; None until all has come.
+    """
+
+    def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._session = ReceiverSession("file")
+        self._session.greet()
+        self._buckets = BucketReader(())
+        self.layout: Layout | None = None
+        self.specs: tuple[ParameterSpec, ...] = ()
+        self.begin: Begin | None = None
+        self.sealed: Sealed | None = None
+
+    def take(self, frame: Frame) -> tuple[Message, ReadBucket | None]:
+        """The message in a frame, and its rows if it has any. Their indices were not looked at.
+
+        Raises:
+            WireError: The frame is damaged.
+            SyncError: It is none that may come now.
+        """
+        message, payload = opened(frame, max_payload_bytes=self._max_payload_bytes)
+        return message, self.obey(message, payload)
+
+    def obey(self, message: Message, payload: Tensor) -> ReadBucket | None:
+        """The same, of a frame that was opened."""
+        match message:
+            case Layout():
+                self._session.on(message)
+                self._bind(message)
+            case Begin():
+                self._begin(message)
+            case Bucket():
+                self._session.on(message)
+                return self._buckets.open(inflated(message, payload), message.num_rows)
+            case Prepare():
+                self._session.on(message)
+            case Sealed():
+                self._seal(message)
+            case _:
+                raise IllegalMessage(f"{message.kind} has no place in frames that go one way")
+        return None
+
+    def check_sealed(self) -> None:
+        """Raises TruncatedFrame unless everything has come."""
+        if self.sealed is None:
+            raise TruncatedFrame("the frames end before `sealed`: a part is missing")
+
+    def read(self, frames: Iterable[Frame]) -> Iterator[ReadBucket]:
+        """The buckets of the sync, one after another; `sealed` is there after the last."""
+        for frame in frames:
+            _, bucket = self.take(frame)
+            if bucket is not None:
+                yield bucket
+        self.check_sealed()
+
+    def _bind(self, layout: Layout) -> None:
+        self.layout, self.specs = layout, layout.specs()
+        self._buckets = BucketReader(self.specs)
+        self._session.set_layout_hash(layout_hash(self.specs))
+
+    def _begin(self, begin: Begin) -> None:
+        if self.layout is None or self.begin is not None:
+            raise IllegalMessage("begin where a layout, or what comes after begin, has its place")
+        # What a sender would have said before: whether a full sync follows.
+        full = () if begin.base_version is not None else (self._session.engine,)
+        self._session.on(Welcome(full_sync=full))
+        self._session.on(begin)
+        self.begin = begin
+
+    def _seal(self, sealed: Sealed) -> None:
+        begun = self._session.begun
+        is_due = self._session.state is ReceiverState.PREPARED and self.sealed is None
+        if begun is None or not is_due or sealed.version != begun.version:
+            raise IllegalMessage(f"sealed while {self._session.state.name}")
+        self.sealed = sealed

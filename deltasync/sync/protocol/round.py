@@ -1,0 +1,319 @@
+"""One round of a sync at the sender: begin, buckets, prepare, decision, commit, finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deltasync.delta.apply import staged_bytes_of
+from deltasync.errors import DeltaSyncError, TransportError
+from deltasync.sync.protocol.agreement import mistaken
+from deltasync.sync.protocol.link import SenderLink, SentBuckets
+from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
+from deltasync.sync.source.layout import SentLayout
+from deltasync.sync.source.plan import Plan
+from deltasync.wire.compression import Compression
+from deltasync.wire.messages import (
+    Abort,
+    Attempt,
+    Begin,
+    Commit,
+    Committed,
+    Failed,
+    Finish,
+    Message,
+    Prepare,
+    Prepared,
+)
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out."""
+
+    decided: bool = False
+    left: set[int] = field(default_factory=set)
+    asleep: set[int] = field(default_factory=set)
+    payload_bytes: int = 0
+    num_buckets: int = 0
+    bucket_bytes: int = 0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    receiver_commit_s: float = 0.0
+    receiver_bytes: int = 0
+
+    def count(self, sent: SentBuckets) -> None:
+        """Payloads have been sent."""
+        self.num_buckets += sent.num_buckets
+        self.payload_bytes += sent.payload_bytes
+        self.bucket_bytes = max(self.bucket_bytes, sent.bucket_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a sync stands, for who has to let engines pause.
+
+    Attributes:
+        version: What it brings.
+        is_decided: Whether receivers that have staged it write now. Otherwise it has just begun.
+        is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
+        staged_bytes: The most memory that staging takes. Receivers that have less write as it
+            arrives.
+    """
+
+    version: int
+    is_decided: bool
+    is_full: bool
+    staged_bytes: int
+
+
+class Others(Protocol):
+    """The other ranks of a trainer, which send to the same receivers what they hold."""
+
+    def next_attempt(self) -> int:
+        """Number the attempt that receivers are told of now, and the others by `start`."""
+        ...
+
+    def start(
+        self,
+        receivers: Sequence[str],
+        version: int,
+        base_version: int | None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Let them begin; receivers by their connections."""
+        ...
+
+    def sent(self) -> SentBuckets:
+        """Wait until they have sent everything. Raises SyncAborted if one has failed."""
+        ...
+
+
+class Round:
+    """Takes members from one version to the next, all or nothing for each engine.
+
+    Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
+    after it leaves alone. In both cases the session then knows why, and they have been dropped.
+    `packed` is called when nothing of the plan is read from the source any more.
+    """
+
+    def __init__(
+        self,
+        link: SenderLink,
+        session: SenderSession,
+        plan: Plan,
+        layout: SentLayout,
+        *,
+        compression: Compression,
+        tell: Callable[[Moment], None] = lambda moment: None,
+        packed: Callable[[], None] = lambda: None,
+        others: Others | None = None,
+    ) -> None:
+        self._link, self._session, self._plan = link, session, plan
+        self._tell, self._packed, self._others = tell, packed, others
+        self._layout, self._compression = layout, compression
+        self._result = RoundResult()
+        self._is_answering = self._has_asked = False
+
+    def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
+        """Do the round. The result says whether the version was decided."""
+        self._session.begin(participants, version=version)
+        self._version = version
+        try:
+            self._stage(stream_id)
+            if self._session.failures:
+                self._abort("; ".join(self._session.failures.values()))
+                return self._result
+            self._commit()
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        return self._result
+
+    def _stage(self, stream_id: str) -> None:
+        began = time.perf_counter()
+        plan = self._plan
+        for peer, error in self._link.open(list(self._session.participants)).items():
+            self._session.failed(peer, str(error))
+        if self._session.failures:
+            return
+        if self._others is not None:
+            self._send(Attempt(number=self._others.next_attempt()))
+        self._send(
+            Begin(
+                stream_id=stream_id,
+                version=self._version,
+                base_version=plan.base_version,
+                layout_hash=self._layout.hash,
+                sparse_bytes=plan.sparse_bytes,
+                dense_bytes=plan.dense_bytes,
+                timeout_s=self._link.timeout_s,
+            )
+        )
+        if self._has_lost():  # the others may write in place what would come now
+            return
+        if self._others is not None:
+            receivers = [member.connection for member in self._session.participants.values()]
+            self._others.start(
+                receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
+            )
+        self._tell(self._moment(is_decided=False))
+        num_buckets = self._send_buckets()
+        if not self._session.failures:
+            self._is_answering = self._has_asked = True
+            self._send(Prepare(version=self._version, num_buckets=num_buckets))
+            # Even if that lost somebody: an answer left unread would be taken for the next one.
+            self._collect_prepared()
+        self._result.transfer_s = time.perf_counter() - began
+
+    def _has_lost(self) -> bool:
+        """Whether a participant is gone."""
+        for peer in self._lost():
+            self._session.failed(peer, "PeerLost: disconnected as the sync began")
+        return bool(self._session.failures)
+
+    def _send_buckets(self) -> int:
+        """Send our own, wait for the trainer's other ranks to send theirs. How many are ours."""
+        own = SentBuckets()
+        try:
+            own = self._link.send_buckets(self._plan, self._version, self._compression)
+            self._packed()
+        except TransportError as error:
+            self._note_lost(error)
+        self._result.count(own)
+        if self._others is not None:
+            theirs = self._others.sent()
+            self._result.count(theirs)
+            for member in self._session.participants.values():
+                if member.connection in theirs.lost:
+                    self._session.failed(member.peer, theirs.lost[member.connection])
+        return own.num_buckets
+
+    def _collect_prepared(self) -> None:
+        digests: dict[int, int] = {}
+        for peer, reply in self._replies():
+            if peer in self._session.failures:
+                continue
+            if not isinstance(reply, Prepared) or reply.version != self._version:
+                self._session.failed(peer, _reason(reply))
+                if isinstance(reply, Failed) and reply.error == DETACHED:
+                    self._result.asleep.add(peer)
+            else:
+                digests[peer] = int(reply.digest, 16)
+                self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
+        self._judge(digests, self._session.prepared, "it would not arrive at our weights")
+
+    def _commit(self) -> None:
+        began = time.perf_counter()
+        self._session.decide()
+        self._result.decided = True
+        self._send_decided(Commit(version=self._version))
+        self._tell(self._moment(is_decided=True))
+        self._plan.decided()  # while the receivers write
+        digests: dict[int, int] = {}
+        for peer, reply in self._replies():
+            if not isinstance(reply, Committed) or reply.version != self._version:
+                self._session.failed(peer, _reason(reply))
+            else:
+                digests[peer] = int(reply.digest, 16)
+                self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
+        self._judge(digests, self._session.committed, "it read back other weights than ours")
+        self._send_decided(Finish(version=self._version, undo=self._session.undone()))
+        self._result.commit_s = time.perf_counter() - began
+        self._drop(self._session.finish())
+
+    def _abort(self, reason: str) -> None:
+        if self._link.is_open:
+            with suppress(TransportError):
+                self._link.send(Abort(version=self._version, reason=reason[:4096]))
+        if not self._has_asked:
+            self._hear_lost()
+        self._drop(self._session.abort(self._result.asleep))
+
+    def _hear_lost(self) -> None:
+        """Those that failed before they were asked have said why as they left."""
+        self._session.failures.update(self._link.last_words(self._lost()))
+
+    def _break_off(self, error: BaseException) -> None:
+        """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""
+        match self._session.phase:
+            case SenderPhase.STAGING:
+                for peer in self._session.participants:
+                    # An answer that was not read must not be taken for the next one.
+                    if self._is_answering or not self._link.is_connected(peer):
+                        self._session.failed(peer, "the sender broke off")
+                self._abort(f"the sender failed: {type(error).__name__}")
+            case SenderPhase.DECIDED:
+                for peer in self._session.participants:
+                    self._session.failed(peer, "the sender failed after the decision")
+                self._drop(self._session.finish())
+
+    def _drop(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._result.left.add(member.peer)
+            self._link.drop(member.peer)
+
+    def _moment(self, *, is_decided: bool) -> Moment:
+        plan = self._plan
+        staged_bytes = staged_bytes_of(
+            sparse_bytes=plan.sparse_bytes,
+            dense_bytes=plan.dense_bytes,
+            part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
+        )
+        return Moment(self._version, is_decided, plan.base_version is None, staged_bytes)
+
+    def _judge(
+        self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
+    ) -> None:
+        """Go on with those whose digests prove that they hold the version."""
+        members, count = self._session.participants.values(), len(self._layout.specs)
+        wrong = mistaken(members, digests, self._plan.ledger, count)
+        for peer in digests:
+            if peer in wrong:
+                self._session.failed(peer, f"DigestMismatch: {complaint}")
+            else:
+                accept(peer)
+
+    def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
+        replies = self._link.replies()
+        self._is_answering = False
+        return [item for item in replies.items() if item[0] in self._session.participants]
+
+    def _send(self, message: Message) -> None:
+        """Losing a peer is no error here: the session knows, and the round sees it there."""
+        try:
+            self._link.send(message)
+        except TransportError as error:
+            self._note_lost(error)
+
+    def _send_decided(self, message: Message) -> None:
+        """Losing a peer says nothing of the version: its answer does, or did before it left."""
+        try:
+            self._link.send(message)
+        except TransportError:
+            if not self._lost():
+                raise
+
+    def _note_lost(self, error: TransportError) -> None:
+        lost = self._lost()
+        if not lost:
+            raise error
+        for peer in lost:
+            self._session.failed(peer, f"{type(error).__name__}: {error}")
+
+    def _lost(self) -> list[int]:
+        return [peer for peer in self._session.participants if not self._link.is_connected(peer)]
+
+
+def _reason(reply: Message | DeltaSyncError) -> str:
+    match reply:
+        case Failed(error=error, reason=reason):
+            return f"{error}: {reason}"
+        case DeltaSyncError():
+            return f"{type(reply).__name__}: {reply}"
+        case _:
+            return f"IllegalMessage: answered with {reply.kind}"

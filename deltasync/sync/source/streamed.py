@@ -1,0 +1,185 @@
+"""The weights of a trainer that gives them out one after another, each once a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import Flat, WireReader, check_plain, dtype_of, torch_dtype
+from deltasync.delta.diff import Change, ModelDelta, compare
+from deltasync.delta.patch import Run
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import ConfigError, SourceChanged
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
+from deltasync.sync.source.plan import Delta, DeltaPlan, Plan, plan_full
+from deltasync.sync.source.weights import LocalWeights
+from deltasync.wire.messages import ParameterSpec
+
+_BUCKET_BYTES = 64 << 20
+_STEP = 1 << 22  # elements converted at once
+
+NamedWeights = Iterable[tuple[str, Tensor]]
+"""(name, whole tensor), each of which may be gone when the next is asked for."""
+
+
+class StreamedWeights(LocalWeights):
+    """What a `WeightSender` sends of a trainer whose weights are gathered, tensor by tensor.
+
+    Call `take` before each `send_weights`. It compares each tensor as it comes with the snapshot
+    and keeps what has changed: beside the snapshot what goes sparse, in it what goes dense, so
+    that there is no further copy of the model. Parameters of which something was kept in the
+    snapshot are sent whole after a sync that came to nothing.
+
+    Args:
+        options: `wire_dtypes` says what is sent in another dtype than it comes in.
+            `max_inflight_bytes` bounds what is kept beside the snapshot; parameters beyond are
+            sent whole. None for no bound: what goes sparse is about half of the model at most.
+            `snapshot_device` is also where tensors are compared.
+    """
+
+    def __init__(self, options: SenderOptions | None = None) -> None:
+        super().__init__(options or SenderOptions())
+        self._found: _Found | None = None
+
+    def take(self, weights: NamedWeights) -> None:
+        """Go through all weights as they are now. Also to the end if that raises.
+
+        The first time says which there are, in any order; later ones bring the same.
+
+        Raises:
+            SourceChanged: A name or a shape is new, or one is missing.
+            ConfigError: A name came twice, or a tensor cannot be sent.
+        """
+        self._found = None
+        rest = ((name, t) for name, t in weights if not self.options.leaves_out(name))
+        try:
+            if self._snapshot is None:
+                self._fill(rest)
+            else:
+                self._compare(rest)
+        finally:
+            for _ in rest:  # other ranks may take part in gathering them
+                pass
+
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        return self._held.specs
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        """Start from what was taken last."""
+        snapshot = self._held
+        if specs_of(snapshot.specs, held, {}) != snapshot.specs:
+            raise ConfigError("receivers hold other dtypes than come: give `wire_dtypes`")
+        if self._found is not None:
+            self._found.decided()
+        elif snapshot.ahead:
+            raise ConfigError("the weights that were taken last are not complete: take them anew")
+
+    def delta(self, base_version: int) -> Delta:
+        """What was taken last, also if it is asked for again."""
+        if self._found is None or self._found.is_decided:
+            raise ConfigError("there are no new weights: take them before each send_weights")
+        self._found.base_version = base_version
+        return self._found
+
+    def full(self) -> Plan:
+        return plan_full(self._held, bucket_bytes=self._bucket_bytes)
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        return coverage_of([True] * len(self._held.specs), changed, full=full)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.options.bucket_bytes or _BUCKET_BYTES
+
+    def _fill(self, weights: NamedWeights) -> None:
+        """Make the snapshot."""
+        specs: dict[str, ParameterSpec] = {}
+        flats: list[Flat] = []
+        for name, tensor in weights:
+            if name in specs:
+                raise ConfigError(f"{name!r} came twice")
+            check_plain(tensor, name)
+            own = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
+            (spec,) = specs_of([own], (), self.options.wire_dtypes)
+            specs[name] = spec
+            flats.append(self._copy(spec, tensor))
+        if not specs:
+            raise ConfigError("no weights came")
+        devices = {flat.line.device.type for flat in flats}
+        chunk_numel = self.options.policy.chunk_numel_on(*devices)
+        self._layout = SentLayout(tuple(specs.values()))
+        self._snapshot = Snapshot.filled(self._layout.specs, flats, chunk_numel=chunk_numel)
+
+    def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:
+        device = self.options.snapshot_device or tensor.device
+        copy = Flat.of(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device))
+        reader = _reader(spec, tensor)
+        for start in range(0, copy.numel, _STEP):
+            stop = min(start + _STEP, copy.numel)
+            copy.write(start, reader.read(start, stop))
+        return copy
+
+    def _compare(self, weights: NamedWeights) -> None:
+        """Find what has changed."""
+        snapshot = self._held
+        delta = ModelDelta(snapshot.ledger.copy())
+        missing = {spec.name: number for number, spec in enumerate(snapshot.specs)}
+        for name, tensor in weights:
+            number = missing.pop(name, None)
+            if number is None:
+                raise SourceChanged(f"{name!r} is new, or came twice")
+            reader = _reader(snapshot.specs[number], tensor)
+            change = self._change(number, reader, snapshot, delta)
+            if change is not None:
+                delta.held_bytes += change.held_bytes
+                delta.changes.append(change)
+        if missing:
+            raise SourceChanged(f"{len(missing)} tensors did not come, {min(missing)!r} for one")
+        delta.changes.sort(key=lambda change: change.parameter)
+        policy, size = self.options.policy, self._bucket_bytes
+        self._found = _Found(delta, (), snapshot, policy=policy, bucket_bytes=size, base_version=0)
+
+    def _change(
+        self, number: int, reader: WireReader, snapshot: Snapshot, delta: ModelDelta
+    ) -> Change | None:
+        """How a parameter differs. What goes dense is in the snapshot then."""
+        limit = self.options.max_inflight_bytes
+        room = snapshot.num_bytes * 8 if limit is None else limit - delta.held_bytes
+        change = compare(
+            number, reader, snapshot, self.options.policy, ledger=delta.ledger, room=room
+        )
+        if change is not None and change.runs is None:
+            whole = Run(0, reader.flat.numel)
+            nnz, change = change.nnz, Change(number, nnz=0, runs=[whole])
+            change.count(whole, nnz, snapshot.shares[number])
+        for run in () if change is None else change.runs or ():
+            if run.bits is None:
+                snapshot.write_ahead(number, run, reader.read(run.start, run.stop))
+        return change
+
+
+class _Found(DeltaPlan):
+    """What was found while weights passed by; what goes dense is in the snapshot already."""
+
+    is_decided = False
+
+    def read(self, parameter: int, start: int, stop: int) -> Tensor:
+        return self._snapshot.flats[parameter].read(start, stop)
+
+    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
+        """The snapshot has it, or will when this is decided."""
+
+    def decided(self) -> None:
+        super().decided()
+        self.is_decided = True
+        self._delta.changes.clear()  # their memory
+
+
+def _reader(spec: ParameterSpec, tensor: Tensor) -> WireReader:
+    """Raises SourceChanged for another shape, ConfigError for a dtype that cannot be sent."""
+    if tuple(tensor.shape) != spec.shape:
+        raise SourceChanged(f"{spec.name}: shape {spec.shape} became {tuple(tensor.shape)}")
+    return WireReader.of(tensor.detach().contiguous(), spec.dtype, name=spec.name)

@@ -1,0 +1,234 @@
+"""What a sender sends: the source's weights, and the snapshot of what receivers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.shard import ShardSpec
+from deltasync.delta.snapshot import Snapshot
+from deltasync.errors import ConfigError
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.protocol.agreement import Digests
+from deltasync.sync.source.layout import SentLayout, SourceLayout, source_specs, specs_of
+from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
+from deltasync.sync.source.tensors import NamedTensor, WeightSource
+from deltasync.wire.messages import ParameterSpec
+
+
+class Weights(Protocol):
+    """The model of a trainer, wherever its parts are."""
+
+    @property
+    def layout(self) -> SentLayout | None:
+        """What travels; None before the first capture."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a part of the snapshot is gone: another capture has to come first."""
+        ...
+
+    @property
+    def digests(self) -> Digests:
+        """Of the version that the snapshot holds."""
+        ...
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The largest copy that a rank keeps."""
+        ...
+
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        """What the source holds, in the dtypes that it has. Raises SyncAborted, ConfigError."""
+        ...
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        """Start from the source as it is, in the dtypes that a receiver holds.
+
+        Raises ConfigError or WireError where the two do not fit; then nothing has changed.
+        """
+        ...
+
+    def delta(self, base_version: int) -> Delta:
+        """How the source differs from the snapshot. Raises SourceChanged."""
+        ...
+
+    def full(self) -> Plan:
+        """All of the snapshot."""
+        ...
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        """See `SyncStats.parameters`."""
+        ...
+
+
+class LocalWeights(Weights):
+    """Those that this process compares and sends: one layout, and one snapshot.
+
+    Attributes:
+        options: Sizes, policy, dtypes.
+        stream: On GPUs, what compares and packs.
+        is_released: Whether the source may have changed since the call under way has begun.
+    """
+
+    def __init__(self, options: SenderOptions) -> None:
+        self.options = options
+        self.stream = OwnStream()
+        self._layout: SentLayout | None = None
+        self._snapshot: Snapshot | None = None
+        self._released: Callable[[], None] | None = None
+        self.is_released = False
+
+    @property
+    def layout(self) -> SentLayout | None:
+        return self._layout
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    @property
+    def digests(self) -> Digests:
+        return self._held.ledger
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._held.num_bytes
+
+    def begin(self, released: Callable[[], None] | None) -> None:
+        """A call begins. See `WeightSender.send_weights`."""
+        self._released, self.is_released = released, False
+
+    def release(self) -> None:
+        """The source is not read any more; on GPUs what the caller's stream does comes later."""
+        if self._released is not None and not self.is_released:
+            self.is_released = True
+            self.stream.join()
+            self._released()
+
+    def look(self) -> None:
+        """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
+
+    @property
+    def _held(self) -> Snapshot:
+        if self._snapshot is None:
+            raise ConfigError("no weights were taken yet")
+        return self._snapshot
+
+
+class OwnWeights(LocalWeights):
+    """The weights of a trainer of one rank; or those that one of several compares and sends.
+
+    Args:
+        source: The parameters; read, never written.
+        options: Sizes, policy, dtypes.
+    """
+
+    _layout: SourceLayout | None
+
+    def __init__(self, source: WeightSource, options: SenderOptions) -> None:
+        super().__init__(options)
+        self.source = _Kept(source, options) if options.leave_out else source
+        self._is_looked_up = False
+
+    def declared(self) -> tuple[ParameterSpec, ...]:
+        return source_specs(self.source.tensors())
+
+    def capture(self, held: Sequence[ParameterSpec]) -> None:
+        self.capture_as(specs_of(self.declared(), held, self.options.wire_dtypes))
+
+    def capture_as(
+        self, specs: Sequence[ParameterSpec], boxes: Mapping[str, ShardSpec] | None = None
+    ) -> None:
+        """Start from the source as it is. Arguments as of `SourceLayout`."""
+        self._is_looked_up = False
+        layout = SourceLayout(self.source, specs, boxes)
+        last, self._snapshot, self._layout = self._snapshot, None, None
+        if last is not None and last.fits(layout.sent, layout.readers):
+            last.capture(layout.readers)
+        else:
+            last = None  # its memory first
+            last = self._new_snapshot(layout)
+        self._snapshot, self._layout = last, layout
+        self.stream.move_to(last.device)
+
+    def begin(self, released: Callable[[], None] | None) -> None:
+        super().begin(released)
+        self._is_looked_up &= released is not None
+
+    def look(self) -> None:
+        if self._layout is not None:
+            self._layout.refresh()
+            self._is_looked_up = True
+
+    def delta(self, base_version: int) -> Delta:
+        snapshot, layout = self._held, self._layout
+        assert layout is not None
+        if not self._is_looked_up:
+            layout.refresh()
+        self._is_looked_up = self._released is not None  # if this is tried again
+        inflight = self.options.max_inflight_bytes
+        return plan_delta(
+            snapshot,
+            layout.readers,
+            policy=self.options.policy,
+            bucket_bytes=self._bucket_bytes(snapshot),
+            max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
+            base_version=base_version,
+        )
+
+    def full(self, *, ways: int = 1) -> Plan:
+        """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
+        snapshot = self._held
+        bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
+        return plan_full(snapshot, bucket_bytes=bucket_bytes)
+
+    def changed_by(self, delta: Delta) -> set[int]:
+        """Numbers of the parameters of which something differs."""
+        shares = self._held.shares
+        return {shares[which].number for which in delta.changed}
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        assert self._layout is not None
+        return self._layout.coverage(changed, full=full)
+
+    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
+        device = self.options.snapshot_device
+        return Snapshot(
+            layout.sent,
+            layout.readers,
+            chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
+            device=None if device is None else torch.device(device),
+            kernels=self.options.kernels,
+        )
+
+    def _bucket_bytes(self, snapshot: Snapshot) -> int:
+        on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
+        return self.options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
+
+
+class _Kept(WeightSource):
+    """A source without what the options leave out."""
+
+    def __init__(self, source: WeightSource, options: SenderOptions) -> None:
+        self._source, self._options = source, options
+        self._all: list[NamedTensor] | None = None
+        self._tensors: list[NamedTensor] = []
+
+    def tensors(self) -> list[NamedTensor]:
+        tensors = self._source.tensors()
+        if tensors is not self._all:
+            names = [[n for n in t.names if not self._options.leaves_out(n)] for t in tensors]
+            self._tensors = [
+                replace(tensor, names=tuple(kept))
+                for tensor, kept in zip(tensors, names, strict=True)
+                if kept
+            ]
+            self._all = tensors
+        return self._tensors

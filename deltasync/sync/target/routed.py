@@ -1,0 +1,311 @@
+"""A target that reaches an engine's weights as the engine's own loader does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
+from deltasync.delta.routes.loading import RELOAD, Loader
+from deltasync.delta.routes.naming import suggested
+from deltasync.delta.routes.part import Part
+from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
+from deltasync.delta.routes.route import Piece
+from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.proof.cold import refusing_failures
+from deltasync.sync.proof.proved import (
+    matches,
+    named,
+    prove_routes,
+    read_whole,
+    refuse_unfilled,
+    refuse_unsent,
+)
+from deltasync.sync.proof.proving import Proof, Upkeep
+from deltasync.sync.proof.reach import Reach
+from deltasync.sync.source.tensors import ModuleWatch
+from deltasync.sync.target.module import match_parameters, refuse_overlap, some_of
+from deltasync.wire.messages import ParameterSpec
+
+Routes = tuple[Piece, ...]
+"""The pieces of one checkpoint tensor."""
+
+_SHOWN = 5  # reasons in an error
+_BLOCK = 1 << 20  # elements that are compared together
+
+
+class RoutedTarget:
+    """An engine whose parameters are not the checkpoint's: fused, padded, split over ranks.
+
+    The engine's loader is run once on tensors without data, which shows where the elements of each
+    checkpoint tensor are kept; deltas are written there. That is proved before any of them: a
+    receiver joins by weights that have the trainer's digest when they are read back through the
+    routes, or by a full sync, which the loader itself writes and which is then read back.
+
+    A loader that writes in another thread, through numpy or dlpack, is not seen to do so: it must
+    not be given here.
+
+    Args:
+        module: The engine's model. It must keep its storage between syncs; if it is released,
+            reloaded or replaced, call the receiver's `invalidate`.
+        checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
+        load: The loader; by default the module's `load_weights`. It is called with a few tensors at
+            a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
+        finish: Called in the pause after every sync, full or not: brings up to date what the engine
+            derives from its weights. It must leave them where they were loaded.
+        upkeep: What `prove` has found to have to follow besides, for this module and checkpoint.
+        is_written: Whether a trainer has written the engine since it was started.
+
+    Attributes:
+        upkeep: The same; `prove` finds it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        checkpoint: Sequence[CheckpointTensor],
+        *,
+        load: Load | None = None,
+        finish: Callable[[], object] = lambda: None,
+        upkeep: Upkeep | None = None,
+        is_written: bool = False,
+    ) -> None:
+        self._module, self._checkpoint = module, tuple(checkpoint)
+        self._load: Load = load or module.load_weights  # type: ignore[assignment]
+        self._finish, self.upkeep, self._is_written = finish, upkeep, is_written
+        self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
+        self._names: dict[int, str] = {}  # own, by number
+        self._watch = ModuleWatch(module)
+        self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
+        self._known: tuple[ModuleWatch, Recording] | None = None
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """The checkpoint tensors that the loader takes something of.
+
+        Raises:
+            ConfigError: Some have no route; the text says which, and why.
+        """
+        return self._specs(self._recorded())
+
+    def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
+        """Find each parameter of the layout in the engine. Raises as `parameters` too."""
+        recording = self._recorded()
+        held = self._specs(recording)
+        numbers = match_parameters(held, layout)
+        live = self._live()
+        pieces = recording.pieces
+        try:
+            accesses = [_access(pieces[spec.name], live, spec) for spec in held]
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {RELOAD}") from error
+        refuse_overlap(held, accesses)
+        assert self._known is not None
+        self._watch = self._known[0]
+        self._own_names = {
+            layout[n].name: recording.given[s.name] for n, s in zip(numbers, held, strict=True)
+        }
+        self._names = {number: spec.name for number, spec in zip(numbers, held, strict=True)}
+        self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
+        return dict(zip(numbers, accesses, strict=True))
+
+    def prove(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        proof: Callable[[], Proof] | None = None,
+        *,
+        keep: Collection[str] = (),
+        routes: Mapping[str, Routes] | None = None,
+    ) -> None:
+        """Prove that what is written through routes reaches all that the engine computes with.
+
+        What the engine holds of the checkpoint that it was started on is read back; then see
+        `prove_routes`. The engine must not run. It holds the same weights afterwards.
+
+        Args:
+            weights: That checkpoint.
+            proof: Makes what updates are held against. Without one nothing is found out about what
+                the engine derives from weights, or keeps a second time.
+            keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
+            routes: Those of this engine that were proved before, by name: what lies there may have
+                been written since, and is not read back.
+
+        Raises:
+            ConfigError: By name, for tensors that are not where the loader puts them, for such as
+                the trainer does not send, and for what would be stale.
+            DirtyReceiver: The engine could not be put back.
+        """
+        layout = self.parameters()
+        numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
+        missing = {number: spec.name for number, spec in enumerate(layout)}
+        held = self.bind(layout)
+        wrong: dict[int, str] = {}
+        ours, proved = self.routes(), routes or {}
+        right = {number for name, number in numbers.items() if ours[name] == proved.get(name)}
+        others: list[str] = []
+        loaded: list[CheckpointTensor] = []
+        for name, tensor in weights:
+            if not matches(name, keep):
+                loaded.append(CheckpointTensor(name, tuple(tensor.shape), tensor.dtype))
+            if (number := numbers.get(name)) is None:
+                others.append(name)
+                continue
+            missing.pop(number, None)
+            if number in right or _holds(held[number], tensor, layout[number]):
+                right.add(number)
+            else:
+                wrong.setdefault(number, name)
+        for number in right & wrong.keys():  # of several names the engine takes one
+            del wrong[number]
+        if missing:
+            names = sorted(missing.values())
+            raise ConfigError(
+                f"the checkpoint that the engine was started on has no {some_of(names)}"
+                f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
+                "has it, as the trainer's model is saved"
+            )
+        if wrong:
+            raise self._misplaced(sorted(wrong.values()))
+        if proof is not None:
+            self._prove(proof(), loaded)
+
+    def _misplaced(self, names: Sequence[str]) -> ConfigError:
+        text = f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts"
+        if self._is_written:
+            return ConfigError(
+                f"{text} what the engine was started on, and since then a trainer has written it, "
+                "which did not send them, or not by routes: restart the engine, and connect first "
+                "with all tensors that are to be sent"
+            )
+        return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
+
+    def routes(self) -> dict[str, Routes]:
+        """Where the elements of each of `parameters` are kept, by each of its names."""
+        assert self._known is not None
+        recording = self._known[1]
+        specs = self._specs(recording)
+        return {name: recording.pieces[one.name] for one in specs for name in one.names}
+
+    @refusing_failures()
+    def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
+        refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
+        self.upkeep = prove_routes(proof, self._recorded(), self._held)
+
+    @refusing_failures()
+    def prove_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
+        """The same for an engine of which nobody knows what it was loaded with: nothing is read
+        back. Here `keep` are the engine's own names. Raises as `prove`.
+        """
+        self.bind(self.parameters())
+        recording = self._recorded()
+        written = {piece.live for pieces in recording.pieces.values() for piece in pieces}
+        refuse_unfilled(proof, written, keep)
+        self.upkeep = prove_routes(proof, recording, self._held)
+
+    def check_unmoved(self) -> None:
+        """Compare the address, size, strides and dtype of every tensor of the module."""
+        if not self._watch.is_unmoved():
+            raise TargetMoved("storage of the engine was replaced; rejoin")
+
+    def loader(self) -> Loader | None:
+        """The engine's own, which fills padding too."""
+        return self
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        """Give the engine's loader what the sender calls by its names."""
+        self._load([(own, tensor) for name, tensor in weights for own in self._own_names[name]])
+
+    def together(self) -> list[list[str]]:
+        """The groups that the loader needs in one call, of what is bound, by the sender's names."""
+        names = {given: name for name, given in self._own_names.items()}
+        assert self._known is not None
+        recording = self._known[1]
+        groups = ([names.get(recording.given[n]) for n in g] for g in recording.together)
+        return [[name for name in group if name is not None] for group in groups]
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""
+        self._finish()
+        if self.upkeep is not None:
+            names = None if changed is None else {self._names[n] for n in changed}
+            self.upkeep.run(lambda name: read_whole(*self._held[name]), names)
+        self.check_unmoved()
+
+    def _live(self) -> dict[str, Tensor]:
+        return named(self._module)
+
+    def _specs(self, recording: Recording) -> tuple[ParameterSpec, ...]:
+        return tuple(
+            ParameterSpec(one.names, one.shape, recording.dtypes[one.name])
+            for one in self._checkpoint
+            if recording.pieces[one.name]
+        )
+
+    def _recorded(self) -> Recording:
+        """Where things are now. Raises ConfigError unless that is known of everything."""
+        if self._known is not None and self._known[0].is_unmoved():
+            return self._known[1]
+        with self._kept():
+            try:
+                recording = record(self._load, self._checkpoint, self._live())
+            except ConfigError as error:
+                if error.__cause__ is None:  # no loader raised it, and reloading meets it too
+                    raise
+                raise ConfigError(f"{error}; {RELOAD}") from error
+        whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
+        whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
+        if self._checkpoint and not whys and not any(recording.pieces.values()):
+            names = [one.name for one in self._checkpoint]
+            raise ConfigError(
+                f"the loader takes nothing of any tensor that is sent, {some_of(names)}"
+                f"{suggested(names, self._live().keys(), are_sent=True)}"
+            )
+        if whys:
+            shown = "; ".join(sorted(whys)[:_SHOWN])
+            more = f"; and {len(whys) - _SHOWN} more" if len(whys) > _SHOWN else ""
+            raise ConfigError(f"{len(whys)} tensors have no route: {shown}{more}; {RELOAD}")
+        self._known = ModuleWatch(self._module), recording
+        return recording
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Put back what the loader replaces. Refuse it for parameters and buffers."""
+        watch, reach, before = (
+            ModuleWatch(self._module),
+            Reach([("", self._module)]),
+            self._live(),
+        )
+        replaced: list[str] = []
+        try:
+            yield
+        finally:
+            if not watch.is_unmoved():
+                now = self._live()
+                replaced = sorted(n for n in before | now if before.get(n) is not now.get(n))
+            reach.put_back()
+        if replaced:
+            raise ConfigError(
+                f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "
+                f"where it should fill them; {RELOAD}"
+            )
+
+
+def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
+    """To all of a checkpoint tensor as to any other, or to parts of it."""
+    if not spec.numel or (len(pieces) == 1 and pieces[0].is_whole(spec.numel)):
+        return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
+    return Part.of(pieces, live, name=spec.name)
+
+
+def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
+    """Whether what is held are these weights. In blocks, for the memory of positions."""
+    wanted = tensor.reshape(-1)
+    for start in range(0, spec.numel, _BLOCK):
+        stop = min(start + _BLOCK, spec.numel)
+        bits = as_bits(wanted[start:stop].to(live.line.device, torch_dtype(spec.dtype)))
+        positions = live.held(start, stop)
+        here = bits if positions is None else bits[positions - start]
+        if not are_equal(live.read(start, stop), here):
+            return False
+    return True

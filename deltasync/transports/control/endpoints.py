@@ -1,0 +1,499 @@
+"""The two ends of the control plane: one server, many clients, each run by whoever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import selectors
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from deltasync.errors import (
+    ConfigError,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+)
+from deltasync.transports import forks
+from deltasync.transports.control.connection import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    Connection,
+    Deadline,
+    Kind,
+    Message,
+)
+from deltasync.transports.control.newcomers import (
+    MAX_GREETING_BYTES,
+    SILENCE_S,
+    Newcomers,
+    Patience,
+)
+
+_MAX_QUIET_BYTES = 32 << 10  # of one that has greeted, and has nothing more to say yet
+_MAX_GONE = 1024
+_RETRY_S = 0.01
+_LEAST_DIAL_S, _LONGEST_DIAL_S = 0.05, 1.0  # a host may swallow packets
+_EPOLL_RESOLUTION_S = 0.001  # shorter waits would be rounded up to it
+
+
+class Gate:
+    """Lets one thread at a time use an end, and `close` from any thread wake it."""
+
+    def __init__(self, busy_s: float = 0.0) -> None:
+        """Every wait begins with `busy_s` of looking again and again: waking up takes time."""
+        self._busy_s = busy_s
+        self._lock = threading.RLock()
+        self._closed = ""  # why it is
+        with forks.making:
+            self._selector = forks.closed_in_children(selectors.DefaultSelector())
+            self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+        forks.inert_in_children(self)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Held during every public call. Raises TransportClosed after `close`."""
+        with self._lock:
+            self.check()
+            yield
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[bool]:
+        """Held during `drop`. Whether that has something to do: `close`, beside it, does it all."""
+        with self._lock:
+            yield not self._closed
+
+    def check(self) -> None:
+        """Raise TransportClosed after `close`."""
+        if self._closed:
+            raise TransportClosed(self._closed)
+
+    def wait(self, timeout_s: float) -> list[object]:
+        """The watched things that became ready, at most after `timeout_s`."""
+        self.check()
+        if 0 < timeout_s < _EPOLL_RESOLUTION_S:
+            time.sleep(timeout_s)
+            timeout_s = 0
+        deadline, busy = Deadline(timeout_s), Deadline(min(self._busy_s, timeout_s))
+        events: list[tuple[selectors.SelectorKey, int]] = []
+        while not events and not busy.passed:
+            events = self._selector.select(0)
+        if not events:
+            events = self._selector.select(deadline.remaining_s)
+        self.check()
+        return [key.fileobj for key, _ in events]
+
+    def watch(self, source: Connection | socket.socket) -> None:
+        """Wake when `source` can be read, or written to if something waits to be."""
+        events = selectors.EVENT_READ
+        if isinstance(source, Connection) and source.is_writing:
+            events |= selectors.EVENT_WRITE
+        try:
+            if self._selector.get_key(source).events != events:
+                self._selector.modify(source, events)
+        except KeyError:
+            self._selector.register(source, events)
+
+    def forget(self, source: Connection | socket.socket) -> None:
+        """Stop waking for `source`; must be called before it is closed."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def close(self, dispose: Callable[[], None]) -> None:
+        """Wake the call in progress, wait until it has left, then `dispose`, once.
+
+        In a forked child there is nothing to dispose of.
+        """
+        self._closed = self._closed or "this end of the transport was closed"
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+        with self._lock:
+            if self._alarm.fileno() == -1:
+                return
+            dispose()
+            self._selector.close()
+            self._alarm.close()
+            self._bell.close()
+
+    def forked(self) -> None:
+        self._lock = threading.RLock()
+        self._closed = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
+
+
+class Server:
+    """The sender's end: accepts connections and numbers those that greet as peers.
+
+    Not thread-safe: its owner holds the gate.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        gate: Gate,
+        *,
+        kinds: Collection[Kind],
+        secret: bytes | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        greeting_timeout_s: float = 30.0,
+        admits: Callable[[socket.socket], bool] = lambda sock: True,
+    ) -> None:
+        """Serve on `listener`, which must listen already and belongs to the server from now on.
+
+        Args:
+            listener: A stream socket.
+            gate: Runs the sockets.
+            kinds: What a peer may send once it has greeted.
+            secret: Demand, and give, signed messages.
+            max_message_bytes: A peer that declares more is dropped.
+            greeting_timeout_s: A connection that has not greeted by then is dropped.
+            admits: Which connections are accepted; all are by default.
+        """
+        self._gate = gate
+        self._kinds = frozenset(kinds)
+        self._limit = max_message_bytes
+        self._newcomers = Newcomers(
+            listener,
+            gate,
+            secret=secret,
+            max_greeting_bytes=min(MAX_GREETING_BYTES, max_message_bytes),
+            timeout_s=greeting_timeout_s,
+            admits=admits,
+        )
+        self._patience = Patience()
+        self._peers: dict[int, Connection] = {}
+        self._heard: frozenset[int] = frozenset()
+        self._greetings: deque[tuple[int, bytes]] = deque()
+        self._greeting_bytes = 0
+        self._gone: dict[int, Connection] = {}  # for what they said last, and why they went
+        self._next_peer = 0
+
+    def poll(self, deadline: Deadline) -> list[tuple[int, bytes]]:
+        """Greetings that came since the last call; waits for one until the deadline.
+
+        No more at a time than one of the largest takes: reading them takes time too.
+        """
+        with self._patience.spent() as moment:
+            while not moment.passed and self._greeting_bytes < MAX_GREETING_BYTES:
+                if not self.pump(0) and not self._hears_more(moment):
+                    break
+        while not self._greetings and not deadline.passed:
+            self.pump(deadline.remaining_s)
+        greetings: list[tuple[int, bytes]] = []
+        while self._greetings and sum(len(data) for _, data in greetings) < MAX_GREETING_BYTES:
+            greetings.append(self._greetings.popleft())
+            self._greeting_bytes -= len(greetings[-1][1])
+        return greetings
+
+    def hear(self, peers: Iterable[int]) -> None:
+        """Take what these peers say from now on, and keep nothing that others who are gone said."""
+        self._heard = frozenset(peers)
+        for peer, connection in self._peers.items():
+            self._allow(connection, is_heard=peer in self._heard)
+        for peer, connection in self._gone.items():
+            if peer not in self._heard:
+                connection.close()
+
+    def is_connected(self, peer: int) -> bool:
+        """Whether the connection of `peer` stands, as far as can be told without waiting."""
+        connection = self._peers.get(peer)
+        if connection is not None:
+            self._serve(connection)
+        return peer in self._peers
+
+    def loss(self, peer: int) -> PeerLost:
+        """Why `peer` is gone."""
+        connection = self._gone.get(peer)
+        return PeerLost(str(connection.lost) if connection else "there is no such peer")
+
+    def local_host(self, peer: int) -> str:
+        """The address by which `peer` reaches this machine."""
+        return self._peers[peer].local_host
+
+    def pump(self, timeout_s: float) -> bool:
+        """Do what the sockets are ready for, waiting at most `timeout_s` for one to be.
+
+        Returns whether one was.
+        """
+        ready = self._gate.wait(min(timeout_s, self._newcomers.patience_s))
+        for source in ready:
+            if self._newcomers.is_listener(source):
+                for newcomer in self._newcomers.accept():
+                    self._serve(newcomer)
+            elif isinstance(source, Connection) and source.fileno() >= 0:
+                self._serve(source)
+        self._newcomers.tend(self._greeting_bytes)
+        return bool(ready)
+
+    def write(
+        self, peers: Iterable[int], kind: Kind, data: bytes, descriptor: int | None = None
+    ) -> None:
+        """Queue a message for each of `peers`; those that are gone are skipped."""
+        for peer in peers:
+            if connection := self._peers.get(peer):
+                connection.write(kind, data, descriptor)
+                self._settle(connection)
+
+    def flush(self, peers: Collection[int], deadline: Deadline) -> dict[int, TransportError]:
+        """Wait until `peers` have taken what was written; drop those that do not."""
+        while writing := [p for p in peers if p in self._peers and self._peers[p].is_writing]:
+            if deadline.passed:
+                late = {peer: self.expire(peer, "did not read in time") for peer in writing}
+                return self.losses(peers) | late
+            self.pump(deadline.remaining_s)
+        return self.losses(peers)
+
+    def losses(self, peers: Iterable[int]) -> dict[int, TransportError]:
+        """Those of `peers` that are gone, and why."""
+        return {peer: self.loss(peer) for peer in peers if peer not in self._peers}
+
+    def take(self, peer: int, kind: Kind) -> bytes | None:
+        """The oldest message of `kind` that came from `peer`, or None."""
+        connection = self._peers.get(peer) or self._gone.get(peer)
+        message = connection.take(kind) if connection else None
+        return message.data if message else None
+
+    def gather(
+        self, peers: Collection[int], kind: Kind, deadline: Deadline
+    ) -> dict[int, bytes | TransportError]:
+        """The next message of `kind` from each of `peers`; drops those that are late."""
+        self.pump(0)
+        found: dict[int, bytes | TransportError] = {}
+        while missing := [peer for peer in peers if peer not in found]:
+            for peer in missing:
+                data = self.take(peer, kind)
+                if data is not None:
+                    found[peer] = data
+                elif peer not in self._peers:
+                    found[peer] = self.loss(peer)
+                elif deadline.passed:
+                    found[peer] = self.expire(peer, "did not answer in time")
+            if len(found) < len(peers):
+                self.pump(deadline.remaining_s)
+        return found
+
+    def drop(self, peer: int, reason: TransportError | None = None) -> None:
+        """End the connection to `peer`. Idempotent."""
+        if connection := self._peers.get(peer):
+            self._let_go(peer, PeerLost(f"was dropped: {reason}" if reason else "was dropped"))
+            connection.close()
+
+    def expire(self, peer: int, complaint: str) -> TransportTimeout:
+        """Drop a peer that is late; returns the error that says so."""
+        error = TransportTimeout(complaint)
+        self.drop(peer, error)
+        return error
+
+    def close(self) -> None:
+        """End every connection and stop listening. Idempotent."""
+        for peer in list(self._peers):
+            self.drop(peer)
+        self._newcomers.close()
+
+    def _hears_more(self, moment: Deadline) -> bool:
+        """Wait for the rest of greetings of which a part is here, while more of them comes."""
+        if not self._newcomers.is_greeting:
+            return False
+        came = self.pump(min(SILENCE_S, moment.remaining_s))
+        if not came:
+            self._newcomers.stalled()
+        return came
+
+    def _serve(self, connection: Connection) -> None:
+        connection.flush()
+        connection.read()
+        if connection in self._newcomers:
+            greeting = self._newcomers.heard(connection)
+            if greeting is not None:
+                self._welcome(connection, greeting)
+        self._settle(connection)
+
+    def _welcome(self, connection: Connection, greeting: bytes) -> None:
+        """Make a newcomer that has greeted a peer."""
+        self._allow(connection, is_heard=False)
+        self._peers[self._next_peer] = connection
+        self._greetings.append((self._next_peer, greeting))
+        self._greeting_bytes += len(greeting)
+        self._next_peer += 1
+
+    def _allow(self, connection: Connection, *, is_heard: bool) -> None:
+        """Let a peer send replies, or what fits into a few."""
+        most = 2 * DEFAULT_MAX_MESSAGE_BYTES if is_heard else _MAX_QUIET_BYTES
+        limit = min(self._limit, most)
+        connection.allow(self._kinds, max_message_bytes=limit, max_waiting_bytes=most)
+
+    def _settle(self, connection: Connection) -> None:
+        """Watch a connection that stands; let go of one that has ended."""
+        if connection.lost is None:
+            self._gate.watch(connection)
+            return
+        if connection in self._newcomers:
+            self._newcomers.turn_away(connection)
+        for peer, candidate in list(self._peers.items()):
+            if candidate is connection:
+                self._let_go(peer, connection.lost)
+
+    def _let_go(self, peer: int, reason: PeerLost) -> None:
+        connection = self._gone[peer] = self._peers.pop(peer)
+        self._gate.forget(connection)
+        connection.hang_up(reason)
+        if len(self._gone) > _MAX_GONE:
+            others = (peer for peer in self._gone if peer not in self._heard)
+            self._gone.pop(next(others, next(iter(self._gone)))).close()
+
+
+class Client:
+    """A receiver's end: one connection at a time. Not thread-safe: its owner holds the gate."""
+
+    def __init__(
+        self,
+        dial: Callable[[float], socket.socket],
+        gate: Gate,
+        *,
+        kinds: Collection[Kind],
+        secret: bytes | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Connect with `dial`, which raises OSError while nobody serves, in so many seconds."""
+        self._dial = dial
+        self._gate = gate
+        self._kinds = frozenset(kinds)
+        self._secret = secret
+        self._limit = max_message_bytes
+        self._connection: Connection | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there was a connection and it has ended; what arrived before can be taken."""
+        return self._connection is not None and self._connection.lost is not None
+
+    @property
+    def local_host(self) -> str:
+        """The address by which the server reaches this machine."""
+        return self._current().local_host
+
+    def connect(self, greeting: bytes, deadline: Deadline) -> None:
+        """Connect anew and greet. Raises TransportTimeout, or PeerLost if turned away."""
+        self.hang_up()
+        self._connection = Connection(
+            self._dial_until(deadline),
+            is_server=False,
+            kinds=self._kinds,
+            max_message_bytes=self._limit,
+            secret=self._secret,
+        )
+        self._gate.watch(self._connection)
+        while not self._connection.can_write:
+            if self.poll(deadline.remaining_s) is None and deadline.passed:
+                raise TransportTimeout("the sender did not answer in time")
+        self.write(Kind.GREETING, greeting, deadline)
+
+    def poll(self, timeout_s: float, kind: Kind | None = None) -> Message | None:
+        """The next message (of `kind`), or None if nothing came. Raises PeerLost."""
+        connection = self._current()
+        message = connection.take(kind)
+        if message is None and connection.lost is None:
+            self._run(connection, timeout_s)
+            message = connection.take(kind)
+        if message is None and connection.lost is not None:
+            self._gate.forget(connection)
+            connection.hang_up()
+            raise PeerLost(str(connection.lost))
+        return message
+
+    def next(self, deadline: Deadline) -> Message:
+        """The next message. Raises TransportTimeout, PeerLost."""
+        while True:
+            expired = deadline.passed
+            if message := self.poll(deadline.remaining_s):
+                return message
+            if expired:
+                raise TransportTimeout("nothing came in time")
+
+    def write(self, kind: Kind, data: bytes, deadline: Deadline) -> None:
+        """Hand a message to the socket. Raises PeerLost, TransportTimeout."""
+        if len(data) > (MAX_GREETING_BYTES if kind is Kind.GREETING else self._limit):
+            raise ConfigError(f"a {kind.name.lower()} of {len(data)} bytes is too large")
+        connection = self._current()
+        connection.write(kind, data)
+        while connection.is_writing:
+            if deadline.passed:
+                # Half a message may be on its way: nothing can follow it.
+                self.hang_up()
+                raise TransportTimeout("the sender did not read in time")
+            self._run(connection, deadline.remaining_s)
+        if connection.lost is not None:
+            raise PeerLost(str(connection.lost))
+
+    def hang_up(self) -> None:
+        """End the connection, if there is one."""
+        if self._connection is not None:
+            self._gate.forget(self._connection)
+            self._connection.close()
+
+    def _current(self) -> Connection:
+        if self._connection is None:
+            raise PeerLost("not connected yet")
+        return self._connection
+
+    def _run(self, connection: Connection, timeout_s: float) -> None:
+        self._gate.watch(connection)
+        if self._gate.wait(timeout_s):
+            connection.flush()
+            connection.read()
+
+    def _dial_until(self, deadline: Deadline) -> socket.socket:
+        """Dial until somebody serves. Raises TransportTimeout with the last refusal."""
+        while True:
+            try:
+                return self._dial(max(_LEAST_DIAL_S, min(_LONGEST_DIAL_S, deadline.remaining_s)))
+            except OSError as error:
+                if deadline.passed:
+                    raise TransportTimeout(f"no sender appeared: {error}") from error
+            self._gate.wait(min(_RETRY_S, deadline.remaining_s))
+
+
+def check_secret(secret: bytes | None) -> None:
+    """Raise ConfigError for a secret that is none."""
+    if secret is not None and not secret:
+        raise ConfigError("an empty secret protects nothing; leave it out or set one")
+
+
+def warn_of_strangers(host: str, port: int) -> None:
+    """Warn that whoever reaches this address is let in, unless it is of this machine alone."""
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        warnings.warn(
+            f"{host}:{port} is served without a secret: whoever reaches it can take the weights "
+            "and stop syncs; give both ends the same secret=, in a network that you trust",
+            stacklevel=3,
+        )
+
+
+def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
+    """A connection to `host`:`port`, blocking. Raises OSError, after `timeout_s` an address."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = forks.new_socket(family, kind)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(where)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with forks.making:
+            server = socket.create_server((host, port), family=family)
+            return forks.closed_in_children(server)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

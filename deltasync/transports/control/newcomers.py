@@ -1,0 +1,210 @@
+"""Connections that have not greeted: bounded in number, bytes, descriptors and time.
+
+Whoever reaches the listener can make one, so that nothing here is kept for long or costs a call
+more than its share. With a secret a connection is heard only once it has proved that it knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from deltasync.transports import forks
+from deltasync.transports.control.connection import Connection, Deadline, Kind
+
+if TYPE_CHECKING:
+    from deltasync.transports.control.endpoints import Gate
+
+MAX_GREETING_BYTES = 16 << 20  # a hello names every parameter: 100,000 take about 10 MB
+_MAX_NEWCOMERS = 128
+_MAX_BYTES = 256 << 20  # of greetings: half of them here, or whole and not asked for
+_MAX_ACCEPTED = 16  # in a row, before those that are here are served
+_SPARE_DESCRIPTORS = 64  # left to the rest of the process
+_REST_S = 0.1  # without accepting, when there are no descriptors
+_LONGEST_TICK_S = 1.0
+_MOMENT_S = 0.2
+_LEAST_S = 0.005
+_SHARE = 0.02
+SILENCE_S = 0.02  # after which half a greeting is not waited for
+
+logger = logging.getLogger(__name__)
+
+
+class Patience:
+    """How long calls go on for newcomers: briefly each time, for `_MOMENT_S` now and then.
+
+    So an engine that has begun to greet comes in with this call, and whoever keeps sending takes
+    `_SHARE` of the time, or `_LEAST_S` a call.
+    """
+
+    def __init__(self) -> None:
+        self._saved_s, self._at = _MOMENT_S, time.monotonic()
+
+    @contextlib.contextmanager
+    def spent(self) -> Iterator[Deadline]:
+        """Until when this call may go on."""
+        began = time.monotonic()
+        saved_s = min(_MOMENT_S, self._saved_s + _SHARE * (began - self._at))
+        yield Deadline(max(_LEAST_S, saved_s))
+        self._at = time.monotonic()
+        self._saved_s = max(0.0, saved_s - (self._at - began))
+
+
+class Newcomers:
+    """What a server accepts and has not heard a greeting from. Its owner holds the gate."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        gate: Gate,
+        *,
+        secret: bytes | None,
+        max_greeting_bytes: int,
+        timeout_s: float,
+        admits: Callable[[socket.socket], bool],
+    ) -> None:
+        """Accept on `listener`, which must listen and belongs to this object from now on.
+
+        One that has not greeted after `timeout_s` of listening is turned away, and one that
+        `admits` refuses before a byte of it is read.
+        """
+        listener.setblocking(False)
+        self._listener, self._gate, self._secret = listener, gate, secret
+        self._max_greeting_bytes, self._timeout_s = max_greeting_bytes, timeout_s
+        self._admits = admits
+        self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
+        self._stalled: set[Connection] = set()
+        self._clock_s, self._ticked_at = 0.0, time.monotonic()
+        self._rest: Deadline | None = None
+        self._has_warned = False
+        gate.watch(listener)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._ends_at
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether part of a greeting is here, and the rest is likely to come at once."""
+        return any(c.has_part for c in self._ends_at if c not in self._stalled)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until `tend` has something to do; at most a minute."""
+        ends = [self._rest.remaining_s] if self._rest else []
+        ends += [end - self._clock_s for end in self._ends_at.values()]
+        return max(0.0, min(ends, default=60.0))
+
+    def is_listener(self, source: object) -> bool:
+        return source is self._listener
+
+    def accept(self) -> list[Connection]:
+        """Take in who has connected."""
+        accepted: list[Connection] = []
+        while len(accepted) < _MAX_ACCEPTED:
+            try:
+                with forks.making:
+                    sock = forks.closed_in_children(self._listener.accept()[0])
+            except (BlockingIOError, ConnectionError):
+                break
+            except OSError as error:  # no descriptor, or no memory, for one more
+                self._take_a_rest(str(error.strerror))
+                break
+            if sock.fileno() >= _most_descriptors():
+                sock.close()
+                self._take_a_rest("few file descriptors are left")
+                break
+            if (connection := self._opened(sock)) is not None:
+                accepted.append(connection)
+        return accepted
+
+    def heard(self, connection: Connection) -> bytes | None:
+        """The greeting of one that was just read, if it is whole: it is no newcomer then."""
+        self._stalled.discard(connection)
+        greeting = connection.take(Kind.GREETING)
+        if greeting is None:
+            return None
+        del self._ends_at[connection]
+        return greeting.data
+
+    def stalled(self) -> None:
+        """Nothing came for a while: do not wait for those again that have not gone on."""
+        self._stalled = {c for c in self._ends_at if c.has_part}
+
+    def tend(self, bytes_elsewhere: int) -> None:
+        """Turn away who is late and, oldest first, what takes too many bytes; listen again.
+
+        The clock stands still while nobody listens, or a trainer that is busy would lose those
+        that connect meanwhile.
+        """
+        now = time.monotonic()
+        self._clock_s += min(now - self._ticked_at, _LONGEST_TICK_S)
+        self._ticked_at = now
+        for connection, end in list(self._ends_at.items()):
+            if self._clock_s >= end:
+                self.turn_away(connection)
+        excess = bytes_elsewhere + sum(c.num_part_bytes for c in self._ends_at) - _MAX_BYTES
+        for connection in [c for c in self._ends_at if c.has_part]:
+            if excess > 0:
+                excess -= connection.num_part_bytes
+                self.turn_away(connection)
+        if self._rest is not None and self._rest.passed:
+            self._rest = None
+            self._gate.watch(self._listener)
+
+    def turn_away(self, connection: Connection) -> None:
+        """End the connection of a newcomer."""
+        del self._ends_at[connection]
+        self._stalled.discard(connection)
+        self._gate.forget(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """Turn all away and stop listening. Idempotent."""
+        for connection in list(self._ends_at):
+            self.turn_away(connection)
+        self._gate.forget(self._listener)
+        self._listener.close()
+
+    def _opened(self, sock: socket.socket) -> Connection | None:
+        if not self._admits(sock):
+            sock.close()
+            return None
+        if len(self._ends_at) >= _MAX_NEWCOMERS:
+            self.turn_away(next(iter(self._ends_at)))
+        try:
+            connection = Connection(
+                sock,
+                is_server=True,
+                kinds={Kind.GREETING},
+                max_message_bytes=self._max_greeting_bytes,
+                secret=self._secret,
+            )
+        except OSError:  # it has gone
+            sock.close()
+            return None
+        self._ends_at[connection] = self._clock_s + self._timeout_s
+        self._gate.watch(connection)
+        return connection
+
+    def _take_a_rest(self, why: str) -> None:
+        """Make room for one, and look again later: the listener would wake every call at once."""
+        if self._ends_at:
+            self.turn_away(next(iter(self._ends_at)))
+        self._gate.forget(self._listener)
+        self._rest = Deadline(_REST_S)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("cannot accept connections: %s; raise the limit `ulimit -n`", why)
+
+
+def _most_descriptors() -> int:
+    """Connections get descriptors below this number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 30
+    return limit - min(_SPARE_DESCRIPTORS, limit // 4)
