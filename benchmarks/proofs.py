@@ -114,7 +114,7 @@ def _proved(
     target = target_of(model, weights)
 
     def prove() -> None:
-        target.prove(weights.items(), lambda: Proof(model, startup))
+        target.verify_routes(weights.items(), lambda: Proof(model, startup))
 
     taken = _memory(prove, plan.device)
     samples = defaultdict[str, list[float]](list)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from deltasync.delta.shard import ShardSpec
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
-    from deltasync.sync.group.group import Crew
-    from deltasync.sync.group.rank import CrewRank
+    from deltasync.sync.group.group import TrainerGroup
+    from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, sync_after_step
     from deltasync.sync.options import ReceiverOptions, SenderOptions
     from deltasync.sync.protocol.session import ReceiverState
@@ -35,8 +35,6 @@ __all__ = [
     "Chunk",
     "ChunkedPatch",
     "Costs",
-    "Crew",
-    "CrewRank",
     "DeltaSyncError",
     "DensePatch",
     "ModuleSource",
@@ -55,6 +53,8 @@ __all__ = [
     "StagingThread",
     "StepHook",
     "SyncStats",
+    "TrainerGroup",
+    "TrainerRank",
     "WeightReceiver",
     "WeightSender",
     "WeightSource",
@@ -71,8 +71,8 @@ _HOMES = {
     "Chunk": "deltasync.delta.patch",
     "ChunkedPatch": "deltasync.delta.patch",
     "Costs": "deltasync.delta.policy",
-    "Crew": "deltasync.sync.group.group",
-    "CrewRank": "deltasync.sync.group.rank",
+    "TrainerGroup": "deltasync.sync.group.group",
+    "TrainerRank": "deltasync.sync.group.rank",
     "DeltaSyncError": "deltasync.errors",
     "DensePatch": "deltasync.delta.patch",
     "ModuleSource": "deltasync.sync.source.tensors",

@@ -32,7 +32,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import AsyncClient, HttpClient
-from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.protocol import lobby
 from deltasync.sync.protocol.link import _READING_S
 from deltasync.sync.target import bound
@@ -441,7 +441,7 @@ def test_calls_that_wait_have_one_default() -> None:
     calls = (
         *(WeightSender.send_weights, WeightSender.wait_for_receivers, sync_after_step),
         *(WeightReceiver.receive_weights, WeightReceiver.stage, EngineSync),
-        CrewRank.send_weights,
+        TrainerRank.send_weights,
     )
     assert {default(call, "timeout_s") for call in calls} == {ReceiverOptions().stall_timeout_s}
     engines = (HttpClient, AsyncClient, SglangServer)

@@ -18,11 +18,11 @@ from benchmarks.sharded.ways import GatheringTrainer, ShardedEngine
 from benchmarks.workload import bits_of
 from deltasync import (
     CheckpointTensor,
-    Crew,
-    CrewRank,
     ModuleSource,
     RoutedTarget,
     SyncStats,
+    TrainerGroup,
+    TrainerRank,
     WeightReceiver,
     WeightSender,
 )
@@ -76,16 +76,16 @@ class TrainerEnd:
         place = group.folder / f"lane{group.rank}"
         lane, address = listen(group.plan.link, group.device, place)
         group.told(address)
-        hub, world = group.folder / "crew", group.plan.trainers
+        hub, world = group.folder / "group", group.plan.trainers
         source = ModuleSource(module)
-        self._sender: WeightSender | CrewRank
+        self._sender: WeightSender | TrainerRank
         if group.rank == 0:
-            crew = Crew(shared_memory.Sender(hub), world)
-            self._sender = WeightSender(source, lane, crew=crew)
+            ranks = TrainerGroup(shared_memory.Sender(hub), world)
+            self._sender = WeightSender(source, lane, group=ranks)
             self._sender.wait_for_receivers(group.plan.engines, timeout_s=_TIMEOUT_S)
         else:
             link = shared_memory.Receiver(hub)
-            self._sender = CrewRank(source, lane, link, rank=group.rank, world=world)
+            self._sender = TrainerRank(source, lane, link, rank=group.rank, world=world)
         self.sync()
 
     def sync(self) -> None:

@@ -24,7 +24,7 @@ Read = Callable[[int, int], Tensor]
 """(start, stop) -> int[stop - start], the bits of one parameter there."""
 
 
-Held = Callable[[int, int], Tensor | None]
+HeldPositions = Callable[[int, int], Tensor | None]
 """(start, stop) -> int64[k], which positions of one parameter there are held; None for all."""
 
 Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
@@ -166,7 +166,7 @@ class DigestLedger:
         *,
         start: int = 0,
         stop: int | None = None,
-        held: Held = lambda start, stop: None,
+        held: HeldPositions = lambda start, stop: None,
     ) -> None:
         """Compute a parameter's digests from scratch: all, or of whole chunks [start, stop).
 

@@ -18,7 +18,7 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast()]
 Names = Annotated[tuple[str, ...], Field(min_length=1), FailFast()]
 Tensors = Annotated[tuple[tuple[Names, str, Shape], ...], FailFast()]
 
-Sent = tuple[Tensors, tuple[str, ...], Unproved]
+SentTensors = tuple[Tensors, tuple[str, ...], Unproved]
 """What a trainer sends, and what it accepts of the rest."""
 
 
@@ -44,7 +44,7 @@ class Connection(BaseModel):
     max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
     timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
 
-    def sent(self) -> Sent:
+    def sent(self) -> SentTensors:
         """What a proof is of."""
         return self.tensors, self.keep, self.unproved
 

@@ -19,10 +19,10 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
-from deltasync.sync.group.group import Crew
+from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.round import Moment
+from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
@@ -86,9 +86,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         max_staged_bytes: Memory in each worker for a version that is not written yet.
         options: Of the sender.
         timeout_s: For each wait, here and in the workers.
-        crew: The other ranks of the trainer, if it has several. This is rank 0 then, and the others
-            use a `CrewRank` each, with a transport that workers reach too. What fails here in
-            `send_weights`, the engine's part included, raises SyncAborted there.
+        group: The other ranks of the trainer, if it has several. This is rank 0 then, and the
+            others use a `TrainerRank` each, with a transport that workers reach too. What fails
+            here in `send_weights`, the engine's part included, raises SyncAborted there.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         max_staged_bytes: int = 1 << 30,
         options: SenderOptions | None = None,
         timeout_s: float = 60.0,
-        crew: Crew | None = None,
+        group: TrainerGroup | None = None,
     ) -> None:
         self._address = _reachable(Address.of(transport), rank=0)
         self._server, self._workers = server, workers
         self._without_routes: WithoutRoutes = without_routes
         self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
-        self._crew = crew
+        self._group = group
         self._name = ""  # of the engine, as it was let connect last
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
@@ -125,9 +125,9 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             source,
             transport,
             options=options,
-            tell=self._follow,
+            on_phase=self._follow,
             admits=self._has_let_connect,
-            crew=crew,
+            group=group,
         )
         forks.inert_in_children(self)
 
@@ -220,12 +220,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         """Ranks of the trainer."""
         return self.sender.world
 
-    def look(self) -> None:
-        """See `WeightSender.look`."""
-        self.sender.look()
+    def refresh_source(self) -> None:
+        """See `WeightSender.refresh_source`."""
+        self.sender.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float | None = None, released: Callable[[], None] | None = None
+        self, *, timeout_s: float | None = None, on_source_read: Callable[[], None] | None = None
     ) -> SyncStats:
         """`WeightSender.send_weights`, with the engine's update when it is due.
 
@@ -238,10 +238,10 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         with self._caller.call(), self.sender.one_call(timeout_s):
             self._wait_for_last(timeout_s)
             if self._is_behind or not self._are_here():
-                if released is not None:
+                if on_source_read is not None:
                     raise SyncAborted("the engine has to connect anew; the next sync lets it")
                 self._connect()
-            return self._send_weights(timeout_s, released)
+            return self._send_weights(timeout_s, on_source_read)
 
     def disconnect(self) -> None:
         """Let the engine's workers end their connection, and leave weights alone.
@@ -295,11 +295,13 @@ class EngineSync(AbstractContextManager["EngineSync"]):
                 "look what the engine waits for, and send again"
             )
 
-    def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
+    def _send_weights(
+        self, timeout_s: float, on_source_read: Callable[[], None] | None
+    ) -> SyncStats:
         self._updates.clear()
         self._sent = Future()
         try:
-            stats = self.sender.send_weights(timeout_s=timeout_s, released=released)
+            stats = self.sender.send_weights(timeout_s=timeout_s, on_source_read=on_source_read)
             self._check_complete(stats)
         except BaseException as error:
             self._sent.set_exception(error)
@@ -351,7 +353,7 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         return problems
 
     def _connection(self, specs: Sequence[ParameterSpec]) -> Connection:
-        others = sorted(self._crew.addresses.items()) if self._crew else []
+        others = sorted(self._group.addresses.items()) if self._group else []
         return Connection(
             addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),
             engine=self._name,
@@ -363,12 +365,12 @@ class EngineSync(AbstractContextManager["EngineSync"]):
             timeout_s=self._timeout_s,
         )
 
-    def _follow(self, moment: Moment) -> None:
+    def _follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it."""
-        at_once = moment.staged_bytes > self._max_staged_bytes
-        if moment.version not in self._updates and (moment.is_decided or moment.is_full or at_once):
-            self._updates[moment.version] = self._calls.submit(
-                self._update, moment.version, self._sent, is_in_place=not moment.is_decided
+        at_once = phase.staged_bytes > self._max_staged_bytes
+        if phase.version not in self._updates and (phase.is_decided or phase.is_full or at_once):
+            self._updates[phase.version] = self._calls.submit(
+                self._update, phase.version, self._sent, is_in_place=not phase.is_decided
             )
 
     def _update(self, version: int, sent: Future[SyncStats], *, is_in_place: bool) -> None:

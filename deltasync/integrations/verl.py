@@ -19,7 +19,7 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
-from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
 from deltasync.sync.source.streamed import NamedWeights
 from deltasync.sync.source.tensors import Index, ModuleSource
 from deltasync.transports.address import Address
@@ -141,7 +141,7 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
     ) -> None:
         super().__init__(bucket_size, is_master, **engine_kwargs)
-        self._rank: TrainerRank | None = None
+        self._rank: SendingRank | None = None
         self._source: ModuleSource | None = None
         self._told: dict[str, Any] = {}
 
@@ -151,7 +151,7 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
             return super().prepare()
         if self._rank is None:
             is_master = bool(self._is_master)
-            self._rank = TrainerRank(self._options, self._sizes, is_master=is_master)
+            self._rank = SendingRank(self._options, self._sizes, is_master=is_master)
         told: dict[str, Any] = {"address": _json(self._rank.address)}
         if self._rank.hub is not None:
             told |= {"hub": _json(self._rank.hub), "members": sorted(self._rank.members)}

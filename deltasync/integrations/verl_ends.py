@@ -18,8 +18,8 @@ from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.sync.group.group import Crew
-from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender
@@ -214,7 +214,7 @@ class Trainer:
         self._sender.close()
 
 
-class TrainerRank:
+class SendingRank:
     """One of a trainer's ranks, each of which compares and sends what it holds.
 
     Args:
@@ -229,7 +229,7 @@ class TrainerRank:
         self.address = _told(self._transport)
         self._link = options.listen(options.hub) if is_master else None
         self.hub = None if self._link is None else _told(self._link)
-        self._sender: WeightSender | CrewRank | None = None
+        self._sender: WeightSender | TrainerRank | None = None
 
     @property
     def members(self) -> frozenset[str]:
@@ -253,7 +253,7 @@ class TrainerRank:
         """
         if self._sender is None:
             self._sender = self._begun(source, hub, rank, world)
-        if isinstance(self._sender, CrewRank):
+        if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
         with self._sender.one_call(self._timeout_s):
@@ -267,12 +267,14 @@ class TrainerRank:
 
     def _begun(
         self, source: WeightSource, hub: Address, rank: int, world: int
-    ) -> WeightSender | CrewRank:
+    ) -> WeightSender | TrainerRank:
         if self._link is not None:
-            crew = Crew(self._link, world)
-            return WeightSender(source, self._transport, options=self._sizes, crew=crew)
+            group = TrainerGroup(self._link, world)
+            return WeightSender(source, self._transport, options=self._sizes, group=group)
         link = hub.receiver(torch.device("cpu"), secret=network_secret())
-        return CrewRank(source, self._transport, link, rank=rank, world=world, options=self._sizes)
+        return TrainerRank(
+            source, self._transport, link, rank=rank, world=world, options=self._sizes
+        )
 
 
 def metrics_of(stats: SyncStats) -> Metrics:

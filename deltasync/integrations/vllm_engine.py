@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.connection import Connection, Sent
+from deltasync.integrations.connection import Connection, SentTensors
 from deltasync.integrations.worker import Worker
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof, reached
@@ -68,7 +68,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = Worker()
         self._connection: Connection | None = None  # to be made again when weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
-        self._reloads: set[Sent] = set()  # of which reloading is proved
+        self._reloads: set[SentTensors] = set()  # of which reloading is proved
         self._reached = reached(self.model)  # before there are caches
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -128,10 +128,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "what it makes of these when it reloads them: restart the engine, and connect "
                     "first with all tensors that are to be sent"
                 )
-            target.know(self._started_on())
+            target.set_loaded_weights(self._started_on())
             if to.unproved == "refuse":
                 with self._worker.proving(), set_current_vllm_config(self.vllm_config):
-                    target.prove(self._proof(), keep=to.keep)
+                    target.verify_reload(self._proof(), keep=to.keep)
             self._reloads.add(to.sent())
         return target
 

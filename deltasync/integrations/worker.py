@@ -21,7 +21,7 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection, Sent
+from deltasync.integrations.connection import Connection, SentTensors
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.protocol.session import ReceiverState
@@ -43,8 +43,8 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._proved: dict[Sent, Upkeep | None] = {}  # what has to follow for which tensors
-        self._unproved: tuple[Sent, RoutedTarget] | None = None  # until it holds a version
+        self._proved: dict[SentTensors, Upkeep | None] = {}  # what has to follow for which tensors
+        self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
         self._routes: dict[str, Routes] = {}  # that are proved, by checkpoint name
         self._is_as_started, self.is_written = True, False
         self._spoiled: DirtyReceiver | None = None
@@ -117,17 +117,17 @@ class Worker:
             if self._is_as_started:
                 target = RoutedTarget(model, checkpoint, is_written=self.is_written)
                 how = proof if to.unproved == "refuse" else None
-                target.prove(started_on(), how, keep=to.keep, routes=self._routes)
+                target.verify_routes(started_on(), how, keep=to.keep, routes=self._routes)
                 self._note_proved(sent, target)
                 return target
             target = _Unproved(model, checkpoint, is_proved=self._holds_any)
             target.parameters()  # so that the trainer hears at once what has no route
             if to.unproved == "refuse":
-                target.prove_updates(proof(), keep=to.keep)
+                target.verify_updates(proof(), keep=to.keep)
             self._unproved = sent, target
             return target
 
-    def _note_proved(self, sent: Sent, target: RoutedTarget) -> None:
+    def _note_proved(self, sent: SentTensors, target: RoutedTarget) -> None:
         self._proved[sent] = target.upkeep
         self._routes |= target.routes()
 

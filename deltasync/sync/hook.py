@@ -23,7 +23,7 @@ _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
 class Sends(Protocol):
-    """A `WeightSender`, a `CrewRank`, or an `EngineSync`.
+    """A `WeightSender`, a `TrainerRank`, or an `EngineSync`.
 
     Attributes:
         world: Ranks of the trainer.
@@ -32,10 +32,10 @@ class Sends(Protocol):
     @property
     def world(self) -> int: ...
 
-    def look(self) -> None: ...
+    def refresh_source(self) -> None: ...
 
     def send_weights(
-        self, *, timeout_s: float, released: Callable[[], None] | None = None
+        self, *, timeout_s: float, on_source_read: Callable[[], None] | None = None
     ) -> SyncStats: ...
 
 
@@ -88,7 +88,7 @@ class StepHook:
         self._is_removed = False
         self._thread = _own_thread()
         self._sync_under_way: Future[None] | None = None
-        self._released = threading.Event()
+        self._source_read = threading.Event()
         self._syncing: threading.Thread | None = None  # that of syncs in the background
         self._warned_at, self._quiet_s = -math.inf, 0.0
         self._unmentioned = 0  # failures since the last warning
@@ -101,7 +101,7 @@ class StepHook:
     def forked(self) -> None:
         """In a child, steps sync nothing and wait for nothing: the sender is the parent's."""
         self._is_removed = True
-        self._thread, self._released = _own_thread(), threading.Event()
+        self._thread, self._source_read = _own_thread(), threading.Event()
         self._sync_under_way = self._syncing = None
 
     def remove(self) -> None:
@@ -147,7 +147,7 @@ class StepHook:
         """The step changes what a sync reads."""
         self._check_thread("an optimizer step")
         if self._sync_under_way is not None:
-            self._released.wait()
+            self._source_read.wait()
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
@@ -170,11 +170,11 @@ class StepHook:
             self._sync()
             return
         try:
-            self._sender.look()
+            self._sender.refresh_source()
         except (DeltaSyncError, RuntimeError):  # raised anew, in a call that other ranks hear of
             self._sync()
             return
-        self._released.clear()
+        self._source_read.clear()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
             self._sync_under_way = self._thread.submit(self._sync_meanwhile, stream)
@@ -187,14 +187,16 @@ class StepHook:
         self._syncing = threading.current_thread()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._sync(self._released.set)
+                self._sync(self._source_read.set)
         finally:
-            self._released.set()
+            self._source_read.set()
 
-    def _sync(self, released: Callable[[], None] | None = None) -> None:
+    def _sync(self, on_source_read: Callable[[], None] | None = None) -> None:
         self._is_settled = False
         try:
-            stats = self._sender.send_weights(timeout_s=self._timeout_s, released=released)
+            stats = self._sender.send_weights(
+                timeout_s=self._timeout_s, on_source_read=on_source_read
+            )
         except DeltaSyncError as error:
             self._failed(error)
         except Exception as error:
@@ -256,7 +258,7 @@ def sync_after_step(
     Args:
         optimizer: Whose steps count; or all that train the model, in the order in which they step,
             of which the last one's count.
-        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `CrewRank`, or an
+        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `TrainerRank`, or an
             `EngineSync`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training (it is counted, and the next

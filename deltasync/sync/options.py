@@ -36,7 +36,7 @@ class SenderOptions(OptionsModel):
     leave_out: Sequence[str] = Field(
         default=(),
         description="name patterns (as in fnmatch) of tensors that are not sent, since engines "
-        "have no use for them; on all ranks of a crew. Of a tied tensor the other names stay",
+        "have no use for them; on all ranks of a group. Of a tied tensor the other names stay",
     )
     snapshot_device: str | None = Field(
         default=None, description="where the snapshot lives; None for each parameter's own device"

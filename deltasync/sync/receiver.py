@@ -29,7 +29,7 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_receiver
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import Lanes, rest_of
+from deltasync.sync.protocol.links import ReceiverLinks, rest_of
 from deltasync.sync.protocol.payloads import inflated
 from deltasync.sync.protocol.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
 from deltasync.sync.target.bound import BoundWeights
@@ -73,7 +73,7 @@ class WeightReceiver:
         check_receiver(target, (transport, *lanes), options)
         self.options = options or ReceiverOptions()
         self._target = target
-        self._links = Lanes([transport, *lanes], max_payload_bytes=self.options.max_payload_bytes)
+        self._links = ReceiverLinks([transport, *lanes], self.options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
         self._session = ReceiverSession(engine, world, len(self._links))
         self._session.dirty = self._session.half_written = half_written

@@ -18,13 +18,13 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
-from deltasync.sync.group.group import Crew
-from deltasync.sync.group.weights import CrewWeights
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.lobby import Greeting, Lobby, greet_back
-from deltasync.sync.protocol.round import Moment, Round, RoundResult
+from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.plan import Delta, Plan
@@ -68,11 +68,11 @@ class WeightSender:
             options of their own.
         transport: The sender's end of a link. Owned from now on: `close` closes it.
         options: Sizes, policy, dtypes.
-        tell: Called by the sending thread when a sync begins and when it is decided, for engines
-            that have to be asked to pause and commit. It must not block.
+        on_phase: Called by the sending thread when a sync begins and when it is decided, for
+            engines that have to be asked to pause and commit. It must not block.
         admits: Whether an engine of this name may come in; all may by default.
-        crew: The other ranks of the trainer, if it has several. This is rank 0 then, and the others
-            use a `CrewRank` each. Receivers have a lane to each of them.
+        group: The other ranks of the trainer, if it has several. This is rank 0 then, and the
+            others use a `TrainerRank` each. Receivers have a lane to each of them.
 
     Attributes:
         were_asleep: Whether all members have sat out the last sync, since their weights sleep.
@@ -84,21 +84,23 @@ class WeightSender:
         transport: SendTransport,
         *,
         options: SenderOptions | None = None,
-        tell: Callable[[Moment], None] = lambda moment: None,
+        on_phase: Callable[[SyncPhase], None] = lambda phase: None,
         admits: Callable[[str], bool] = lambda engine: True,
-        crew: Crew | None = None,
+        group: TrainerGroup | None = None,
     ) -> None:
         check_send_transport(transport)
         check_options(options, SenderOptions)
-        self._tell = tell
+        self._on_phase = on_phase
         own = self._own = _local(source, options)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        self._lobby = Lobby(self._link, admits, num_lanes=crew.world - 1 if crew else 0)
+        self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session = SenderSession()
-        self._crew = crew
-        self._others = _with_crew(own, crew) if crew is not None and crew.world > 1 else None
-        self._weights: Weights = self._others or own
+        self._group = group
+        self._peer_ranks = (
+            _with_group(own, group) if group is not None and group.world > 1 else None
+        )
+        self._weights: Weights = self._peer_ranks or own
         self._caller = OneCaller("a sync is under way; a WeightSender is used by one thread")
         self.were_asleep = False
         self._lost: dict[str, str] = {}
@@ -114,7 +116,7 @@ class WeightSender:
     @property
     def world(self) -> int:
         """Ranks of the trainer."""
-        return self._crew.world if self._crew else 1
+        return self._group.world if self._group else 1
 
     @property
     def options(self) -> SenderOptions:
@@ -193,16 +195,16 @@ class WeightSender:
             members = self._session.members.values()
             self._part_with("not retained", [m for m in members if m.engine not in engines])
 
-    def look(self) -> None:
+    def refresh_source(self) -> None:
         """Look up where the source's tensors are, which the next `send_weights` then need not do.
 
-        For a call from another thread: see `released`. Raises SourceChanged.
+        For a call from another thread: see `on_source_read`. Raises SourceChanged.
         """
         with self._caller.call():
-            self._own.look()
+            self._own.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float = 60.0, released: Callable[[], None] | None = None
+        self, *, timeout_s: float = 60.0, on_source_read: Callable[[], None] | None = None
     ) -> SyncStats:
         """Bring every receiver to the source's weights as they are now: one version.
 
@@ -212,11 +214,12 @@ class WeightSender:
 
         Args:
             timeout_s: For each wait on receivers.
-            released: Called when the source has been read for the last time: from then on it may
-                change, while receivers still stage and write. Training can go on in another thread
-                then, which calls `look` before this one begins, and waits for `released`, or for
-                the call's end, before it changes the source. Such a call sends deltas to members
-                alone; what would read the source a second time raises SyncAborted.
+            on_source_read: Called when the source has been read for the last time: from then on
+                it may change, while receivers still stage and write. Another thread can then
+                train: it calls `refresh_source` before this call begins, and changes the source
+                only after `on_source_read`, or after this call has ended. Such a call sends
+                deltas to members alone; what would read the source a second time raises
+                SyncAborted.
 
         Raises:
             NoReceivers: Nobody is connected.
@@ -227,7 +230,7 @@ class WeightSender:
         with self._caller.call(), self._on_own_stream(), self.one_call(timeout_s):
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
-            self._own.begin(released)
+            self._own.begin(on_source_read)
             self._lobby.listen(timeout_s=0)
             self._part_with_lost_members()
             self._lost, self._lost_between = self._lost_between, {}
@@ -236,7 +239,7 @@ class WeightSender:
                 members = list(self._session.members.values())
                 self._part_with("a rank of the trainer has lost its snapshot", members)
             delta = self._sync_members() if self._session.members else None
-            if released is not None and (delta is None or not self._session.members):
+            if on_source_read is not None and (delta is None or not self._session.members):
                 why = self._reasons() or "no receiver is a member"
                 raise SyncAborted(f"{why}; the next sync covers this one")
             engines = self._newcomers()
@@ -260,18 +263,18 @@ class WeightSender:
 
         They take part until it ends, and learn how. Raises SyncAborted if one does not come.
         """
-        crew = self._crew
-        if crew is None or crew.is_called:
+        group = self._group
+        if group is None or group.is_called:
             yield
             return
-        self._done, crew.timeout_s = None, timeout_s
-        crew.muster()
+        self._done, group.timeout_s = None, timeout_s
+        group.begin_call()
         try:
             yield
         except BaseException as error:
-            crew.dismiss(self.version, None, error)
+            group.end_call(self.version, None, error)
             raise
-        crew.dismiss(self.version, self._done, None)
+        group.end_call(self.version, self._done, None)
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """What all ranks of the trainer hold, in the dtypes of the source.
@@ -279,15 +282,15 @@ class WeightSender:
         Raises SyncAborted if a rank does not come to `send_weights`, which is where it tells.
         """
         with self._caller.call():
-            if self._crew is not None and not self._crew.is_called:
-                self._crew.timeout_s = timeout_s
+            if self._group is not None and not self._group.is_called:
+                self._group.timeout_s = timeout_s
             return self._weights.declared()
 
     def close(self) -> None:
         """End every connection. Receivers keep serving what they hold."""
         self._link.close()
-        if self._crew is not None:
-            self._crew.close()
+        if self._group is not None:
+            self._group.close()
 
     def _sync_members(self) -> _Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
@@ -377,9 +380,9 @@ class WeightSender:
             plan,
             self._captured_layout(),
             compression=self.options.compression,
-            tell=self._tell,
+            on_phase=self._on_phase,
             packed=self._own.release,
-            others=self._others,
+            peer_ranks=self._peer_ranks,
         )
         try:
             return work.run(participants, version=version, stream_id=self.stream_id)
@@ -483,7 +486,7 @@ def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -
     return source
 
 
-def _with_crew(own: LocalWeights, crew: Crew) -> CrewWeights:
+def _with_group(own: LocalWeights, group: TrainerGroup) -> GroupWeights:
     if not isinstance(own, OwnWeights):
-        raise ConfigError("a rank of a crew needs a source of what it holds")
-    return CrewWeights(own, crew)
+        raise ConfigError("a rank of a group needs a source of what it holds")
+    return GroupWeights(own, group)

@@ -67,10 +67,10 @@ from deltasync.transports.control.endpoints import (
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
+    GroupSpec,
     Join,
     Membership,
-    Plan,
-    Slot,
+    PayloadBuffer,
     bounded,
     capabilities_of,
     device_of,
@@ -136,7 +136,7 @@ class Sender:
         self._epoch: tuple[int, ...] = ()
         self._members: set[int] = set()
         self._membership = Membership(device)
-        self._slots = Slot(device), Slot(device)
+        self._slots = PayloadBuffer(device), PayloadBuffer(device)
         self._turn = 0  # the slot of the next payload
         self._announced: tuple[int, int] | None = None  # ticket and bytes of the next payload
 
@@ -307,9 +307,9 @@ class Sender:
             self._server.write([peer], Kind.GROUP, group + name.encode())
         if failures := self._round(ticket, deadline):
             return failures
-        plan = Plan(
+        plan = GroupSpec(
             backend=self._backend,
-            lane=self._membership.lane,
+            stream=self._membership.stream,
             store_host=self._host,
             store_port=self._store_port,
             name=name,
@@ -325,7 +325,9 @@ class Sender:
             self._membership.group, self._membership.join = join.group, None
         return failures
 
-    def _settle(self, slots: Sequence[Slot], deadline: Deadline) -> dict[int, TransportError]:
+    def _settle(
+        self, slots: Sequence[PayloadBuffer], deadline: Deadline
+    ) -> dict[int, TransportError]:
         """Wait until what was sent from `slots` has left.
 
         Otherwise abandons the group and returns those to blame, all of them dropped.

@@ -39,10 +39,10 @@ from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
     Broadcast,
+    GroupSpec,
     Join,
     Membership,
-    Plan,
-    Slot,
+    PayloadBuffer,
     bounded,
     capabilities_of,
     device_of,
@@ -83,7 +83,7 @@ class _Arrival:
     """
 
     frame: Frame
-    slot: Slot | None
+    slot: PayloadBuffer | None
     deadline: Deadline
     is_cut_off: bool = False
 
@@ -127,11 +127,11 @@ class Receiver:
             secret=secret,
         )
         self._membership = Membership(device)
-        self._slots = Slot(device), Slot(device)
+        self._slots = PayloadBuffer(device), PayloadBuffer(device)
         self._turn = 0  # the slot of the next payload
-        self._read: Slot | None = None  # the one whose payload was handed out last
+        self._read: PayloadBuffer | None = None  # the one whose payload was handed out last
         self._ticket = 0
-        self._plan: Plan | None = None
+        self._plan: GroupSpec | None = None
         self._announced: _Announced | None = None
         self._arrivals: deque[_Arrival] = deque()
 
@@ -296,9 +296,9 @@ class Receiver:
             theirs = BACKENDS[backend]
             self._answer(self._ticket, f"broadcasts over {self._backend}, the sender over {theirs}")
             return
-        self._plan = Plan(
+        self._plan = GroupSpec(
             backend=self._backend,
-            lane=self._membership.lane,
+            stream=self._membership.stream,
             store_host=self._address[0],
             store_port=store_port,
             name=data[GROUP.size :].decode("ascii", errors="replace"),

@@ -53,7 +53,7 @@ from deltasync.transports.control.connection import (
     Message,
     Pace,
 )
-from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, Mark
+from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, IpcEvent
 from deltasync.transports.unix_socket import (
     EMPTY_SLOT,
     NO_SLOT,
@@ -216,7 +216,7 @@ class _Imported:
         """Raises TransportUnavailable, and leaves `lease` to the caller, if it cannot be."""
         self._gpu = gpu
         self.memory: Tensor
-        self.mark: Mark
+        self.mark: IpcEvent
         here = _exported.get(handles)
         self._is_opened = here is None
         if here is None:
@@ -266,7 +266,9 @@ class Receiver(SlotReceiver):
         self._segments: dict[int, _Imported] = {}
         self._waiting: deque[Announcement] = deque()  # told of, not handed out yet
         self._held: Announcement | None = None  # handed out
-        self._releases: deque[tuple[Mark, Announcement]] = deque()  # let go of, maybe still read
+        self._releases: deque[tuple[IpcEvent, Announcement]] = (
+            deque()
+        )  # let go of, maybe still read
         self._copy = self._gpu.empty(0)
 
     @staticmethod
@@ -309,7 +311,7 @@ class Receiver(SlotReceiver):
                 raise TransportTimeout("nothing came in time")
 
     def _let_go(self) -> None:
-        """Mark where the reads of the last payload end on the current stream."""
+        """IpcEvent where the reads of the last payload end on the current stream."""
         held, self._held = self._held, None
         if held is not None:
             self._release_later(held)

@@ -108,7 +108,7 @@ class _Runtime:
         return f"{self._error_text(status).decode()} ({status})"
 
 
-class Mark:
+class IpcEvent:
     """A point on a stream. As with every CUDA call of torch, errors are RuntimeErrors."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -169,10 +169,10 @@ class Gpu:
         with torch.cuda.device(self.device):
             return self._runtime.export(memory.data_ptr())
 
-    def mark(self) -> Mark:
-        return Mark(torch.cuda.Event(), self.device)  # type: ignore[no-untyped-call]
+    def mark(self) -> IpcEvent:
+        return IpcEvent(torch.cuda.Event(), self.device)  # type: ignore[no-untyped-call]
 
-    def exported_mark(self) -> tuple[Mark, bytes]:
+    def exported_mark(self) -> tuple[IpcEvent, bytes]:
         """A mark that other processes may query, and its handle. Raises TransportUnavailable."""
         event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
         try:
@@ -180,11 +180,11 @@ class Gpu:
                 handle: bytes = event.ipc_handle()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise TransportUnavailable(f"{error}; {_WAY_OUT}") from error
-        return Mark(event, self.device), handle
+        return IpcEvent(event, self.device), handle
 
     def open(
         self, owner: bytes, memory: bytes, event: bytes, num_bytes: int
-    ) -> tuple[Tensor, Mark]:
+    ) -> tuple[Tensor, IpcEvent]:
         """uint8[num_bytes] and the mark that another process exported, on the GPU `owner`.
 
         Mapped until given to `close`. Raises TransportUnavailable.
@@ -194,7 +194,7 @@ class Gpu:
             pointer = self._runtime.open(memory)
             try:
                 opened = torch.cuda.Event.from_ipc_handle(device, event)  # type: ignore[no-untyped-call]
-                return _wrap(pointer, num_bytes, device), Mark(opened, device)
+                return _wrap(pointer, num_bytes, device), IpcEvent(opened, device)
             except RuntimeError as error:
                 self._runtime.close(pointer)
                 raise TransportUnavailable(f"{error}; {_WAY_OUT}") from error

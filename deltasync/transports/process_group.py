@@ -99,7 +99,7 @@ def serve_store(host: str) -> tuple[int, TCPStore]:
     return port, forks.kept_in_children(store)
 
 
-class Mark:
+class StreamEvent:
     """A place in the calling thread's current stream; on a CPU it is passed from the start."""
 
     error: str | None = None
@@ -115,7 +115,7 @@ class Mark:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-class Lane:
+class BroadcastStream:
     """Where broadcasts are launched: on a GPU a stream of their own, on which nothing else runs.
 
     NCCL orders a broadcast after what the stream that is current at the launch has been given. On
@@ -133,7 +133,7 @@ class Lane:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class Slot:
+class PayloadBuffer:
     """One of the two buffers that an end uses by turns and keeps.
 
     Attributes:
@@ -144,7 +144,7 @@ class Slot:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.flight: Broadcast | None = None
-        self.mark = Mark(device)
+        self.mark = StreamEvent(device)
 
     def fits(self, num_bytes: int) -> bool:
         return self._memory.numel() >= num_bytes
@@ -168,7 +168,7 @@ class Slot:
 
     def set_mark(self) -> None:
         """Mark what the current stream has been given so far."""
-        self.mark = Mark(self._memory.device)
+        self.mark = StreamEvent(self._memory.device)
 
     def abandon(self) -> None:
         """Give up the memory if a broadcast still reads or writes it."""
@@ -178,12 +178,12 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GroupSpec:
     """Which group to form, and as whom.
 
     Attributes:
         backend: gloo or nccl.
-        lane: Where broadcasts are launched.
+        stream: Where broadcasts are launched.
         store_host: Where the sender serves the rendezvous store.
         store_port: Its port.
         name: Of the group; prefixes its keys.
@@ -194,7 +194,7 @@ class Plan:
     """
 
     backend: Backend
-    lane: Lane
+    stream: BroadcastStream
     store_host: str
     store_port: int
     name: str
@@ -220,9 +220,9 @@ class Plan:
             group = _nccl_group(self, store)
         else:
             group = _gloo_group(self, store, timeout)
-        with self.lane.entered():
-            byte = torch.zeros(1, dtype=torch.uint8, device=self.lane.device)
-            first = Broadcast(group, byte, self.lane, self.timeout_s)
+        with self.stream.entered():
+            byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
+            first = Broadcast(group, byte, self.stream, self.timeout_s)
         if not _ends_within(self.timeout_s, [first]) or first.error is not None:
             error = first.error or "the first broadcast did not end in time"
             groups = [group]
@@ -240,7 +240,7 @@ class Join:
         error: Why there is none.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: GroupSpec) -> None:
         self.group: Group | None = None
         self.error: str | None = None
         self._thread = threading.Thread(target=self._run, args=(plan,))
@@ -257,7 +257,7 @@ class Join:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: GroupSpec) -> None:
         try:
             self.group = plan.form()
         except RuntimeError as error:
@@ -274,7 +274,9 @@ class Broadcast:
         error: Why it failed, once it is done.
     """
 
-    def __init__(self, group: Group, tensor: Tensor, lane: Lane, timeout_s: float) -> None:
+    def __init__(
+        self, group: Group, tensor: Tensor, stream: BroadcastStream, timeout_s: float
+    ) -> None:
         """Start to broadcast uint8[n]; `tensor` stays in use until done, or for good if left."""
         self.error: str | None = None
         self._tensor: Tensor | None = tensor
@@ -289,7 +291,7 @@ class Broadcast:
             # the process down with it.
             options.timeout = timedelta(seconds=timeout_s)
         try:
-            with lane.entered():
+            with stream.entered():
                 self._work = group.broadcast([tensor], options)
         except RuntimeError as error:
             self.error = str(error)
@@ -321,7 +323,7 @@ class Membership:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lane = Lane(device)
+        self.stream = BroadcastStream(device)
         self.group: Group | None = None
         self.join: Join | None = None
         self._flights: list[Broadcast] = []
@@ -334,7 +336,7 @@ class Membership:
     def broadcast(self, tensor: Tensor, timeout_s: float) -> Broadcast:
         """Launch a broadcast of `tensor`, uint8[n], over the group."""
         assert self.group is not None
-        flight = Broadcast(self.group, tensor, self.lane, timeout_s)
+        flight = Broadcast(self.group, tensor, self.stream, timeout_s)
         self._flights = [other for other in self._flights if not other.is_done()] + [flight]
         return flight
 
@@ -349,7 +351,7 @@ class Membership:
         join = self.join
         self.group = self.join = None
         self._flights = []
-        if cut_off or join is not None or (groups and self.lane.device.type != "cpu"):
+        if cut_off or join is not None or (groups and self.stream.device.type != "cpu"):
             thread = threading.Thread(target=_release, args=(groups, join, cut_off))
             try:
                 thread.start()
@@ -384,7 +386,7 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
     cut_off.clear()
 
 
-def _gloo_group(plan: Plan, store: Store, timeout: timedelta) -> Group:
+def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 1
@@ -393,9 +395,9 @@ def _gloo_group(plan: Plan, store: Store, timeout: timedelta) -> Group:
     return cast("Group", forks.kept_in_children(group))
 
 
-def _nccl_group(plan: Plan, store: Store) -> Group:
+def _nccl_group(plan: GroupSpec, store: Store) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_MAX_TIMEOUT_S)
-    with torch.cuda.device(plan.lane.device):
+    with torch.cuda.device(plan.stream.device):
         group = dist.ProcessGroupNCCL(store, plan.rank, plan.size, options)
     return cast("Group", forks.kept_in_children(group))

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from deltasync import (
-    Crew,
-    CrewRank,
     ModuleSource,
     ModuleTarget,
+    TrainerGroup,
+    TrainerRank,
     WeightReceiver,
     WeightSender,
     sync_after_step,
@@ -49,13 +49,15 @@ def train(folder: Path, rank: int, world: int) -> None:
     model = policy()
     fully_shard(model)
     source, lane = ModuleSource(model), shared_memory.Sender(folder / f"rank{rank}")
-    sender: WeightSender | CrewRank
+    sender: WeightSender | TrainerRank
     if rank == 0:
-        sender = WeightSender(source, lane, crew=Crew(shared_memory.Sender(folder / "crew"), world))
+        sender = WeightSender(
+            source, lane, group=TrainerGroup(shared_memory.Sender(folder / "group"), world)
+        )
         sender.wait_for_receivers(1)
     else:
-        hub = shared_memory.Receiver(folder / "crew")
-        sender = CrewRank(source, lane, hub, rank=rank, world=world)
+        hub = shared_memory.Receiver(folder / "group")
+        sender = TrainerRank(source, lane, hub, rank=rank, world=world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     hook = sync_after_step(optimizer, sender, on_error="raise")
     for step in range(STEPS):

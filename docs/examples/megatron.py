@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deltasync import (
-    Crew,
-    CrewRank,
     ModuleTarget,
     NamedTensor,
     ShardSpec,
+    TrainerGroup,
+    TrainerRank,
     WeightReceiver,
     WeightSender,
 )
@@ -114,14 +114,14 @@ def train(folder: Path, rank: int, world: int) -> None:
     torch.manual_seed(rank)
     layer = LocalLayer(world)
     source, lane = LayerSource(layer, rank, world), shared_memory.Sender(folder / f"rank{rank}")
-    sender: WeightSender | CrewRank
+    sender: WeightSender | TrainerRank
     if rank == 0:
-        crew = Crew(shared_memory.Sender(folder / "crew"), world)
-        sender = WeightSender(source, lane, crew=crew)
+        group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
+        sender = WeightSender(source, lane, group=group)
         sender.wait_for_receivers(1)
     else:
-        hub = shared_memory.Receiver(folder / "crew")
-        sender = CrewRank(source, lane, hub, rank=rank, world=world)
+        hub = shared_memory.Receiver(folder / "group")
+        sender = TrainerRank(source, lane, hub, rank=rank, world=world)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4)
     for step in range(STEPS):
         torch.manual_seed(step)  # the same on all ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import Crew, CrewRank, NamedTensor, ShardSpec, WeightSource
+from deltasync import NamedTensor, ShardSpec, TrainerGroup, TrainerRank, WeightSource
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
@@ -123,9 +123,9 @@ def follow_ranks(folder: Path) -> None:
     llm = started(folder, old)
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     hub, lane = inprocess.Sender(), shared_memory.Sender(folder / "lane")
-    rank = CrewRank(Rows(source, 1), lane, hub.receiver(), rank=1, world=2)
+    rank = TrainerRank(Rows(source, 1), lane, hub.receiver(), rank=1, world=2)
     with (
-        synced(Rows(source, 0), llm, folder, crew=Crew(hub, 2)) as sync,
+        synced(Rows(source, 0), llm, folder, group=TrainerGroup(hub, 2)) as sync,
         closing(rank),
         ThreadPoolExecutor(1) as thread,
     ):

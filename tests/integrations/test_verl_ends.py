@@ -15,7 +15,7 @@ from torch import Tensor
 from deltasync import NamedTensor, SenderOptions, ShardSpec
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted
-from deltasync.integrations.verl_ends import Metrics, Options, Rollout, Trainer, TrainerRank
+from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
 from deltasync.transports.address import LinkName
 
 Weights = dict[str, Tensor]
@@ -185,7 +185,7 @@ class Half:
 def test_every_rank_sends_what_it_holds(link: LinkName) -> None:
     options, sizes = options_of(link), SenderOptions(wire_dtypes={"*": "bfloat16"})
     weights = {"a": torch.randn(40, 30)}
-    ranks = [TrainerRank(options, sizes, is_master=number == 0) for number in range(2)]
+    ranks = [SendingRank(options, sizes, is_master=number == 0) for number in range(2)]
     rollout, hub = Rollout(options), ranks[0].hub
     assert hub is not None
 
@@ -225,7 +225,7 @@ class Tied:
 
 def test_a_tied_tensor_is_handed_over_under_each_of_its_names() -> None:
     options, tensor = options_of("shared_memory"), torch.randn(40, 30)
-    rank, rollout = TrainerRank(options, SenderOptions(), is_master=True), Rollout(options)
+    rank, rollout = SendingRank(options, SenderOptions(), is_master=True), Rollout(options)
     assert rank.hub is not None
 
     def receive() -> Weights:

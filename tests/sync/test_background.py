@@ -29,7 +29,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.errors import ConfigError, PeerLost, SourceChanged, StepApplied, SyncAborted
-from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
@@ -310,9 +310,9 @@ def test_nothing_is_captured_once_the_weights_may_have_changed() -> None:
         for weights in model.parameters():
             weights.data += 1
         released = threading.Event()
-        here.sender.look()
+        here.sender.refresh_source()
         with ThreadPoolExecutor(1) as thread:
-            call = thread.submit(here.sender.send_weights, timeout_s=5, released=released.set)
+            call = thread.submit(here.sender.send_weights, timeout_s=5, on_source_read=released.set)
             assert gates[0].reached.wait(10)
             assert released.wait(10)
             next(model.parameters()).data += 1  # the optimizer is half way
@@ -355,28 +355,28 @@ def test_a_second_try_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
             return buffer(num_bytes, timeout_s=timeout_s)
 
         monkeypatch.setattr(here.transport, "buffer", buffer_after_the_loss)
-        here.sender.look()
+        here.sender.refresh_source()
         looked.clear()
-        stats = here.sender.send_weights(timeout_s=5, released=lambda: None)
+        stats = here.sender.send_weights(timeout_s=5, on_source_read=lambda: None)
         assert (stats.receivers, looked) == (1, [])
         assert bits_equal(model, replica)
 
 
 def test_what_was_looked_up_for_a_call_that_came_to_nothing_is_looked_up_again() -> None:
-    from tests.sync.crew import rows_of, trainer_of
+    from tests.sync.groups import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
         trainer.add(replica)
         trainer.wait(1)
         trainer.send()
-        trainer.sender.look()
+        trainer.sender.refresh_source()
         other = trainer.ranks[1]
-        assert isinstance(other, CrewRank)
+        assert isinstance(other, TrainerRank)
         other._link.disconnect()
         other._lose()
         with pytest.raises(SyncAborted, match="did not come"):
-            trainer.sender.send_weights(timeout_s=0.2, released=lambda: None)
+            trainer.sender.send_weights(timeout_s=0.2, on_source_read=lambda: None)
         with pytest.raises(SyncAborted):
             other.send_weights(timeout_s=0.2)
         for weights in model.parameters():
@@ -562,7 +562,7 @@ def test_no_optimizer_of_several_steps_before_the_weights_were_read(
 
 
 def test_ranks_of_a_trainer_do_not_skip() -> None:
-    from tests.sync.crew import rows_of, trainer_of
+    from tests.sync.groups import rows_of, trainer_of
 
     model = random_model(SHAPES, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -573,7 +573,7 @@ def test_ranks_of_a_trainer_do_not_skip() -> None:
 
 
 def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
-    from tests.sync.crew import rows_of, trainer_of
+    from tests.sync.groups import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -591,7 +591,7 @@ def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
 @pytest.mark.parametrize("where", ["source", "memory", "callback"])
 def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> None:
     """A rank that left one out would send the weights of another step than the others."""
-    from tests.sync.crew import rows_of, trainer_of
+    from tests.sync.groups import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:
@@ -630,7 +630,7 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
 
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(train, range(2)))
-        assert trainer.crew.call == trainer.ranks[1]._call + 1  # type: ignore[union-attr]
+        assert trainer.group.call == trainer.ranks[1]._call + 1  # type: ignore[union-attr]
         for name, tensor in replica.named_parameters():
             parts = [source.held[name].detach() for source in trainer.sources]
             assert torch.equal(tensor, torch.cat(parts))
@@ -639,7 +639,7 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
 
 
 def test_ranks_of_a_trainer_sync_while_they_train() -> None:
-    from tests.sync.crew import rows_of, trainer_of
+    from tests.sync.groups import rows_of, trainer_of
 
     model, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
     with trainer_of(model, rows_of(model, 2)) as trainer:

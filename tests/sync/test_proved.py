@@ -244,7 +244,7 @@ def prove(
     target = RoutedTarget(engine, [one for one in specs(weights) if one.name in names])
     before = snapshot(engine)
     try:
-        target.prove(
+        target.verify_routes(
             weights.items(), lambda: Proof(engine, Startup(kind, work_on=work_on)), **options
         )
     finally:
@@ -327,8 +327,8 @@ def test_weights_that_nobody_sends_are_refused_where_no_checkpoint_is_known() ->
     proof = Proof(engine, Startup(Engine, work_on=work_on))
     target = RoutedTarget(engine, [one for one in specs(weights) if one.name != "head"])
     with pytest.raises(ConfigError, match="'head' among them, are not sent by the trainer"):
-        target.prove_updates(proof)
-    target.prove_updates(proof, keep=["head"])
+        target.verify_updates(proof)
+    target.verify_updates(proof, keep=["head"])
 
 
 class Reloading(Engine):
@@ -360,21 +360,21 @@ def prove_by(way: str, engine: Reloading, weights: dict[str, Tensor], startup: S
     """Routes, or reloading."""
     proof = Proof(engine, startup)
     if way == "routed":
-        RoutedTarget(engine, specs(weights)).prove(weights.items(), lambda: proof)
+        RoutedTarget(engine, specs(weights)).verify_routes(weights.items(), lambda: proof)
     else:
         target = ReloadedTarget(specs(weights), engine.reload, module=engine)
-        target.know(weights.items())
-        target.prove(proof)
+        target.set_loaded_weights(weights.items())
+        target.verify_reload(proof)
 
 
 def prove_reload(kind: type[Reloading], weights: dict[str, Tensor]) -> Reloading:
     engine = kind.started(weights.items())
     assert isinstance(engine, Reloading)
     target = ReloadedTarget(specs(weights), engine.reload, module=engine)
-    target.know(weights.items())
+    target.set_loaded_weights(weights.items())
     before = snapshot(engine)
     try:
-        target.prove(Proof(engine, Startup(kind, work_on=work_on)))
+        target.verify_reload(Proof(engine, Startup(kind, work_on=work_on)))
     finally:
         assert_same(snapshot(engine), before)
     return engine
@@ -411,7 +411,7 @@ def test_what_cannot_be_put_back_is_no_refusal() -> None:
     engine = engines(InSet).started(weights.items())
     target = RoutedTarget(engine, specs(weights))
     with pytest.raises(DirtyReceiver, match=r"could not be put back .*restart the engine"):
-        target.prove(
+        target.verify_routes(
             weights.items(), lambda: Proof(engine, Startup(engines(InSet), work_on=work_on))
         )
 
@@ -436,7 +436,7 @@ def test_an_interrupt_while_a_fresh_engine_is_given_memory_stays_one(function: s
     engine = kind.started(weights.items())
     before = snapshot(engine)
     target = RoutedTarget(engine, specs(weights))
-    target.prove(weights.items())
+    target.verify_routes(weights.items())
     left = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -453,7 +453,9 @@ def test_an_interrupt_while_a_fresh_engine_is_given_memory_stays_one(function: s
         try:
             sys.settrace(trace)
             with pytest.raises(KeyboardInterrupt):
-                target.prove(weights.items(), lambda: Proof(engine, Startup(kind, work_on=work_on)))
+                target.verify_routes(
+                    weights.items(), lambda: Proof(engine, Startup(kind, work_on=work_on))
+                )
         finally:
             sys.settrace(old)
         assert_same(snapshot(engine), before)
@@ -471,9 +473,9 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
         return Proof(engine, Startup(kind, work_on=work_on))
 
     target = RoutedTarget(engine, specs(weights))
-    target.prove(weights.items())  # what is found out before the proof is known then
+    target.verify_routes(weights.items())  # what is found out before the proof is known then
     began = time.perf_counter()
-    target.prove(weights.items(), proof)
+    target.verify_routes(weights.items(), proof)
     whole_s = time.perf_counter() - began
     interrupts = 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -482,7 +484,7 @@ def test_a_proof_that_is_interrupted_at_any_moment_puts_everything_back() -> Non
             with suppress(KeyboardInterrupt):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, whole_s * number / 60)
-                    target.prove(weights.items(), proof)
+                    target.verify_routes(weights.items(), proof)
                 except KeyboardInterrupt:
                     interrupts += 1
                     raise
@@ -505,7 +507,7 @@ def test_whatever_is_raised_everything_is_put_back(at: int) -> None:
     interrupted = InterruptedAt(at)
     startup = Startup(kind, work_on=interrupted)
     try:
-        target.prove(weights.items(), lambda: Proof(engine, startup))
+        target.verify_routes(weights.items(), lambda: Proof(engine, startup))
     except KeyboardInterrupt:
         assert interrupted.calls == at
     assert_same(snapshot(engine), before)
@@ -523,12 +525,12 @@ def test_what_came_after_loading_is_left_alone_unless_it_is_a_copy() -> None:
     layer.traced = [torch.empty(6, 4, device="meta"), layer.weight, layer.weight.detach().T]
     target = RoutedTarget(engine, specs(weights))
     startup = Startup(Engine, work_on=work_on)
-    target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
+    target.verify_routes(weights.items(), lambda: Proof(engine, startup, loaded))
     with pytest.raises(ConfigError, match=r"'layers.1.cache', .* the engine made when it started"):
-        target.prove(weights.items(), lambda: Proof(engine, startup))
+        target.verify_routes(weights.items(), lambda: Proof(engine, startup))
     layer.packed = layer.weight.data.T.float().contiguous()
     with pytest.raises(ConfigError, match=r"'layers.1.packed' is a copy of weights"):
-        target.prove(weights.items(), lambda: Proof(engine, startup, loaded))
+        target.verify_routes(weights.items(), lambda: Proof(engine, startup, loaded))
 
 
 def test_an_engine_that_cannot_be_made_without_memory_is_refused() -> None:

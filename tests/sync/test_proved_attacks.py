@@ -134,7 +134,7 @@ def test_whatever_is_derived_once_is_refused(kind: str) -> None:
     target = RoutedTarget(engine, specs(weights))
     startup = Startup(engine_kind, work_on=work_on)
     with pytest.raises(ConfigError, match=r"'layers.0.kept[^']*': the engine computes with it"):
-        target.prove(weights.items(), lambda: Proof(engine, startup))
+        target.verify_routes(weights.items(), lambda: Proof(engine, startup))
     assert used(engine) == before
 
 
@@ -267,7 +267,7 @@ def test_numbers_that_lead_to_no_tensor_are_put_back() -> None:
     startup = Startup(engines(Dicts), work_on=work_on)
     before = [dict(layer.state) for layer in list[Any](engine.layers)]
     with pytest.raises(ConfigError, match=r"layers.0.absorbed"):
-        target.prove(weights.items(), lambda: Proof(engine, startup))
+        target.verify_routes(weights.items(), lambda: Proof(engine, startup))
     assert [layer.state for layer in list[Any](engine.layers)] == before
 
 

@@ -71,7 +71,7 @@ def test_the_engine_holds_what_it_makes_of_the_trainers_weights() -> None:
 def test_what_it_was_loaded_with_is_not_sent_again() -> None:
     source, engine = random_model(SHAPES, 0), Quantised()
     target = target_of(engine, source)
-    target.know((name, tensor.data) for name, tensor in source.named_parameters())
+    target.set_loaded_weights((name, tensor.data) for name, tensor in source.named_parameters())
     with fleet(source) as here:
         here.add(target)
         here.wait(1)
@@ -122,7 +122,7 @@ def test_reloading_is_proved_by_what_it_leaves_as_it_was(always: bool) -> None:
     target = ReloadedTarget(
         [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()], engine.load
     )
-    target.know(weights.items())
+    target.set_loaded_weights(weights.items())
 
     def make() -> nn.Module:
         return Packing(weights, always=always)
@@ -131,7 +131,7 @@ def test_reloading_is_proved_by_what_it_leaves_as_it_was(always: bool) -> None:
         model.load(given)
 
     with nullcontext() if always else pytest.raises(ConfigError, match="'a'"):
-        target.prove(Proof(engine, Startup(make, load=load)))
+        target.verify_reload(Proof(engine, Startup(make, load=load)))
     for name, tensor in engine.named_buffers():
         assert torch.equal(tensor, before[name])
 
@@ -154,7 +154,9 @@ def test_what_the_engine_held_before_the_first_sync_cannot_be_put_back() -> None
 def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
     target = target_of(Quantised(), random_model(SHAPES, 0))
     with pytest.raises(LayoutMismatch, match="a: torch"):
-        target.know([("other", torch.zeros(1)), ("a", torch.zeros(40, 16, dtype=torch.float64))])
+        target.set_loaded_weights(
+            [("other", torch.zeros(1)), ("a", torch.zeros(40, 16, dtype=torch.float64))]
+        )
 
 
 class TestReloadedTarget(TargetContract):
@@ -163,5 +165,5 @@ class TestReloadedTarget(TargetContract):
             [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in state.items()],
             lambda weights: None,
         )
-        target.know(state.items())
+        target.set_loaded_weights(state.items())
         return target

@@ -220,16 +220,16 @@ def test_what_the_engine_was_started_on_is_read_back() -> None:
     source = trainer(0)
     weights = [(name, w.data) for name, w in source.named_parameters()]
     target = RoutedTarget(engine_of(source), CHECKPOINT)
-    target.prove(weights)
+    target.verify_routes(weights)
     with pytest.raises(
         ConfigError, match="has no 'down0': start the engine on a checkpoint that has it"
     ):
-        target.prove([(name, tensor) for name, tensor in weights if name != "down0"])
+        target.verify_routes([(name, tensor) for name, tensor in weights if name != "down0"])
     shuffled = engine_of(source, ShufflingEngine)
     assert isinstance(shuffled, ShufflingEngine)
     shuffled.finish()
     with pytest.raises(ConfigError, match=r"6 tensors have no route: 'gate0', .* are not where"):
-        RoutedTarget(shuffled, CHECKPOINT).prove(weights)
+        RoutedTarget(shuffled, CHECKPOINT).verify_routes(weights)
 
 
 class Computing(Engine):

@@ -23,8 +23,8 @@ from deltasync import (
 )
 from deltasync.delta.policy import Policy
 from deltasync.errors import SyncAborted
-from deltasync.sync.group.group import Crew
-from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import Index
 from deltasync.sync.target.routed import RoutedTarget
@@ -192,7 +192,7 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
         gathered = gather(model)
         if engines is not None:
             engines.assert_hold(gathered)
-            assert 0 < engines.crew.exchanged_bytes < 64 << 10
+            assert 0 < engines.group.exchanged_bytes < 64 << 10
         if number:
             assert (stats.kind, stats.base_version) == ("delta", stats.version - 1)
             assert stats.parameters == {"changed": 14, "unchanged": 0, "frozen": 1}
@@ -230,18 +230,18 @@ def train_meanwhile(rank: int, world: int, folder: Path) -> None:
 
 def joined(
     source: WeightSource, rank: int, world: int, folder: Path
-) -> tuple[WeightSender | CrewRank, Engines | None]:
+) -> tuple[WeightSender | TrainerRank, Engines | None]:
     """A rank's sender, and on rank 0 the receivers, which have greeted it."""
     import torch.distributed as dist
 
     lane = shared_memory.Sender(folder / f"lane{rank}")
     dist.barrier()  # all listen
     if rank:
-        link = shared_memory.Receiver(folder / "crew")
-        return CrewRank(source, lane, link, rank=rank, world=world, options=OPTIONS), None
-    crew = Crew(shared_memory.Sender(folder / "crew"), world)
-    sender = WeightSender(source, lane, options=OPTIONS, crew=crew)
-    engines = Engines(folder, crew)
+        link = shared_memory.Receiver(folder / "group")
+        return TrainerRank(source, lane, link, rank=rank, world=world, options=OPTIONS), None
+    group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
+    sender = WeightSender(source, lane, options=OPTIONS, group=group)
+    engines = Engines(folder, group)
     sender.wait_for_receivers(3)
     return sender, engines
 
@@ -275,13 +275,13 @@ class Failing:
 class Engines:
     """One that holds the whole model, and one of two ranks, in threads."""
 
-    def __init__(self, folder: Path, crew: Crew) -> None:
-        self.crew = crew
+    def __init__(self, folder: Path, group: TrainerGroup) -> None:
+        self.group = group
         tensors = {n: torch.zeros(shape, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
         self.plain = Dotted(tensors)
         self.halves = [Half(rank) for rank in range(2)]
         checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
-        self._folder, self._world = folder, crew.world
+        self._folder, self._world = folder, group.world
         self._serving = [self._start(ModuleTarget(self.plain), "plain", 0, 1)]
         for rank, half in enumerate(self.halves):
             self._serving.append(self._start(RoutedTarget(half, checkpoint), "halves", rank, 2))

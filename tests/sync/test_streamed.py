@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import Crew, ModuleTarget, Policy, SenderOptions, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleTarget,
+    Policy,
+    SenderOptions,
+    TrainerGroup,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
     ConfigError,
@@ -275,8 +282,8 @@ def test_what_does_not_fit_a_stream_is_refused() -> None:
         StreamedWeights().take([("a", torch.ones(1)), ("a", torch.ones(1))])
     with pytest.raises(ConfigError, match="options"):
         WeightSender(stream, inprocess.Sender(), options=SenderOptions())
-    with pytest.raises(ConfigError, match="crew"):
-        WeightSender(stream, inprocess.Sender(), crew=Crew(inprocess.Sender(), 2))
+    with pytest.raises(ConfigError, match="group"):
+        WeightSender(stream, inprocess.Sender(), group=TrainerGroup(inprocess.Sender(), 2))
 
 
 def test_an_engine_that_holds_nothing_and_takes_nothing_is_told_so() -> None:

@@ -44,7 +44,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc, cuda_runtime
 from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import Connection, Kind
-from deltasync.transports.cuda_runtime import Gpu, Mark, find_runtime
+from deltasync.transports.cuda_runtime import Gpu, IpcEvent, find_runtime
 
 GRANULE_BYTES = 32 << 20
 FRAME = struct.Struct("<BxxxIQQ")
@@ -54,7 +54,7 @@ SEGMENT = struct.Struct("<BxxxxxxxQ16s64s64s")
 # Host memory in the place of a GPU: a handle is the path of a memfd
 
 
-class HostMark(Mark):
+class HostMark(IpcEvent):
     """One byte of shared memory: 1 when the stream has come to the mark."""
 
     is_stuck: ClassVar[bool] = False  # whether streams of this process stand still
@@ -100,10 +100,10 @@ class HostGpu(Gpu):
         descriptor = self._descriptors[memory.data_ptr()]
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(64, b"\0")
 
-    def mark(self) -> Mark:
+    def mark(self) -> IpcEvent:
         return HostMark(torch.ones(1, dtype=torch.uint8))
 
-    def exported_mark(self) -> tuple[Mark, bytes]:
+    def exported_mark(self) -> tuple[IpcEvent, bytes]:
         descriptor = os.memfd_create("mark", os.MFD_CLOEXEC)  # never closed: marks are few
         os.ftruncate(descriptor, 1)
         mark = HostMark(mapped(descriptor, 1).fill_(1))
@@ -111,7 +111,7 @@ class HostGpu(Gpu):
 
     def open(
         self, owner: bytes, memory: bytes, event: bytes, num_bytes: int
-    ) -> tuple[Tensor, Mark]:
+    ) -> tuple[Tensor, IpcEvent]:
         if owner != self.uuid or not HostGpu.can_open:
             raise TransportUnavailable("that GPU is not here; walk around it")
         try:

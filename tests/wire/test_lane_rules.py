@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.errors import IllegalMessage, PeerLost, TransportTimeout
-from deltasync.sync.protocol.links import Lanes
+from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import (
@@ -74,9 +74,9 @@ class Rank:
 
 
 @contextmanager
-def connected(world: int) -> Iterator[tuple[list[Rank], Lanes]]:
+def connected(world: int) -> Iterator[tuple[list[Rank], ReceiverLinks]]:
     ranks = [Rank() for _ in range(world)]
-    lanes = Lanes([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
+    lanes = ReceiverLinks([rank.link.receiver() for rank in ranks], max_payload_bytes=100)
     lanes.connect(HELLO, timeout_s=1)
     greetings = [rank.greeted() for rank in ranks]
     if world == 1:
@@ -90,7 +90,7 @@ def connected(world: int) -> Iterator[tuple[list[Rank], Lanes]]:
     lanes.close()
 
 
-def taken(lanes: Lanes) -> list[tuple[int, Message]]:
+def taken(lanes: ReceiverLinks) -> list[tuple[int, Message]]:
     found: list[tuple[int, Message]] = []
     while True:
         try:
@@ -139,7 +139,7 @@ def test_w20_lanes_that_lag_behind_come_first_but_are_not_waited_for_for_ever() 
         assert found == [1, 1, 0]
 
 
-def begun_patiently(ranks: list[Rank], lanes: Lanes) -> None:
+def begun_patiently(ranks: list[Rank], lanes: ReceiverLinks) -> None:
     """An attempt whose sender has all the time in the world."""
     for rank in ranks:
         rank.send(Attempt(number=1))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.batched.packing import PlannedBucket
-from deltasync.delta.batched.source import BatchedSource, Lane
+from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.columns import Ints
 from deltasync.delta.kernels import triton as kernels
@@ -65,8 +65,8 @@ class Masks:
         Changes are collected even before it is known whether they fit: most of the time they do.
         """
         counts = torch.zeros(len(snapshot.addresses), dtype=torch.int32, device=snapshot.device)
-        for lane in source.lanes:
-            kernels.compare[(lane.num_blocks,)](
+        for launch in source.launches:
+            kernels.compare[(launch.num_blocks,)](
                 source.addresses,
                 snapshot.addresses_there,
                 snapshot.numels,
@@ -75,10 +75,10 @@ class Masks:
                 self._words,
                 self._block_counts,
                 counts,
-                lane.first_block,
-                TYPE=TYPES[lane.item_size],
-                NARROW=lane.narrow,
-                PAIRS=lane.is_aligned and lane.item_size == 2 and not lane.narrow,
+                launch.first_block,
+                TYPE=TYPES[launch.item_size],
+                NARROW=launch.narrow,
+                PAIRS=launch.is_aligned and launch.item_size == 2 and not launch.narrow,
                 BLOCK=kernels.BLOCK,
                 num_warps=4,
             )
@@ -113,14 +113,14 @@ class Masks:
             return self._before[bucket.first_chunk]
         out = 0
         begins = np.zeros(len(bucket.rows), np.int64)
-        for number, lane in enumerate(source.lanes):
-            part = lane.between(int(bucket.first_chunk[0]), bucket.last_chunk + 1)
+        for number, launch in enumerate(source.launches):
+            part = launch.between(int(bucket.first_chunk[0]), bucket.last_chunk + 1)
             if not len(part.chunks):
                 continue
             begin, end = part.first_block, part.first_block + part.num_blocks
             self._locate(source, begin, end, out=out)
             self._collect(source, snapshot, part, begin, end, out=out, ahead=True)
-            here = source.lane_of[bucket.first_chunk] == number
+            here = source.launch_of[bucket.first_chunk] == number
             before = self._before[bucket.first_chunk[here]] - self._before[part.chunks[0]]
             begins[here] = out + before
             out += int(self._collected[part.chunks].sum())
@@ -133,8 +133,8 @@ class Masks:
 
     def _collect_all(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         self._locate(source, 0, self.num_blocks, out=0)
-        for lane in source.lanes:
-            self._collect(source, snapshot, lane, 0, self.num_blocks, out=0, ahead=False)
+        for launch in source.launches:
+            self._collect(source, snapshot, launch, 0, self.num_blocks, out=0, ahead=False)
 
     def _locate(self, source: BatchedSource, begin: int, end: int, *, out: int) -> None:
         kernels.locate[(-(-(end - begin) // kernels.GROUP),)](
@@ -157,18 +157,18 @@ class Masks:
         self,
         source: BatchedSource,
         snapshot: BatchedWeights,
-        lane: Lane,
+        launch: Launch,
         begin: int,
         end: int,
         *,
         out: int,
         ahead: bool,
     ) -> None:
-        """Collect the changes of a lane, which are among those located in blocks [begin, end).
+        """Collect the changes of a launch, which are among those located in blocks [begin, end).
 
         With `ahead` they are written to the snapshot.
         """
-        kernels.collect[(int(lane.tiles[-1] - lane.tiles[0]),)](
+        kernels.collect[(int(launch.tiles[-1] - launch.tiles[0]),)](
             source.addresses,
             snapshot.addresses_there,
             snapshot.starts,
@@ -183,15 +183,15 @@ class Masks:
             self.values,
             self.changes,
             self.capacity,
-            int(lane.tiles[0]),
+            int(launch.tiles[0]),
             begin,
             end,
             out,
-            TYPE=TYPES[lane.item_size],
-            NARROW=lane.narrow,
+            TYPE=TYPES[launch.item_size],
+            NARROW=launch.narrow,
             AHEAD=ahead,
             GAPS=snapshot.has_gaps,
-            STRIDE=self.value_bytes // lane.item_size,
+            STRIDE=self.value_bytes // launch.item_size,
             SEGMENT=SEGMENT // 2,
             num_warps=4,
         )

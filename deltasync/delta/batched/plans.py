@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.packing import PlannedBucket, plan_buckets
-from deltasync.delta.batched.source import BatchedSource, Lane
+from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import (
     ALIGNMENT,
     BatchedWeights,
@@ -280,10 +280,10 @@ class BatchedBucket:
                 payload.copy_(there)
 
     def _write(self, payload: Tensor) -> None:
-        planned, lanes = self._planned, self._source.lanes
+        planned, launches = self._planned, self._source.launches
         sparse = [] if self._delta is None else self._delta.rows_of(planned)
-        lane_of = self._source.lane_of[planned.dense[0]]
-        dense = [planned.dense[:, lane_of == number] for number in range(len(lanes))]
+        launch_of = self._source.launch_of[planned.dense[0]]
+        dense = [planned.dense[:, launch_of == number] for number in range(len(launches))]
         columns = [rows.columns for rows in sparse]
         table, pads, *there = upload(
             [self._placed(planned.rows).view(np.int64), planned.pads, *columns, *dense],
@@ -295,9 +295,9 @@ class BatchedBucket:
         if len(planned.pads):
             whole = len(payload) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
             payload[:whole].view(torch.int64).index_fill_(0, pads, 0)
-        for lane, pieces, column in zip(lanes, dense, there[len(columns) :], strict=True):
+        for launch, pieces, column in zip(launches, dense, there[len(columns) :], strict=True):
             if pieces.size:
-                self._pack_dense(lane, pieces, column, payload)
+                self._pack_dense(launch, pieces, column, payload)
 
     def _placed(self, rows: Rows) -> Rows:
         """The rows in the coordinates of the layout, of which the snapshot may hold shares."""
@@ -306,13 +306,13 @@ class BatchedBucket:
         there["start"] += ledger.starts[rows["parameter"]].astype(np.uint64)
         return there
 
-    def _pack_dense(self, lane: Lane, planned: Ints, pieces: Tensor, payload: Tensor) -> None:
+    def _pack_dense(self, launch: Launch, planned: Ints, pieces: Tensor, payload: Tensor) -> None:
         source, snapshot = self._source, self._snapshot
         digests = None if self._delta is None else self._delta.digests
         num_pieces = pieces.shape[1]
-        places = (planned[1] | planned[3]) * lane.item_size | planned[2]
+        places = (planned[1] | planned[3]) * launch.item_size | planned[2]
         places |= planned[4] * INDEX_ITEM_BYTES | payload.data_ptr()
-        is_aligned = lane.is_aligned and not (places % ALIGNMENT).any()
+        is_aligned = launch.is_aligned and not (places % ALIGNMENT).any()
         blocks_each = blocks_in(planned[2])
         kernels.pack_dense[(num_pieces * blocks_each,)](
             source.addresses,
@@ -326,8 +326,8 @@ class BatchedBucket:
             payload if digests is None else digests,
             num_pieces,
             blocks_each,
-            TYPE=TYPES[lane.item_size],
-            NARROW=lane.narrow,
+            TYPE=TYPES[launch.item_size],
+            NARROW=launch.narrow,
             AHEAD=digests is not None,
             GAPS=snapshot.has_gaps,
             ALIGNED=is_aligned,

@@ -21,7 +21,7 @@ _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Launch:
     """Chunks that one launch goes over: kernels are compiled for an item size and a conversion.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lane:
     def num_blocks(self) -> int:
         return int(self.blocks[-1] - self.blocks[0])
 
-    def between(self, first: int, stop: int) -> Lane:
+    def between(self, first: int, stop: int) -> Launch:
         """The chunks from `first` up to `stop` alone."""
         low, high = (int(place) for place in np.searchsorted(self.chunks, (first, stop)))
         ends = slice(low, high + 1)
@@ -60,9 +60,9 @@ class BatchedSource:
     """Parameters that are sent, chunk by chunk, beside the snapshot that they are compared with.
 
     Attributes:
-        lanes: The chunks by how they are read.
-        lane_of: int64[chunks], the number of a chunk's lane.
-        order: int64[chunks], the chunks in the order of their blocks: lane after lane.
+        launches: The chunks by how they are read.
+        launch_of: int64[chunks], the number of a chunk's launch.
+        order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
         pointers, narrow: int64[parameters] and bool[parameters]: as given.
         num_tiles: Tiles of all blocks.
@@ -85,21 +85,21 @@ class BatchedSource:
         table, item_sizes = snapshot.table, snapshot.item_sizes
         is_narrow = narrow[table.parameter]
         addresses = snapshot.addresses_of(pointers, np.where(is_narrow, 4, item_sizes))
-        # The chunks of a parameter share a lane, so that what is located of it stays together.
+        # The chunks of a parameter share a launch, so that what is located of it stays together.
         is_apart = ((pointers | snapshot.pointers) % ALIGNMENT != 0)[table.parameter]
         is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
         shifts = table.start - snapshot.origins
-        kinds, self.lane_of = np.unique(
+        kinds, self.launch_of = np.unique(
             item_sizes * 4 + is_narrow * 2 + ~is_apart, return_inverse=True
         )
-        self.order = order = np.argsort(self.lane_of, kind="stable")
+        self.order = order = np.argsort(self.launch_of, kind="stable")
         lengths = -(-table.numel[order] // kernels.BLOCK)
         begins = np.append(0, np.cumsum(lengths))
         tiles = np.append(0, np.cumsum(-(-lengths // kernels.TILE)))
         tile_of, tile_begin = cut(lengths, kernels.TILE)
-        cuts = np.searchsorted(self.lane_of[order], np.arange(len(kinds) + 1))
-        self.lanes = [
-            Lane(
+        cuts = np.searchsorted(self.launch_of[order], np.arange(len(kinds) + 1))
+        self.launches = [
+            Launch(
                 int(kind) // 4,
                 bool(kind & 2),
                 bool(kind & 1),

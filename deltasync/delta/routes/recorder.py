@@ -28,7 +28,7 @@ from deltasync.delta.routes.operations import (
 )
 from deltasync.delta.routes.origin import Elements, Join
 from deltasync.delta.routes.route import Piece, covers, joined
-from deltasync.delta.routes.together import Held, Names, Watch
+from deltasync.delta.routes.together import HeldBack, Names, Watch
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for one in checkpoint
             for name in names[one.name]
         }
-        self._back = Held()
+        self._back = HeldBack()
         self.casts: dict[str, set[torch.dtype]] = defaultdict(set)
         self._live = dict(live)
         # By storage: where live tensors begin and end in it, in order, and their names.
@@ -457,7 +457,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         begin, end = extent_of(target)
         places = self._live_in[storage_of(target)]
-        before = bisect_right(places, begin, key=_first) if len(places) > 1 else 1
+        before = bisect_right(places, begin, key=itemgetter(0)) if len(places) > 1 else 1
         for first, last, name in reversed(places[max(0, before - _MOST_OVERLAPPING) : before]):
             if first <= begin and end <= last and self._live[name].dtype == target.dtype:
                 return name
@@ -482,9 +482,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif key in self._made_of:
                 found |= self._made_of[key][0]
         return found
-
-
-_first = itemgetter(0)
 
 
 def _line(error: Exception) -> str:

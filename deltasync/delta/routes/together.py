@@ -36,7 +36,7 @@ class Groups:
         return self._group.get(name, {name})
 
 
-class Held:
+class HeldBack:
     """What a loader held back while it asked for more.
 
     A loader that copies each tensor before it asks for the next one holds nothing, and may be given

@@ -12,10 +12,10 @@ from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame, SendTransport
 
-A = TypeVar("A", orders.Declared, orders.Held, orders.Compared, orders.Sent)
+A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.Sent)
 
 
-class Crew:
+class TrainerGroup:
     """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
 
     Every rank calls `send_weights` equally often. What one fails in is raised here, naming it.
@@ -49,7 +49,7 @@ class Crew:
         """Which call of `send_weights` this is, or the next one."""
         return self._call
 
-    def muster(self) -> None:
+    def begin_call(self) -> None:
         """Begin a call. Raises as `gather`; that was the call then."""
         self.exchanged_bytes = 0
         try:
@@ -104,7 +104,7 @@ class Crew:
             raise SyncAborted(f"{'; '.join(problems)}; nothing is lost, send again")
         return found
 
-    def dismiss(self, version: int, stats: SyncStats | None, error: BaseException | None) -> None:
+    def end_call(self, version: int, stats: SyncStats | None, error: BaseException | None) -> None:
         """End the call. Whoever is gone learns it otherwise."""
         why = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         try:

@@ -20,7 +20,7 @@ from deltasync.wire import frame
 from deltasync.wire.messages import Connection, Count, Digest, Entry, Seconds, Text, Version
 
 Dims = Annotated[tuple[Count, ...], FailFast()]
-Copies = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
+CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
 """(parameters, copies of each): runs of neighbours."""
 
 
@@ -68,27 +68,27 @@ class Capture(_Order):
     """Start from your weights as they are.
 
     Send what you hold, for each rank: but of `shares` a part, (number, offset and size of the box
-    to send), and nothing of `withheld`, parameters as in `Copies`: so many to send, not to send.
+    to send), and nothing of `withheld`, parameters as in `CopyRuns`: so many to send, not to send.
     """
 
     kind: Literal["capture"] = "capture"
     capture: Connection
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
-    withheld: Annotated[tuple[Copies, ...], FailFast()]
+    withheld: Annotated[tuple[CopyRuns, ...], FailFast()]
 
 
 class Ask(_Order):
     """Tell digests of the snapshot: of all of it, and of so many copies of each parameter."""
 
     kind: Literal["ask"] = "ask"
-    copies: Annotated[tuple[Copies, ...], FailFast()]
+    copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 
 
-class Held(_Said):
+class SnapshotState(_Said):
     """Digests of what the snapshot holds; what all of it takes to send."""
 
-    kind: Literal["held"] = "held"
+    kind: Literal["snapshot"] = "snapshot"
     digests: tuple[Digest, ...]
     sparse_bytes: Count
     dense_bytes: Count
@@ -103,14 +103,14 @@ class Compare(_Order):
 
 
 class Compared(_Said):
-    """What has. `changed` are parameters as in `Copies`: so many that have not, that have."""
+    """What has. `changed` are parameters as in `CopyRuns`: so many that have not, that have."""
 
     kind: Literal["compared"] = "compared"
     sparse_bytes: Count
     dense_bytes: Count
     held_bytes: Count
     nnz: Count
-    changed: Copies
+    changed: CopyRuns
 
 
 class Send(_Order):
@@ -125,7 +125,7 @@ class Send(_Order):
     base_version: Version | None
     receivers: tuple[Connection, ...]
     timeout_s: Seconds
-    copies: Annotated[tuple[Copies, ...], FailFast()]
+    copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 
 
 class Sent(_Said):
@@ -167,7 +167,7 @@ class Failed(_Said):
 
 
 Order = Declare | Capture | Ask | Compare | Send | Decide | Done
-Answer = Declared | Held | Compared | Sent | Failed
+Answer = Declared | SnapshotState | Compared | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
 
@@ -186,12 +186,12 @@ def decode(header: bytes) -> Said:
         raise MalformedMessage(f"no word among ranks: {error.error_count()} faults") from error
 
 
-def runs_of(copies: NDArray[np.uint64]) -> Copies:
+def runs_of(copies: NDArray[np.uint64]) -> CopyRuns:
     """uint64[parameters] as runs."""
     return tuple((len(list(run)), value) for value, run in groupby(copies.tolist()))
 
 
-def copies_of(runs: Copies) -> NDArray[np.uint64]:
+def copies_of(runs: CopyRuns) -> NDArray[np.uint64]:
     """uint64[parameters]."""
     counts, values = zip(*runs, strict=True) if runs else ((), ())
     return np.repeat(np.array(values, np.uint64), np.array(counts, np.int64))

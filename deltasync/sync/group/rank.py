@@ -38,8 +38,8 @@ _TURN_S = 0.2
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
-class CrewRank:
-    """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `crew`.
+class TrainerRank:
+    """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `group`.
 
     `send_weights` has to be called as often as there, and by one thread: that is how ranks know
     that they send weights of the same step. A rank that has left out a call makes it up, which
@@ -84,33 +84,35 @@ class CrewRank:
         self._base: int | None = None  # what the snapshot holds; None for what was captured last
         self._delta: tuple[int, Delta] | None = None  # not known to be decided
         self._trains_meanwhile = False
-        self._caller = OneCaller("a sync is under way; a CrewRank is used by one thread")
+        self._caller = OneCaller("a sync is under way; a TrainerRank is used by one thread")
 
-    def look(self) -> None:
-        """See `WeightSender.look`."""
-        self._weights.look()
+    def refresh_source(self) -> None:
+        """See `WeightSender.refresh_source`."""
+        self._weights.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float = 60.0, released: Callable[[], None] | None = None
+        self, *, timeout_s: float = 60.0, on_source_read: Callable[[], None] | None = None
     ) -> SyncStats:
         """Take part in a sync. Returns what rank 0 has counted.
 
         Args:
             timeout_s: As of rank 0. Ten times as long is waited for each of its orders, not for the
                 whole call.
-            released: See `WeightSender.send_weights`; if one rank is given it, so are all.
+            on_source_read: See `WeightSender.send_weights`; if one rank is given it, so are all.
 
         Raises:
             SyncAborted: It came to nothing, on any rank; the next one covers it.
             DeltaSyncError: Why this rank could not do its part.
         """
         with self._caller.call():
-            return self._send_weights(timeout_s, released)
+            return self._send_weights(timeout_s, on_source_read)
 
-    def _send_weights(self, timeout_s: float, released: Callable[[], None] | None) -> SyncStats:
+    def _send_weights(
+        self, timeout_s: float, on_source_read: Callable[[], None] | None
+    ) -> SyncStats:
         self._call += 1
-        self._trains_meanwhile = released is not None
-        self._weights.begin(released)
+        self._trains_meanwhile = on_source_read is not None
+        self._weights.begin(on_source_read)
         with self._alone(), self._weights.stream.entered():
             error = None
             while not isinstance(order := self._receive(_PATIENCE * timeout_s), orders.Done):
@@ -232,9 +234,9 @@ class CrewRank:
         self._weights.capture_as(specs, boxes)
         self._captured = order.capture
 
-    def _holding(self, copies: Sequence[orders.Copies]) -> orders.Held:
+    def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
         plan = self._weights.full()
-        return orders.Held(
+        return orders.SnapshotState(
             digests=_told(self._weights.digests, copies),
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
@@ -322,7 +324,7 @@ class CrewRank:
             self._weights.stream.join()
 
 
-def _told(held: Digests, asked: Sequence[orders.Copies]) -> tuple[str, ...]:
+def _told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:
     """The digests of the whole, and of what was asked for."""
     copies = [None, *map(orders.copies_of, asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import Crew
+from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.protocol.agreement import Digests
 from deltasync.sync.protocol.link import SentBuckets
 from deltasync.sync.source.layout import SentLayout, coverage_of, source_specs, specs_of
@@ -64,7 +64,7 @@ class Declaration:
         )
 
 
-class CrewDigests:
+class GroupDigests:
     """Digests that all ranks add up to.
 
     Args:
@@ -76,7 +76,7 @@ class CrewDigests:
     def __init__(
         self, own: Digests, others: Mapping[bytes, int], ask: Callable[[Copies | None], int]
     ) -> None:
-        self._own, self._others, self._ask = own, others, ask
+        self._own, self._peer_ranks, self._ask = own, others, ask
 
     @property
     def total(self) -> int:
@@ -84,26 +84,26 @@ class CrewDigests:
 
     def digest_of(self, copies: Copies | None) -> int:
         """Raises SyncAborted if a rank does not tell."""
-        others = self._others.get(_key(copies))
+        others = self._peer_ranks.get(_key(copies))
         if others is None:
             others = self._ask(copies)
         return (self._own.digest_of(copies) + others) & MASK
 
 
-class CrewPlan:
+class GroupPlan:
     """What all ranks send together; this one its own part."""
 
     def __init__(
-        self, own: Plan, crew: CrewWeights, *, sparse_bytes: int, dense_bytes: int
+        self, own: Plan, group: GroupWeights, *, sparse_bytes: int, dense_bytes: int
     ) -> None:
-        self._own, self._crew = own, crew
+        self._own, self._group = own, group
         self.base_version = own.base_version
         self.sparse_bytes = own.sparse_bytes + sparse_bytes
         self.dense_bytes = own.dense_bytes + dense_bytes
 
     @property
     def ledger(self) -> Digests:
-        return self._crew.sent_digests(self._own.ledger)
+        return self._group.sent_digests(self._own.ledger)
 
     def buckets(self) -> Iterator[Payload]:
         """Those of this rank."""
@@ -112,46 +112,46 @@ class CrewPlan:
     def decided(self) -> None:
         """Advance the snapshots of all ranks. One that does not hear of it is missed later."""
         self._own.decided()
-        self._crew.decided()
+        self._group.decided()
 
 
-class CrewDelta(CrewPlan):
+class GroupDelta(GroupPlan):
     """What all ranks have found to differ."""
 
     def __init__(
         self,
         own: Delta,
-        crew: CrewWeights,
+        group: GroupWeights,
         changed: set[int],
         found: Collection[orders.Compared],
     ) -> None:
         sparse_bytes = sum(one.sparse_bytes for one in found)
         dense_bytes = sum(one.dense_bytes for one in found)
-        super().__init__(own, crew, sparse_bytes=sparse_bytes, dense_bytes=dense_bytes)
+        super().__init__(own, group, sparse_bytes=sparse_bytes, dense_bytes=dense_bytes)
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
         self.changed = changed.union(*map(_changed, found))
 
 
-class CrewWeights:
+class GroupWeights:
     """The model of a trainer of several ranks, seen from the one that speaks for all.
 
     Nothing is gathered: ranks exchange names once, and counts and digests in each sync.
 
     Args:
         own: What this rank compares and sends itself.
-        crew: The other ranks.
+        group: The other ranks.
     """
 
-    def __init__(self, own: OwnWeights, crew: Crew) -> None:
-        self._own, self._crew = own, crew
+    def __init__(self, own: OwnWeights, group: TrainerGroup) -> None:
+        self._own, self._group = own, group
         self.stream = own.stream
         self._layout: SentLayout | None = None
         self._declared: list[Declaration] = []
         self._capture = ""
         self._attempt = 0
         self._asked: list[Copies | None] = [None]
-        self._held: dict[int, orders.Held] = {}
+        self._held: dict[int, orders.SnapshotState] = {}
         self._sums: dict[bytes, int] = {}  # of the other ranks' snapshots, by what was asked
         self._sent: dict[bytes, int] = {}  # of what they sent last
 
@@ -161,12 +161,12 @@ class CrewWeights:
 
     @property
     def is_lost(self) -> bool:
-        is_known = all(known == self._capture for known in self._crew.captures.values())
+        is_known = all(known == self._capture for known in self._group.captures.values())
         return self._layout is not None and not is_known
 
     @property
     def digests(self) -> Digests:
-        return CrewDigests(self._own.digests, self._sums, self._ask)
+        return GroupDigests(self._own.digests, self._sums, self._ask)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -175,8 +175,8 @@ class CrewWeights:
     def declared(self) -> tuple[ParameterSpec, ...]:
         """Of all ranks. They say so once, in a call or, if none is under way, in the next one."""
         if not self._declared:
-            if not self._crew.is_called:
-                self._crew.gather()
+            if not self._group.is_called:
+                self._group.gather()
             self._declared = self._declarations()
         known: dict[str, ParameterSpec] = {}
         for declaration in self._declared:
@@ -198,9 +198,9 @@ class CrewWeights:
         for rank, (own, share) in enumerate(zip(boxes, shares, strict=True)):
             withheld[rank, [numbers[name] for name in own.keys() - share.keys()]] = 1
         self._layout, self._capture = None, uuid.uuid4().hex
-        self._crew.order(
+        self._group.order(
             orders.Capture(
-                call=self._crew.call,
+                call=self._group.call,
                 capture=self._capture,
                 parameters=entries(specs),
                 shares=parts,
@@ -213,18 +213,18 @@ class CrewWeights:
         except SyncAborted:  # a rank may be another one than that which has declared
             self._declared = []
             raise
-        self._crew.captures = dict.fromkeys(self._held, self._capture)
+        self._group.captures = dict.fromkeys(self._held, self._capture)
         self._layout = SentLayout(specs)
 
     def delta(self, base_version: int) -> Delta:
-        self._crew.order(orders.Compare(call=self._crew.call, base_version=base_version))
+        self._group.order(orders.Compare(call=self._group.call, base_version=base_version))
         own = self._own.delta(base_version)
-        found = self._crew.answers(orders.Compared).values()
-        return CrewDelta(own, self, self._own.changed_by(own), found)
+        found = self._group.answers(orders.Compared).values()
+        return GroupDelta(own, self, self._own.changed_by(own), found)
 
     def full(self) -> Plan:
-        return CrewPlan(
-            self._own.full(ways=self._crew.world),
+        return GroupPlan(
+            self._own.full(ways=self._group.world),
             self,
             sparse_bytes=sum(held.sparse_bytes for held in self._held.values()),
             dense_bytes=sum(held.dense_bytes for held in self._held.values()),
@@ -236,7 +236,7 @@ class CrewWeights:
         return coverage_of([spec.name in trained for spec in specs], changed, full=full)
 
     def next_attempt(self) -> int:
-        """See `round.Others`."""
+        """See `round.PeerRanks`."""
         self._attempt += 1
         return self._attempt
 
@@ -248,11 +248,11 @@ class CrewWeights:
         *,
         timeout_s: float,
     ) -> None:
-        """See `round.Others`."""
+        """See `round.PeerRanks`."""
         self._version = version
-        self._crew.order(
+        self._group.order(
             orders.Send(
-                call=self._crew.call,
+                call=self._group.call,
                 attempt=self._attempt,
                 version=version,
                 base_version=base_version,
@@ -263,8 +263,8 @@ class CrewWeights:
         )
 
     def sent(self) -> SentBuckets:
-        """See `round.Others`."""
-        answers = self._crew.answers(orders.Sent)
+        """See `round.PeerRanks`."""
+        answers = self._group.answers(orders.Sent)
         lost = {
             connection: f"rank {rank} of the trainer: {why}"
             for rank, sent in answers.items()
@@ -280,36 +280,37 @@ class CrewWeights:
 
     def sent_digests(self, own: Digests) -> Digests:
         """Of what was sent last."""
-        return CrewDigests(own, self._sent, _not_told)
+        return GroupDigests(own, self._sent, _not_told)
 
     def decided(self) -> None:
         """What was sent last is a version."""
         self._sums = self._sent
         with suppress(SyncAborted):
-            self._crew.order(orders.Decide(call=self._crew.call, version=self._version))
+            self._group.order(orders.Decide(call=self._group.call, version=self._version))
 
     def _declarations(self) -> list[Declaration]:
-        self._crew.order(orders.Declare(call=self._crew.call))
+        self._group.order(orders.Declare(call=self._group.call))
         own = Declaration.of(self._own.source.tensors())
-        answers = self._crew.answers(orders.Declared)
-        return [own, *(Declaration.told(answers[rank]) for rank in range(1, self._crew.world))]
+        answers = self._group.answers(orders.Declared)
+        return [own, *(Declaration.told(answers[rank]) for rank in range(1, self._group.world))]
 
     def _ask(self, copies: Copies | None) -> int:
         """What the other ranks hold of it. From now on they tell it of whatever they send."""
         if _key(copies) not in self._sums:
             asked = [*self._asked, copies]
-            self._crew.order(orders.Ask(call=self._crew.call, copies=_runs(asked)))
+            self._group.order(orders.Ask(call=self._group.call, copies=_runs(asked)))
             self._hear(asked)
         return self._sums[_key(copies)]
 
     def _hear(self, asked: list[Copies | None]) -> None:
         """What the other ranks hold now."""
-        self._held = self._crew.answers(orders.Held)
+        self._held = self._group.answers(orders.SnapshotState)
         self._asked, self._sums = asked, _added(asked, self._held.values())
 
 
 def _added(
-    asked: Sequence[Copies | None], answers: Collection[orders.Held] | Collection[orders.Sent]
+    asked: Sequence[Copies | None],
+    answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
     """What ranks have told of it, all together. The first is the whole model, and goes unasked."""
     return {
@@ -318,7 +319,7 @@ def _added(
     }
 
 
-def _runs(asked: Sequence[Copies | None]) -> tuple[orders.Copies, ...]:
+def _runs(asked: Sequence[Copies | None]) -> tuple[orders.CopyRuns, ...]:
     return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
 
 

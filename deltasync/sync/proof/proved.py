@@ -31,7 +31,7 @@ from deltasync.wire.messages import ParameterSpec
 
 _SHOWN = 3
 
-Held = Mapping[str, tuple[Live, ParameterSpec]]
+HeldTensors = Mapping[str, tuple[Live, ParameterSpec]]
 """Where a checkpoint tensor is kept, and what it is."""
 
 
@@ -45,7 +45,7 @@ def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
     return whole
 
 
-def prove_routes(proof: Proof, recording: Recording, held: Held) -> Upkeep:
+def prove_routes(proof: Proof, recording: Recording, held: HeldTensors) -> Upkeep:
     """Prove that what is written through routes reaches all that the engine computes with.
 
     The weights must be those that the engine was started on. They are that again when it ends.
@@ -74,7 +74,7 @@ class _Routed:
     """The proof of one group."""
 
     def __init__(
-        self, proof: Proof, recording: Recording, held: Held, upkeep: Upkeep, group: Group
+        self, proof: Proof, recording: Recording, held: HeldTensors, upkeep: Upkeep, group: Group
     ) -> None:
         self._proof, self._held, self._upkeep, self._group = proof, held, upkeep, group
         self._live_names = {

@@ -70,7 +70,7 @@ def copies(
     return times.astype(np.uint64)
 
 
-def mistaken(
+def peers_with_wrong_digest(
     members: Iterable[Member], digests: Mapping[int, int], version: Digests, num_parameters: int
 ) -> set[int]:
     """Peers that do not hold, or would not arrive at, a version.

@@ -28,7 +28,7 @@ _CATCH_UP_S = 10.0  # a rank may have kernels to compile
 _CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
 
 
-class Lanes:
+class ReceiverLinks:
     """The link to the rank that speaks for the trainer, and to the others that send payloads.
 
     What comes on a lane counts for the attempt that has begun on the first link; what is left of
@@ -39,7 +39,7 @@ class Lanes:
         max_payload_bytes: Largest payload accepted.
     """
 
-    def __init__(self, links: Sequence[ReceiveTransport], *, max_payload_bytes: int) -> None:
+    def __init__(self, links: Sequence[ReceiveTransport], max_payload_bytes: int) -> None:
         self._links = list(links)
         self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
@@ -144,9 +144,7 @@ class Lanes:
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))
 
     def _first(self, reached: Sequence[tuple[int, int]]) -> list[int]:
-        """Lanes whose payloads come first: of those that have come least far, or are not waited
-        for.
-        """
+        """Lanes whose payloads come first: those that lag behind, and those not waited for."""
         lanes = self._awaited()
         least = min((reached[n] for n in lanes if reached and n not in self._late), default=None)
         if least is None:

@@ -20,7 +20,7 @@ from deltasync.errors import (
     UnsupportedVersion,
     WireError,
 )
-from deltasync.sync.protocol.agreement import Digests, copies, mistaken
+from deltasync.sync.protocol.agreement import Digests, copies, peers_with_wrong_digest
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.session import Member
 from deltasync.sync.source.layout import SentLayout, check_engine
@@ -265,7 +265,7 @@ def greet_back(
     here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
     here = _with_parts(here, replies, specs, done)
     digests = {m.peer: _digest(replies[m.peer]) for m in here}
-    wrong = mistaken(here, digests, held, len(specs))
+    wrong = peers_with_wrong_digest(here, digests, held, len(specs))
     differ = {m.engine for m in here if m.peer in wrong}
     here = _open(link, here, done)
     if here:

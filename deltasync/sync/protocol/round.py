@@ -10,7 +10,7 @@ from typing import Protocol
 
 from deltasync.delta.apply import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
-from deltasync.sync.protocol.agreement import mistaken
+from deltasync.sync.protocol.agreement import peers_with_wrong_digest
 from deltasync.sync.protocol.link import SenderLink, SentBuckets
 from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
 from deltasync.sync.source.layout import SentLayout
@@ -53,7 +53,7 @@ class RoundResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SyncPhase:
     """Where a sync stands, for who has to let engines pause.
 
     Attributes:
@@ -70,7 +70,7 @@ class Moment:
     staged_bytes: int
 
 
-class Others(Protocol):
+class PeerRanks(Protocol):
     """The other ranks of a trainer, which send to the same receivers what they hold."""
 
     def next_attempt(self) -> int:
@@ -109,12 +109,12 @@ class Round:
         layout: SentLayout,
         *,
         compression: Compression,
-        tell: Callable[[Moment], None] = lambda moment: None,
+        on_phase: Callable[[SyncPhase], None] = lambda phase: None,
         packed: Callable[[], None] = lambda: None,
-        others: Others | None = None,
+        peer_ranks: PeerRanks | None = None,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
-        self._tell, self._packed, self._others = tell, packed, others
+        self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._is_answering = self._has_asked = False
@@ -141,8 +141,8 @@ class Round:
             self._session.failed(peer, str(error))
         if self._session.failures:
             return
-        if self._others is not None:
-            self._send(Attempt(number=self._others.next_attempt()))
+        if self._peer_ranks is not None:
+            self._send(Attempt(number=self._peer_ranks.next_attempt()))
         self._send(
             Begin(
                 stream_id=stream_id,
@@ -156,12 +156,12 @@ class Round:
         )
         if self._has_lost():  # the others may write in place what would come now
             return
-        if self._others is not None:
+        if self._peer_ranks is not None:
             receivers = [member.connection for member in self._session.participants.values()]
-            self._others.start(
+            self._peer_ranks.start(
                 receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
             )
-        self._tell(self._moment(is_decided=False))
+        self._on_phase(self._phase(is_decided=False))
         num_buckets = self._send_buckets()
         if not self._session.failures:
             self._is_answering = self._has_asked = True
@@ -185,8 +185,8 @@ class Round:
         except TransportError as error:
             self._note_lost(error)
         self._result.count(own)
-        if self._others is not None:
-            theirs = self._others.sent()
+        if self._peer_ranks is not None:
+            theirs = self._peer_ranks.sent()
             self._result.count(theirs)
             for member in self._session.participants.values():
                 if member.connection in theirs.lost:
@@ -212,7 +212,7 @@ class Round:
         self._session.decide()
         self._result.decided = True
         self._send_decided(Commit(version=self._version))
-        self._tell(self._moment(is_decided=True))
+        self._on_phase(self._phase(is_decided=True))
         self._plan.decided()  # while the receivers write
         digests: dict[int, int] = {}
         for peer, reply in self._replies():
@@ -257,21 +257,21 @@ class Round:
             self._result.left.add(member.peer)
             self._link.drop(member.peer)
 
-    def _moment(self, *, is_decided: bool) -> Moment:
+    def _phase(self, *, is_decided: bool) -> SyncPhase:
         plan = self._plan
         staged_bytes = staged_bytes_of(
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
             part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
         )
-        return Moment(self._version, is_decided, plan.base_version is None, staged_bytes)
+        return SyncPhase(self._version, is_decided, plan.base_version is None, staged_bytes)
 
     def _judge(
         self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
     ) -> None:
         """Go on with those whose digests prove that they hold the version."""
         members, count = self._session.participants.values(), len(self._layout.specs)
-        wrong = mistaken(members, digests, self._plan.ledger, count)
+        wrong = peers_with_wrong_digest(members, digests, self._plan.ledger, count)
         for peer in digests:
             if peer in wrong:
                 self._session.failed(peer, f"DigestMismatch: {complaint}")

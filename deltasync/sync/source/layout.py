@@ -101,7 +101,7 @@ class SourceLayout(SentLayout):
             if box.numel < prod(box.shape):
                 raise ConfigError(
                     f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
-                    "give the senders of all ranks a `crew`"
+                    "give the senders of all ranks a `group`"
                 )
         return self.specs
 

@@ -82,7 +82,7 @@ class LocalWeights(Weights):
         self.stream = OwnStream()
         self._layout: SentLayout | None = None
         self._snapshot: Snapshot | None = None
-        self._released: Callable[[], None] | None = None
+        self._on_source_read: Callable[[], None] | None = None
         self.is_released = False
 
     @property
@@ -101,18 +101,18 @@ class LocalWeights(Weights):
     def snapshot_bytes(self) -> int:
         return self._held.num_bytes
 
-    def begin(self, released: Callable[[], None] | None) -> None:
+    def begin(self, on_source_read: Callable[[], None] | None) -> None:
         """A call begins. See `WeightSender.send_weights`."""
-        self._released, self.is_released = released, False
+        self._on_source_read, self.is_released = on_source_read, False
 
     def release(self) -> None:
         """The source is not read any more; on GPUs what the caller's stream does comes later."""
-        if self._released is not None and not self.is_released:
+        if self._on_source_read is not None and not self.is_released:
             self.is_released = True
             self.stream.join()
-            self._released()
+            self._on_source_read()
 
-    def look(self) -> None:
+    def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
     @property
@@ -158,11 +158,11 @@ class OwnWeights(LocalWeights):
         self._snapshot, self._layout = last, layout
         self.stream.move_to(last.device)
 
-    def begin(self, released: Callable[[], None] | None) -> None:
-        super().begin(released)
-        self._is_looked_up &= released is not None
+    def begin(self, on_source_read: Callable[[], None] | None) -> None:
+        super().begin(on_source_read)
+        self._is_looked_up &= on_source_read is not None
 
-    def look(self) -> None:
+    def refresh_source(self) -> None:
         if self._layout is not None:
             self._layout.refresh()
             self._is_looked_up = True
@@ -172,7 +172,7 @@ class OwnWeights(LocalWeights):
         assert layout is not None
         if not self._is_looked_up:
             layout.refresh()
-        self._is_looked_up = self._released is not None  # if this is tried again
+        self._is_looked_up = self._on_source_read is not None  # if this is tried again
         inflight = self.options.max_inflight_bytes
         return plan_delta(
             snapshot,

@@ -29,8 +29,8 @@ class ReloadedTarget:
 
     It keeps a copy of the checkpoint. Syncs are written to that, and digests are taken of it; then,
     in the pause, the engine is given all of it. What travels is still what changed; the pause
-    grows with the model. What the engine makes of the checkpoint is its own affair; `prove` looks
-    whether it makes the same of it each time.
+    grows with the model. What the engine makes of the checkpoint is its own affair;
+    `verify_reload` looks whether it makes the same of it each time.
 
     Args:
         checkpoint: Names, shapes and dtypes of the tensors that `reload` takes.
@@ -58,7 +58,7 @@ class ReloadedTarget:
         self._unknown = self._sample()
         self._loaded: list[CheckpointTensor] = []
 
-    def know(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Say what the engine was loaded with, so that a trainer that holds it need not send it.
 
         Raises LayoutMismatch for a tensor of another shape or dtype than the trainer's, and
@@ -91,7 +91,7 @@ class ReloadedTarget:
             )
 
     @refusing_failures()
-    def prove(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
+    def verify_reload(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """Reload other weights, then what is known once more: see `prove_reload`.
 
         It takes a copy of all that the engine computes with, beside the other, for as long as it

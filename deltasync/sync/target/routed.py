@@ -55,11 +55,11 @@ class RoutedTarget:
             a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
         finish: Called in the pause after every sync, full or not: brings up to date what the engine
             derives from its weights. It must leave them where they were loaded.
-        upkeep: What `prove` has found to have to follow besides, for this module and checkpoint.
+        upkeep: What `verify_routes` has found that must follow, for this module and checkpoint.
         is_written: Whether a trainer has written the engine since it was started.
 
     Attributes:
-        upkeep: The same; `prove` finds it.
+        upkeep: The same; `verify_routes` finds it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RoutedTarget:
         self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
         return dict(zip(numbers, accesses, strict=True))
 
-    def prove(
+    def verify_routes(
         self,
         weights: Iterable[tuple[str, Tensor]],
         proof: Callable[[], Proof] | None = None,
@@ -193,9 +193,9 @@ class RoutedTarget:
         self.upkeep = prove_routes(proof, self._recorded(), self._held)
 
     @refusing_failures()
-    def prove_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
+    def verify_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """The same for an engine of which nobody knows what it was loaded with: nothing is read
-        back. Here `keep` are the engine's own names. Raises as `prove`.
+        back. Here `keep` are the engine's own names. Raises as `verify_routes`.
         """
         self.bind(self.parameters())
         recording = self._recorded()

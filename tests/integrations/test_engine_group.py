@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Crew, CrewRank, NamedTensor, ShardSpec, SyncStats
+from deltasync import NamedTensor, ShardSpec, SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
@@ -21,7 +21,7 @@ from deltasync.integrations.worker import Worker
 from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.crew import Boxes, Sharded, rows_of
+from tests.sync.groups import Boxes, Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 
@@ -99,10 +99,10 @@ class Trainer:
             link(0),
             workers=2,
             timeout_s=timeout_s,
-            crew=Crew(hub, world),
+            group=TrainerGroup(hub, world),
         )
         self.others = [
-            CrewRank(self.sources[rank], link(rank), hub.receiver(), rank=rank, world=world)
+            TrainerRank(self.sources[rank], link(rank), hub.receiver(), rank=rank, world=world)
             for rank in range(1, world)
         ]
         self._timeout_s, self._threads = timeout_s, ThreadPoolExecutor(world)

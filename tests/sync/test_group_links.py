@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltasync import Crew, CrewRank, ModuleTarget, SenderOptions, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleTarget,
+    SenderOptions,
+    TrainerGroup,
+    TrainerRank,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports.collective import Receiver, Sender
 from deltasync.transports.process_group import Backend
-from tests.sync.crew import Sharded, rows_of
+from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 
 TRAINERS, VERSIONS = 2, 6
@@ -40,14 +47,14 @@ def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None
     source = Sharded(module, rows_of(module, TRAINERS)[rank], device)
     lane = Sender(port=ports[rank], backend=backend, device=device, secret=SECRET)
     options = SenderOptions(bucket_bytes=10_000)
-    sender: WeightSender | CrewRank
+    sender: WeightSender | TrainerRank
     if rank == 0:
-        crew = Crew(Sender(port=ports[-1]), TRAINERS)
-        sender = WeightSender(source, lane, options=options, crew=crew)
+        group = TrainerGroup(Sender(port=ports[-1]), TRAINERS)
+        sender = WeightSender(source, lane, options=options, group=group)
         sender.wait_for_receivers(receivers)
     else:
         hub = Receiver("127.0.0.1", ports[-1])
-        sender = CrewRank(source, lane, hub, rank=rank, world=TRAINERS, options=options)
+        sender = TrainerRank(source, lane, hub, rank=rank, world=TRAINERS, options=options)
     for version in range(1, VERSIONS + 1):
         advance(module, version)
         source.step()

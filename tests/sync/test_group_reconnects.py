@@ -6,7 +6,7 @@ import pytest
 
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import Crew
+from deltasync.sync.group.group import TrainerGroup
 from deltasync.transports import inprocess
 
 pytestmark = pytest.mark.timeout(60)
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_no_more() -> None:
     hub = inprocess.Sender()
-    crew = Crew(hub, 3)
-    crew.timeout_s = 0.2
+    group = TrainerGroup(hub, 3)
+    group.timeout_s = 0.2
 
     def come(rank: int) -> inprocess.Receiver:
         link = hub.receiver()
@@ -24,16 +24,16 @@ def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_n
         return link
 
     first, second = come(1), come(2)
-    crew.muster()
-    crew.order(orders.Declare(call=1))
+    group.begin_call()
+    group.order(orders.Declare(call=1))
     first.close()
     second.close()
     come(1)
     with pytest.raises(SyncAborted, match="rank 2 of the trainer did not come"):
-        crew.gather()  # which has heard of rank 1's new connection
+        group.gather()  # which has heard of rank 1's new connection
     with pytest.raises(SyncAborted, match="a rank of the trainer is gone"):
-        crew.order(orders.Declare(call=1))
+        group.order(orders.Declare(call=1))
     come(1)
     come(2)
-    crew.gather()
-    crew.order(orders.Declare(call=1))
+    group.gather()
+    group.order(orders.Declare(call=1))

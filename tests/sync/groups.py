@@ -21,8 +21,8 @@ from deltasync import (
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import TransportTimeout
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import Crew
-from deltasync.sync.group.rank import CrewRank
+from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
 from tests.sync.harness import Receivers, ThroughSender
@@ -90,11 +90,11 @@ class Trainer(Receivers):
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
         hub, world = inprocess.Sender(), len(sources)
         self.hub = Hub(hub)
-        self.crew = Crew(self.hub, world)
-        self.sender = WeightSender(sources[0], ends[0], options=options, crew=self.crew)
-        self.ranks: list[WeightSender | CrewRank] = [self.sender]
+        self.group = TrainerGroup(self.hub, world)
+        self.sender = WeightSender(sources[0], ends[0], options=options, group=self.group)
+        self.ranks: list[WeightSender | TrainerRank] = [self.sender]
         self.ranks += [
-            CrewRank(
+            TrainerRank(
                 sources[rank],
                 ends[rank],
                 hub.receiver(),
@@ -114,7 +114,7 @@ class Trainer(Receivers):
     def sending(self, *, timeout_s: float = 5.0) -> list[Future[SyncStats | Exception]]:
         """The same, while they do."""
 
-        def send(rank: WeightSender | CrewRank) -> SyncStats | Exception:
+        def send(rank: WeightSender | TrainerRank) -> SyncStats | Exception:
             try:
                 with self.around():
                     return rank.send_weights(timeout_s=timeout_s)

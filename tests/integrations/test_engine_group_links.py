@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Crew, CrewRank, ModuleTarget
+from deltasync import ModuleTarget, TrainerGroup, TrainerRank
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.worker import Worker
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
-from tests.sync.crew import Sharded, rows_of
+from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step, until
 
 SHAPES = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
@@ -62,13 +62,13 @@ def train(rank: int, link: str, folder: Path) -> None:
     device = "cuda:0" if link in ("cuda_ipc", "nccl") else "cpu"
     source = Sharded(model, rows_of(model, 2)[rank], device)
     lane = sender(link, folder / f"rank{rank}")
-    sends: EngineSync | CrewRank
+    sends: EngineSync | TrainerRank
     if rank == 0:
-        crew = Crew(shared_memory.Sender(folder / "crew"), 2)
-        sends = EngineSync(source, Server(folder), lane, crew=crew)
+        group = TrainerGroup(shared_memory.Sender(folder / "group"), 2)
+        sends = EngineSync(source, Server(folder), lane, group=group)
     else:
-        hub = shared_memory.Receiver(folder / "crew")
-        sends = CrewRank(source, lane, hub, rank=rank, world=2)
+        hub = shared_memory.Receiver(folder / "group")
+        sends = TrainerRank(source, lane, hub, rank=rank, world=2)
     for version in range(1, VERSIONS + 1):
         advance(model, version)
         source.step()

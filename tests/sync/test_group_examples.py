@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sync.crew import Trainer
+from tests.sync.groups import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
