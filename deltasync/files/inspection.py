@@ -26,8 +26,8 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.files.frame_file import FrameFile
+from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.one_way import OneWayReader
-from deltasync.sync.protocol.payloads import inflated
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message, decode
 from deltasync.wire.table import ROW, RowKind, Rows, read_table

@@ -29,8 +29,8 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_receiver
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.links import ReceiverLinks, rest_of
-from deltasync.sync.protocol.payloads import inflated
 from deltasync.sync.protocol.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.sync.target.module import EarlyCheck, WeightTarget

@@ -184,7 +184,7 @@ def test_w25_a_damaged_payload_is_found_without_the_weights(
 def test_w25_a_payload_that_is_not_compressed_is_read_too(
     frames: list[Frame], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    from deltasync.sync.protocol.payloads import inflated
+    from deltasync.sync.protocol.frames import inflated
 
     bucket, _ = m.decode(frames[2].header)
     assert isinstance(bucket, m.Bucket)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from deltasync.errors import TransportError
-from deltasync.sync.protocol.link import SenderLink, SentBuckets
+from deltasync.sync.protocol.frames import Emitter, SentBuckets
+from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
-from deltasync.wire.messages import Abort, Attempt, Lane, Prepare
+from deltasync.wire.messages import Abort, Attempt, Lane
 
 
 class LaneSender:
@@ -59,15 +60,17 @@ class LaneSender:
 
     def _send_all(self, plan: Plan, attempt: int, version: int) -> SentBuckets:
         """Receivers are not left waiting for what will not come."""
+        emitter = Emitter(plan, version, compression=self._compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
-            sent = self._link.send_buckets(plan, version, self._compression)
+            for message, payload in emitter.buckets():
+                self._link.send(message, payload)
         except BaseException:
             with suppress(TransportError):
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))
             raise
-        self._link.send(Prepare(version=version, num_buckets=sent.num_buckets))
-        return sent
+        self._link.send(emitter.prepare())
+        return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
         """Why there is no lane to some of the receivers.

@@ -15,7 +15,7 @@ from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.protocol.agreement import Digests
-from deltasync.sync.protocol.link import SentBuckets
+from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.source.layout import SentLayout, coverage_of, source_specs, specs_of
 from deltasync.sync.source.plan import Delta, Payload, Plan
 from deltasync.sync.source.tensors import NamedTensor

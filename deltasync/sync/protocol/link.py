@@ -6,34 +6,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError, WireError
-from deltasync.sync.protocol.payloads import packed
-from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Failed, Message, decode, encode
 
 _READING_S = 0.1
-
-
-@dataclass(slots=True)
-class SentBuckets:
-    """What went to each peer.
-
-    Attributes:
-        num_buckets, payload_bytes: Payloads, and the bytes of all.
-        bucket_bytes: Of the largest.
-        lost: Why receivers were lost, by their connection.
-    """
-
-    num_buckets: int = 0
-    payload_bytes: int = 0
-    bucket_bytes: int = 0
-    lost: dict[str, str] = field(default_factory=dict)
 
 
 class SenderLink:
@@ -78,23 +58,9 @@ class SenderLink:
         header = encode(message, payload_bytes=0 if payload is None else len(payload))
         self._transport.send(Frame(header, payload), timeout_s=self.timeout_s)
 
-    def send_buckets(self, plan: Plan, version: int, compression: Compression) -> SentBuckets:
-        """Send all of a plan to every peer of the epoch. Raises what `send` raises."""
-        sent = SentBuckets()
-        for bucket in plan.buckets():
-            payload = self._transport.buffer(bucket.num_bytes, timeout_s=self.timeout_s)
-            message, payload = packed(
-                bucket,
-                payload,
-                version=version,
-                sequence=sent.num_buckets,
-                compression=compression,
-            )
-            self.send(message, payload)
-            sent.num_buckets += 1
-            sent.payload_bytes += len(payload)
-            sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
-        return sent
+    def buffer(self, num_bytes: int) -> Tensor:
+        """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""
+        return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
 
     def hint(self, message: Message, peers: Collection[int]) -> None:
         """Send to the peers of the epoch if they are among `peers`; losing one is found later."""

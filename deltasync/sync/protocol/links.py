@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deltasync.errors import IllegalMessage, Refused, TransportTimeout
-from deltasync.sync.protocol.payloads import opened
+from deltasync.sync.protocol.frames import opened
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
 from deltasync.wire import messages

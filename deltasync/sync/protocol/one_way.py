@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.errors import IllegalMessage, TruncatedFrame
-from deltasync.sync.protocol.payloads import inflated, opened, packed
+from deltasync.sync.protocol.frames import Emitter, inflated, opened
 from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame
@@ -64,27 +64,18 @@ def one_way_frames(
         parameters=entries(tuple(specs)),
         digest=digest_text(digest),
     )
+    emitter = Emitter(plan, version, compression=compression, buffer=_host_memory)
+    hashed = layout_hash(tuple(specs))
     yield Frame(encode(layout))
-    begin = Begin(
-        stream_id=stream_id,
-        version=version,
-        base_version=base,
-        layout_hash=layout_hash(tuple(specs)),
-        sparse_bytes=plan.sparse_bytes,
-        dense_bytes=plan.dense_bytes,
-        timeout_s=0.0,
-    )
-    yield Frame(encode(begin))
-    count = 0
-    for bucket in plan.buckets():
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        message, payload = packed(
-            bucket, buffer, version=version, sequence=count, compression=compression
-        )
+    yield Frame(encode(emitter.begin(stream_id=stream_id, layout_hash=hashed, timeout_s=0.0)))
+    for message, payload in emitter.buckets():
         yield Frame(encode(message, payload_bytes=len(payload)), payload)
-        count += 1
-    yield Frame(encode(Prepare(version=version, num_buckets=count)))
+    yield Frame(encode(emitter.prepare()))
     yield Frame(encode(Sealed(version=version, digest=digest_text(plan.ledger.total))))
+
+
+def _host_memory(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class OneWayReader:

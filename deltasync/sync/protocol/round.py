@@ -11,7 +11,8 @@ from typing import Protocol
 from deltasync.delta.apply import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.agreement import peers_with_wrong_digest
-from deltasync.sync.protocol.link import SenderLink, SentBuckets
+from deltasync.sync.protocol.frames import Emitter, SentBuckets
+from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
 from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.plan import Plan
@@ -19,13 +20,11 @@ from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
     Abort,
     Attempt,
-    Begin,
     Commit,
     Committed,
     Failed,
     Finish,
     Message,
-    Prepare,
     Prepared,
 )
 
@@ -37,19 +36,11 @@ class RoundResult:
     decided: bool = False
     left: set[int] = field(default_factory=set)
     asleep: set[int] = field(default_factory=set)
-    payload_bytes: int = 0
-    num_buckets: int = 0
-    bucket_bytes: int = 0
+    sent: SentBuckets = field(default_factory=SentBuckets)
     transfer_s: float = 0.0
     commit_s: float = 0.0
     receiver_commit_s: float = 0.0
     receiver_bytes: int = 0
-
-    def count(self, sent: SentBuckets) -> None:
-        """Payloads have been sent."""
-        self.num_buckets += sent.num_buckets
-        self.payload_bytes += sent.payload_bytes
-        self.bucket_bytes = max(self.bucket_bytes, sent.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +127,19 @@ class Round:
 
     def _stage(self, stream_id: str) -> None:
         began = time.perf_counter()
-        plan = self._plan
         for peer, error in self._link.open(list(self._session.participants)).items():
             self._session.failed(peer, str(error))
         if self._session.failures:
             return
+        emitter = Emitter(
+            self._plan, self._version, compression=self._compression, buffer=self._link.buffer
+        )
         if self._peer_ranks is not None:
             self._send(Attempt(number=self._peer_ranks.next_attempt()))
         self._send(
-            Begin(
+            emitter.begin(
                 stream_id=stream_id,
-                version=self._version,
-                base_version=plan.base_version,
                 layout_hash=self._layout.hash,
-                sparse_bytes=plan.sparse_bytes,
-                dense_bytes=plan.dense_bytes,
                 timeout_s=self._link.timeout_s,
             )
         )
@@ -159,13 +148,13 @@ class Round:
         if self._peer_ranks is not None:
             receivers = [member.connection for member in self._session.participants.values()]
             self._peer_ranks.start(
-                receivers, self._version, plan.base_version, timeout_s=self._link.timeout_s
+                receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
             )
         self._on_phase(self._phase(is_decided=False))
-        num_buckets = self._send_buckets()
+        self._send_buckets(emitter)
         if not self._session.failures:
             self._is_answering = self._has_asked = True
-            self._send(Prepare(version=self._version, num_buckets=num_buckets))
+            self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
         self._result.transfer_s = time.perf_counter() - began
@@ -176,22 +165,21 @@ class Round:
             self._session.failed(peer, "PeerLost: disconnected as the sync began")
         return bool(self._session.failures)
 
-    def _send_buckets(self) -> int:
-        """Send our own, wait for the trainer's other ranks to send theirs. How many are ours."""
-        own = SentBuckets()
+    def _send_buckets(self, emitter: Emitter) -> None:
+        """Send our own, and wait until the trainer's other ranks have sent theirs."""
         try:
-            own = self._link.send_buckets(self._plan, self._version, self._compression)
+            for message, payload in emitter.buckets():
+                self._link.send(message, payload)
             self._packed()
         except TransportError as error:
             self._note_lost(error)
-        self._result.count(own)
+        self._result.sent.add(emitter.sent)
         if self._peer_ranks is not None:
             theirs = self._peer_ranks.sent()
-            self._result.count(theirs)
+            self._result.sent.add(theirs)
             for member in self._session.participants.values():
                 if member.connection in theirs.lost:
                     self._session.failed(member.peer, theirs.lost[member.connection])
-        return own.num_buckets
 
     def _collect_prepared(self) -> None:
         digests: dict[int, int] = {}

@@ -1,0 +1,129 @@
+"""What carries a plan: the messages and payloads that are sent, and how a payload is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltasync.errors import TruncatedFrame
+from deltasync.sync.source.plan import Plan
+from deltasync.transports.base import Frame
+from deltasync.wire.compression import Compression, compress, decompress
+from deltasync.wire.messages import Begin, Bucket, Message, Prepare, decode
+
+
+@dataclass(slots=True)
+class SentBuckets:
+    """What was sent to each receiver.
+
+    Attributes:
+        num_buckets, payload_bytes: Number of payloads, and their bytes.
+        bucket_bytes: Size of the largest payload.
+        lost: Why receivers were lost, by their connection.
+    """
+
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    bucket_bytes: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: SentBuckets) -> None:
+        """Count what another rank has sent to the same receivers."""
+        self.num_buckets += other.num_buckets
+        self.payload_bytes += other.payload_bytes
+        self.bucket_bytes = max(self.bucket_bytes, other.bucket_bytes)
+        self.lost |= other.lost
+
+
+class Emitter:
+    """Makes the messages that carry one plan: `begin`, each bucket, `prepare`, in this order.
+
+    A round sends all of them, a lane those after `begin`, a file keeps them all. Use it once.
+
+    Args:
+        plan: What is sent.
+        version: The version that the plan leads to.
+        compression: Of the payloads.
+        buffer: Returns uint8[num_bytes] memory, into which the next payload is packed.
+
+    Attributes:
+        sent: The buckets that the caller has sent: each counts when the next one is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        version: int,
+        *,
+        compression: Compression,
+        buffer: Callable[[int], Tensor],
+    ) -> None:
+        self._plan, self._version = plan, version
+        self._compression, self._buffer = compression, buffer
+        self.sent = SentBuckets()
+
+    def begin(self, *, stream_id: str, layout_hash: str, timeout_s: float) -> Begin:
+        """The message that announces the plan. Arguments as in `Begin`."""
+        plan = self._plan
+        return Begin(
+            stream_id=stream_id,
+            version=self._version,
+            base_version=plan.base_version,
+            layout_hash=layout_hash,
+            sparse_bytes=plan.sparse_bytes,
+            dense_bytes=plan.dense_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket's message, and its uint8[n] payload.
+
+        A compressed payload is host memory of its own; another one is a buffer, which the caller
+        sends or keeps before it asks for the next bucket.
+        """
+        sent = self.sent
+        for bucket in self._plan.buckets():
+            payload = raw = self._buffer(bucket.num_bytes)
+            bucket.write(raw)
+            if self._compression != "none":
+                payload = _owned(compress(raw.cpu().numpy().data))
+            message = Bucket(
+                version=self._version,
+                sequence=sent.num_buckets,
+                num_rows=bucket.num_rows,
+                raw_bytes=len(raw),
+                compression=self._compression,
+            )
+            yield message, payload
+            sent.num_buckets += 1
+            sent.payload_bytes += len(payload)
+            sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
+
+    def prepare(self) -> Prepare:
+        """The message that ends the buckets."""
+        return Prepare(version=self._version, num_buckets=self.sent.num_buckets)
+
+
+def opened(frame: Frame, *, max_payload_bytes: int) -> tuple[Message, Tensor]:
+    """The message in a frame and uint8[n], the payload that belongs to it. Raises WireError."""
+    message, payload_bytes = decode(frame.header, max_payload_bytes=max_payload_bytes)
+    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
+    if len(payload) != payload_bytes:
+        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
+    return message, payload
+
+
+def inflated(bucket: Bucket, payload: Tensor) -> Tensor:
+    """uint8[raw_bytes]: a payload as it was packed. Raises WireError."""
+    if bucket.compression == "none":
+        return payload
+    data = payload.cpu().numpy().data
+    return _owned(decompress(data, compression=bucket.compression, raw_bytes=bucket.raw_bytes))
+
+
+def _owned(data: bytes | memoryview) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
