@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -209,7 +209,7 @@ def serve(address: str, secret: str) -> None:
         if host
         else shared_memory.Receiver(address)
     )
-    with closing(WeightReceiver(ModuleTarget(module), link, engine="honest")) as receiver:
+    with WeightReceiver(ModuleTarget(module), link, engine="honest") as receiver:
         with suppress(DeltaSyncError):
             while True:
                 receiver.receive_weights(timeout_s=600)

@@ -92,7 +92,7 @@ def run(plan: VerlPlan) -> Iterator[Result]:
     with (
         _worker() as worker,
         closing(Trainer(_OPTIONS, sizes)) as trainer,
-        closing(collective.Sender()) as link,
+        collective.Sender() as link,
         closing(_Plain(worker, weights, sizes)) as plain,
     ):
         _join(worker, link)

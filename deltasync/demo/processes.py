@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -49,12 +49,12 @@ def rollout_process() -> Iterator[Link]:
 def send_transport(name: TransportName) -> Iterator[tuple[SendTransport, str]]:
     """The trainer's end, and the address for `receive_transport`: host:port, or a path."""
     if name == "gloo":
-        with closing(collective.Sender("127.0.0.1")) as group:
+        with collective.Sender("127.0.0.1") as group:
             yield group, "{}:{}".format(*group.address)
         return
     with TemporaryDirectory(prefix="deltasync-") as folder:
         path = Path(folder) / "weights.sock"
-        with closing(shared_memory.Sender(path)) as memory:
+        with shared_memory.Sender(path) as memory:
             yield memory, str(path)
 
 

@@ -32,7 +32,7 @@ class VersionRecord:
         payload_bytes: Bytes sent; a dense sync would send `dense_bytes`.
         diff_s: Finding what changed. `transfer_s`: until the receiver has staged it.
         commit_s: The pause of the receiver.
-        verified: The receiver's digest of its weights equals the trainer's.
+        verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
         rollout_s: Generating the rollouts.
     """
 
@@ -51,7 +51,7 @@ class VersionRecord:
     rollout_s: float
 
     @classmethod
-    def of(cls, stats: SyncStats, *, reward: float, rollout_s: float) -> Self:
+    def of(cls, stats: SyncStats, *, verified: bool, reward: float, rollout_s: float) -> Self:
         """The record of one sync and of the rollouts after it."""
         return cls(
             version=stats.version,
@@ -65,7 +65,7 @@ class VersionRecord:
             diff_s=stats.diff_s,
             transfer_s=stats.transfer_s,
             commit_s=stats.commit_s,
-            verified=stats.verified,
+            verified=verified,
             rollout_s=rollout_s,
         )
 

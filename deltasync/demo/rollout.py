@@ -89,7 +89,7 @@ def main() -> None:
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     with contextlib.suppress(LinkClosed, PeerLost):
         rollout = Rollout(link.receive())
-        with contextlib.closing(rollout.receiver):
+        with rollout.receiver:
             rollout.serve(link)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -174,7 +173,8 @@ class Trainer:
             rollouts = self._rollouts()
             reward = rollouts.rewards.mean().item()
             stats = handle.last_stats or first
-            yield VersionRecord.of(stats, reward=reward, rollout_s=rollouts.seconds)
+            same = self.client.sha256() == self.policy.sha256()
+            yield VersionRecord.of(stats, verified=same, reward=reward, rollout_s=rollouts.seconds)
             if step == self.config.steps:  # the last version is only looked at
                 return
             advantages = group_advantages(rollouts.rewards, self.config.group_size)
@@ -218,7 +218,7 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord
         yield from trainer.warm_up()
         warm = time.perf_counter()
         source = ModuleSource(trainer.policy)
-        with closing(WeightSender(source, transport, options=FEWEST_BYTES)) as sender:
+        with WeightSender(source, transport, options=FEWEST_BYTES) as sender:
             client.receive_weights()
             sender.wait_for_receivers(1, timeout_s=START_TIMEOUT_S)
             first = sender.send_weights()

@@ -28,7 +28,7 @@ from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
 from deltasync.transports.address import Address
-from deltasync.transports.base import SendTransport
+from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Server(Protocol):
         ...
 
 
-class EngineSync(AbstractContextManager["EngineSync"]):
+class EngineSync(Closing):
     """Keeps an engine at a trainer's weights.
 
     Workers receive and stage while they generate. When a version is decided the trainer asks for an
@@ -137,9 +137,6 @@ class EngineSync(AbstractContextManager["EngineSync"]):
         self._pause.forked()
         self._caller.forked()
         self._calls = ThreadPoolExecutor(1)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def connect(self) -> None:
         """Let the engine's workers connect, anew if they were connected.

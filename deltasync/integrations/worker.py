@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ class Worker:
         link = to.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:
-            with closing(link), suppress(TransportError):  # it hangs up, or is gone
+            with link, suppress(TransportError):  # it hangs up, or is gone
                 link.connect(encode(failed), timeout_s=to.timeout_s)
                 link.receive(timeout_s=to.timeout_s)
 

@@ -36,12 +36,12 @@ from deltasync.sync.target.bound import BoundWeights
 from deltasync.sync.target.module import EarlyCheck, WeightTarget
 from deltasync.sync.target.scrub import Scrub
 from deltasync.transports import forks
-from deltasync.transports.base import ReceiveTransport
+from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
 
-class WeightReceiver:
+class WeightReceiver(Closing):
     """Keeps one engine rank's weights at the trainer's.
 
     `receive_weights` does a sync in the calling thread. Its halves are `stage`, which does all that

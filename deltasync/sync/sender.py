@@ -32,7 +32,7 @@ from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
-from deltasync.transports.base import SendTransport
+from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import ParameterSpec, Upcoming
 
 
@@ -55,7 +55,7 @@ class _Joined:
     result: RoundResult = field(default_factory=RoundResult)
 
 
-class WeightSender:
+class WeightSender(Closing):
     """Keeps receivers at the trainer's weights.
 
     The first sync captures the source; from then on only changes are sent. A version is
@@ -444,7 +444,6 @@ class WeightSender:
             version=self.version,
             base_version=delta.base_version if delta else None,
             kind="delta" if delta else "full",
-            verified=True,  # a receiver whose digest differs is no member any more
             receivers=self.num_receivers,
             joined=joined.joined,
             full_synced=joined.full_synced,

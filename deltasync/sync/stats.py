@@ -14,7 +14,6 @@ class SyncStats:
         version: The version that receivers hold now.
         base_version: The version that the delta was taken against; None for a full sync.
         kind: "delta", or "full" when there was no member to send a delta to.
-        verified: Every receiver's digest, predicted and re-read, equals the sender's.
         receivers: Members that hold the version.
         joined: Receivers that joined in this call, by digest alone or by a full sync.
         full_synced: Those of them that needed a full sync.
@@ -40,7 +39,6 @@ class SyncStats:
     version: int
     base_version: int | None
     kind: Literal["delta", "full"]
-    verified: bool
     receivers: int
     numel: int
     nnz: int

@@ -319,6 +319,17 @@ class TransportContract(ABC):
             link.receivers[0].receive(timeout_s=0)
 
     @pytest.mark.timeout(60)
+    def test_both_ends_are_context_managers_that_close(self, link: Link) -> None:
+        link.add(1)
+        with link.sender as sender, link.receivers[0] as receiver:
+            link.open()
+        assert (sender, receiver) == (link.sender, link.receivers[0])
+        with pytest.raises(TransportClosed):
+            sender.poll(timeout_s=0)
+        with pytest.raises(TransportClosed):
+            receiver.receive(timeout_s=0)
+
+    @pytest.mark.timeout(60)
     def test_closing_wakes_whoever_waits(self, link: Link) -> None:
         link.add(1)
         link.open()

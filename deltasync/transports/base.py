@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -58,7 +58,21 @@ class Capabilities:
     detects_loss: bool
 
 
-class SendTransport(Protocol):
+class Closing(Protocol):
+    """What the end of a `with` closes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every connection for good. Idempotent."""
+        ...
+
+
+class SendTransport(Closing, Protocol):
     """The sender's end. Every timeout is in seconds and covers the whole call."""
 
     @property
@@ -118,12 +132,8 @@ class SendTransport(Protocol):
         """End the connection to `peer`. Idempotent. What was sent before still arrives."""
         ...
 
-    def close(self) -> None:
-        """End every connection. Idempotent."""
-        ...
 
-
-class ReceiveTransport(Protocol):
+class ReceiveTransport(Closing, Protocol):
     """A receiver's end."""
 
     @property
@@ -161,8 +171,4 @@ class ReceiveTransport(Protocol):
 
         The next `connect` makes a new peer.
         """
-        ...
-
-    def close(self) -> None:
-        """End the connection for good. Idempotent."""
         ...

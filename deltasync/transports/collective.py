@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import TransportError, TransportTimeout, TransportUnavailable
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Capabilities, Frame, SendTransport
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
@@ -95,7 +95,7 @@ class _Job(Protocol):
     def is_done(self) -> bool: ...
 
 
-class Sender:
+class Sender(SendTransport):
     """The sender's end: rank 0 of the group and the server of the control plane."""
 
     def __init__(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     FRAME,
@@ -97,7 +97,7 @@ class _Arrival:
         self.slot.flight, self.deadline = None, Deadline(_LINGER_S)
 
 
-class Receiver:
+class Receiver(ReceiveTransport):
     """A receiver's end: joins the groups that the sender forms, during `receive`."""
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import Deadline, check_frame, check_size, failure
 
 _CLOSED = "this end of the transport was closed"
@@ -30,7 +30,7 @@ class _Link:
         self.lost: PeerLost | None = None
 
 
-class Sender:
+class Sender(SendTransport):
     """The sender's end. Receivers of the same process are made by `receiver()`."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Sender:
         return TransportTimeout("did not answer in time")
 
 
-class Receiver:
+class Receiver(ReceiveTransport):
     """A receiver's end; made by `Sender.receiver`."""
 
     def __init__(self, sender: Sender) -> None:

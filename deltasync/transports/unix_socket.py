@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deltasync.errors import TransportClosed, TransportError
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities, Frame
+from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import (
     BUSY_S,
     BrokenProtocol,
@@ -95,7 +95,7 @@ class Slot(ABC):
         return start if inside else None
 
 
-class SlotSender:
+class SlotSender(SendTransport):
     """The sender's end: listens on a unix socket that only its own user may connect to."""
 
     def __init__(
@@ -302,7 +302,7 @@ class Announcement:
         return cls(data[_FRAME.size :], slot, start, num_bytes, _RELEASE.pack(slot, sequence))
 
 
-class SlotReceiver(ABC):
+class SlotReceiver(ReceiveTransport, ABC):
     """A receiver's end, less its memory."""
 
     def __init__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -39,9 +39,9 @@ def policy() -> nn.Module:
 def follow(folder: Path, world: int) -> None:
     """An engine: bfloat16 where the trainer keeps float32, with a link to each of its ranks."""
     first, *lanes = [shared_memory.Receiver(folder / f"rank{n}") for n in range(world)]
-    receiver = WeightReceiver(ModuleTarget(policy().bfloat16()), first, lanes=lanes)
-    with closing(receiver), suppress(PeerLost):  # the trainer ends
-        while True:
+    target = ModuleTarget(policy().bfloat16())
+    with WeightReceiver(target, first, lanes=lanes) as receiver, suppress(PeerLost):
+        while True:  # until the trainer ends
             receiver.receive_weights()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -104,9 +104,8 @@ class Layer(nn.Module):
 
 def follow(folder: Path, world: int) -> None:
     first, *lanes = [shared_memory.Receiver(folder / f"rank{n}") for n in range(world)]
-    receiver = WeightReceiver(ModuleTarget(Layer()), first, lanes=lanes)
-    with closing(receiver), suppress(PeerLost):  # the trainer ends
-        while True:
+    with WeightReceiver(ModuleTarget(Layer()), first, lanes=lanes) as receiver, suppress(PeerLost):
+        while True:  # until the trainer ends
             receiver.receive_weights()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ def train(rank: Rank, steps: int) -> None:
     host, port = link.address
     rank.tell("host", host)
     rank.tell("port", str(port))
-    with closing(WeightSender(ModuleSource(model), link)) as sender:
+    with WeightSender(ModuleSource(model), link) as sender:
         sender.wait_for_receivers(rank.world - 1)
         report(sender.send_weights(), first)
         hook = sync_after_step(optimizer, sender, on_error="raise")
@@ -120,7 +120,7 @@ def follow(rank: Rank) -> None:
         rank.hear("host"), int(rank.hear("port")), backend=rank.backend, device=rank.device
     )
     receiver = WeightReceiver(ModuleTarget(model), link, engine=f"rank-{rank.number}")
-    with closing(receiver), suppress(PeerLost):  # the trainer ends
+    with receiver, suppress(PeerLost):  # the trainer ends
         while True:
             receiver.receive_weights(timeout_s=600)
     assert fingerprint(model) == rank.hear("bits")

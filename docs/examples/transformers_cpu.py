@@ -12,7 +12,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def train(folder: str) -> None:
         link = shared_memory.Sender(path)
         command = [sys.executable, __file__, folder, path]
         rollout = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        with closing(WeightSender(TransformersSource(model), link)) as sender:
+        with WeightSender(TransformersSource(model), link) as sender:
             sender.wait_for_receivers(1)
             sender.send_weights()  # it joins by digest: both hold the checkpoint
             hook = sync_after_step(optimizer, sender, on_error="raise")
@@ -71,7 +71,7 @@ def train(folder: str) -> None:
 def follow(folder: str, path: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     receiver = WeightReceiver(transformers_target(model), shared_memory.Receiver(path))
-    with closing(receiver), suppress(PeerLost):  # until the trainer has left
+    with receiver, suppress(PeerLost):  # until the trainer has left
         while True:
             receiver.receive_weights()
     print(sha256(model))
@@ -80,7 +80,7 @@ def follow(folder: str, path: str) -> None:
 def summary(stats: Any) -> str:
     return (
         f"v{stats.version}: {stats.density:.2%} changed, {stats.payload_bytes:,} bytes sent of "
-        f"{stats.dense_bytes:,}, digests agree: {stats.verified}"
+        f"{stats.dense_bytes:,}"
     )
 
 

@@ -94,7 +94,7 @@ def test_a_model_that_moved_is_followed(tmp_path: Path) -> None:
 def test_the_example_ends_with_equal_weights(tmp_path: Path) -> None:
     with Program(ROOT / "docs" / "examples" / "transformers_cpu.py", tmp_path / "model") as program:
         text = program.wait()
-    deltas = re.findall(r"v\d+: (\S+)% changed, .* digests agree: True", text)
+    deltas = re.findall(r"v\d+: (\S+)% changed, ", text)
     assert len(deltas) == 5
     assert all(0 < float(share) < 100 for share in deltas)
     here, there = re.findall(r"[0-9a-f]{64}", text)

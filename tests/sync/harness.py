@@ -122,7 +122,7 @@ class Serving:
             self._stop.wait(0.02)
 
 
-class ThroughReceiver:
+class ThroughReceiver(ReceiveTransport):
     """A receiver's link that passes everything on; faults override a method."""
 
     def __init__(self, inner: ReceiveTransport) -> None:
@@ -151,7 +151,7 @@ class ThroughReceiver:
         self._inner.close()
 
 
-class ThroughSender:
+class ThroughSender(SendTransport):
     """A sender's link that passes everything on; faults override a method."""
 
     def __init__(self, inner: SendTransport) -> None:

@@ -37,21 +37,19 @@ from tests.sync.by_hand import (
     said,
     welcome,
 )
-from tests.sync.harness import bits_equal, fleet
+from tests.sync.harness import ThroughReceiver, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)
 
 Tamper = Callable[[Any], list[Message | bytes]]
 
 
-class Liar:
+class Liar(ThroughReceiver):
     """A receiver's link that says something else, once, for one kind of message."""
 
     def __init__(self, inner: ReceiveTransport, kind: str, tamper: Tamper) -> None:
-        self._inner, self._kind, self._tamper = inner, kind, tamper
-        self.capabilities = inner.capabilities
-        self.receive, self.progress = inner.receive, inner.progress
-        self.disconnect, self.close = inner.disconnect, inner.close
+        super().__init__(inner)
+        self._kind, self._tamper = kind, tamper
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         for data in self._tampered(greeting):

@@ -36,7 +36,7 @@ from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.messages import decode
-from tests.sync.harness import Model, bits_equal, until
+from tests.sync.harness import Model, ThroughReceiver, bits_equal, until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -206,16 +206,14 @@ def test_waiting_without_a_sender_comes_back_in_time() -> None:
         assert not staging.wait_staged(timeout_s=0.05)
 
 
-class Meddling:
+class Meddling(ThroughReceiver):
     """A link on which one frame of one kind meets `fault`."""
 
     def __init__(
         self, inner: ReceiveTransport, kind: str, fault: Callable[[Meddling, float], Frame]
     ) -> None:
+        super().__init__(inner)
         self.inner, self._kind, self._fault = inner, kind, fault
-        self.capabilities = inner.capabilities
-        self.connect, self.disconnect = inner.connect, inner.disconnect
-        self.progress, self.reply, self.close = inner.progress, inner.reply, inner.close
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = self.inner.receive(timeout_s=timeout_s)

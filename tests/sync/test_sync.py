@@ -18,6 +18,8 @@ from deltasync import (
     ReceiverOptions,
     SenderOptions,
     SyncStats,
+    TrainerGroup,
+    TrainerRank,
     WeightReceiver,
     WeightSender,
 )
@@ -30,6 +32,7 @@ from deltasync.errors import (
     Refused,
     SourceChanged,
     SyncAborted,
+    TransportClosed,
     TransportTimeout,
 )
 from deltasync.sync.protocol.session import ReceiverState
@@ -592,14 +595,12 @@ def test_breaking_off_in_place_is_dirty_refuses_to_serve_and_heals() -> None:
         serving.receiver.check_serving()
 
 
-class BreaksOff:
+class BreaksOff(ThroughReceiver):
     """Loses the connection once, after some frames."""
 
     def __init__(self, inner: ReceiveTransport, *, after: int) -> None:
-        self._inner, self._left = inner, after
-        self.capabilities = inner.capabilities
-        self.connect, self.disconnect = inner.connect, inner.disconnect
-        self.progress, self.reply, self.close = inner.progress, inner.reply, inner.close
+        super().__init__(inner)
+        self._left = after
 
     def receive(self, *, timeout_s: float) -> Frame:
         self._left -= 1
@@ -664,3 +665,26 @@ def wait_for(condition: object, timeout_s: float = 10.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+def test_the_end_of_a_with_closes_either_end_of_a_sync() -> None:
+    link, hub = inprocess.Sender(), inprocess.Sender()
+    source, target = ModuleSource(model()), ModuleTarget(model())
+    first, lane = link.receiver(), inprocess.Sender()
+    group = TrainerGroup(hub, 2)
+    with (
+        WeightSender(source, link, group=group) as sender,
+        WeightReceiver(target, first) as receiver,
+        TrainerRank(source, lane, hub.receiver(), rank=1, world=2) as rank,
+    ):
+        assert (sender.version, receiver.version, rank.version) == (0, None, 0)
+    for closed in (link, hub, lane):
+        with pytest.raises(TransportClosed):
+            closed.poll(timeout_s=0)
+    with pytest.raises(TransportClosed):
+        first.receive(timeout_s=0)
+    other = inprocess.Sender()
+    with TrainerGroup(other, 2):
+        pass
+    with pytest.raises(TransportClosed):
+        other.poll(timeout_s=0)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Literal
@@ -74,7 +74,7 @@ def followed(
     options = options or SenderOptions()
     with TemporaryDirectory(prefix="deltasync-") as folder, TemporaryFile() as said:
         transport, address = _sender(link, folder, devices[0])
-        with closing(WeightSender(ModuleSource(module), transport, options=options)) as sender:
+        with WeightSender(ModuleSource(module), transport, options=options) as sender:
             words = [link, address, str(numel), devices[1], options.kernels]
             with start_companion("deltasync.cli.probes.follower", *words, stderr=said) as process:
                 try:
@@ -136,6 +136,6 @@ def main() -> None:
     target = ModuleTarget(make_model(int(numel), device))
     options = ReceiverOptions.model_validate({"kernels": kernels})
     receiver = WeightReceiver(target, _receiver(link, address, device), options=options)
-    with closing(receiver), contextlib.suppress(PeerLost):
+    with receiver, contextlib.suppress(PeerLost):
         while True:
             receiver.receive_weights(timeout_s=JOIN_TIMEOUT_S)

