@@ -43,6 +43,7 @@ SHARDED_RECORDS = {
 VERL_RECORDS = RESULTS / "verl-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 _MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -279,8 +280,8 @@ def plot(folder: Path = IMAGES) -> None:
 
 
 @app.command()
-def report(page: Path = PAGE) -> None:
-    """Put all records into docs/performance.md, between its marks."""
+def report(page: Path = PAGE, readme: Path = README) -> None:
+    """Put all records into docs/performance.md, and the summary into README.md."""
     text = page.read_text(encoding="utf-8")
     kept = (
         RECORDS,
@@ -293,6 +294,9 @@ def report(page: Path = PAGE) -> None:
             images = [f"images/{path.name}" for path in drawn]
             text = gpu_report.insert(text, records.stem, _markdown(records), images)
     page.write_text(text, encoding="utf-8")
+    summary = gpu_report.make_summary(read_records(GPU_RECORDS["NCCL"]))
+    text = gpu_report.insert(readme.read_text(encoding="utf-8"), "summary", summary)
+    readme.write_text(text, encoding="utf-8")
 
 
 def _markdown(records: Path) -> str:

@@ -1,4 +1,4 @@
-"""Records as a table for people, and as Markdown for the README."""
+"""CPU records as a table for a terminal and as Markdown for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rich.table import Table
 from benchmarks.record import MEMORY, PER_PARAMETER, SPEED_UP, Environment, Result
 
 TITLES = {
-    "diff": "diff with values, speed-up over torch.ne + nonzero + gather",
-    "diff_with_digests": "the same with digests",
-    "apply": "apply_patch, against scatter_ with int64 indices",
-    "commit": "receiver's commit, against scatter_ with int64 indices",
-    "sync_over_diff": "whole sync, against its own diff with digests",
-    "sync_over_dense": "whole sync, against the same sync with every chunk dense",
+    "diff": "diff with values, speed relative to torch.ne + nonzero + gather",
+    "diff_with_digests": "the same, with digests",
+    "apply": "apply_patch, time relative to scatter_ with int64 indices",
+    "commit": "receiver's commit vs. scatter_ with int64 indices",
+    "sync_over_diff": "whole sync, time relative to its own diff with digests",
+    "sync_over_dense": "whole sync, time relative to a sync with every chunk dense",
     "crossover": "the same, every chunk sparse",
     "parameter_sync": "whole sync of many small parameters",
-    "parameter_sender": "the sender's CPU time in it",
-    "parameter_receiver": "the receiver's CPU time in it",
-    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
-    "memory_receiver": "receiver's memory beside weights, against its bound",
-    "files": "diff of two checkpoint files, speed-up over numpy reading and comparing them",
-    "memory_files": "the same command's memory, against its bound",
+    "parameter_sender": "the sender's CPU time for it",
+    "parameter_receiver": "the receiver's CPU time for it",
+    "memory_sender": "sender's memory beyond weights and snapshot vs. its bound",
+    "memory_receiver": "receiver's memory beyond weights vs. its bound",
+    "files": "diff of two checkpoint files vs. numpy reading and comparing them",
+    "memory_files": "memory of the same command vs. its bound",
 }
 _BY_DENSITY = ("diff", "diff_with_digests", "apply", "sync_over_diff", "sync_over_dense")
 _COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", "met")
@@ -30,7 +30,7 @@ _COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", 
 
 def make_table(results: Iterable[Result]) -> Table:
     """For a terminal."""
-    table = Table(*_COLUMNS, title="deltasync on the CPU, one thread a process")
+    table = Table(*_COLUMNS, title="deltasync on the CPU, one thread per process")
     last = ""
     order = list(TITLES)
     for result in sorted(results, key=lambda result: order.index(result.case)):
@@ -43,14 +43,14 @@ def make_table(results: Iterable[Result]) -> Table:
 
 
 def make_markdown(results: list[Result]) -> str:
-    """For the README: ratios by density, then the rest, and where it was measured."""
+    """Ratios by density, then the other cases, then where they were measured."""
     largest = max(result.numel for result in results if result.case in _BY_DENSITY)
     shown = [r for r in results if r.case in _BY_DENSITY and r.numel == largest]
     rest = [r for r in results if r.case not in _BY_DENSITY and r.case != "crossover"]
     environments = {describe(result.environment): None for result in results}
     lines = [
-        f"One thread a process, {elements(largest)} bf16 elements. Medians of ratios; "
-        "bold misses its goal.",
+        f"One thread per process, {elements(largest)} bf16 elements. Figures are medians of "
+        "ratios; a bold figure misses its goal.",
         "",
         *_by_density(shown),
         "",
@@ -82,7 +82,7 @@ def _by_density(results: list[Result]) -> list[str]:
 
 
 def _goals(kept: list[Result]) -> str:
-    """Each goal, and up to which density it counts where that is not all."""
+    """Each goal, with the density up to which it applies if it does not apply to all."""
     last = {r.goal: r.density for r in kept if r.goal is not None}
     texts = [
         f"{sign(kept[0])} {goal:g}"
@@ -120,13 +120,13 @@ def cells(result: Result) -> tuple[str, ...]:
 def ratio(result: Result, value: float) -> str:
     match result.ratio_is:
         case "microseconds / parameter":
-            return f"{value:.3g} us each"
+            return f"{value:.3g} us per parameter"
         case "baseline_seconds / seconds":
-            return f"{value:.2f}x faster"
+            return f"{value:.2f}x as fast"
         case "seconds / baseline_seconds":
             return f"{value:.2f}x the time"
         case "bytes / bound_bytes":
-            return f"{value:.2f} of it"
+            return f"{value:.2f} of the bound"
 
 
 def describe(environment: Environment) -> str:

@@ -10,49 +10,49 @@ from benchmarks.record import MEMORY, PER_PARAMETER, Result
 from benchmarks.report import bold, describe, mebibytes, megabytes, milliseconds, ratio, row, sign
 
 TITLES = {
-    "sync_over_dense": "whole sync, against sending everything",
-    "sync_over_usual": "whole sync, against sparse the usual way",
-    "sync_diff": "of it: comparing",
-    "sync_transfer": "of it: packing, sending, staging, checking",
-    "sync_commit": "of it: from the decision to the last answer",
-    "sync_receiver_commit": "in that: writing and reading back",
-    "commit_growth": "receiver's commit of 2 Mi changes, against the smallest model",
-    "moe_sync": "whole sync of 19,000 parameters, against as many bytes in 310",
-    "adamw": "whole sync after an AdamW step, against sending everything",
+    "sync_over_dense": "whole sync vs. dense broadcast",
+    "sync_over_usual": "whole sync vs. per-parameter sparse",
+    "sync_diff": "of the sync: compare",
+    "sync_transfer": "of the sync: pack, send, stage, check",
+    "sync_commit": "of the sync: decision to last reply",
+    "sync_receiver_commit": "of that: write and read back",
+    "commit_growth": "receiver's commit of 2 Mi changes vs. the smallest model",
+    "moe_sync": "whole sync of 19,000 parameters vs. as many bytes in 310",
+    "adamw": "whole sync after an AdamW step vs. dense broadcast",
     "large": "whole sync of a large model",
-    "large_over_dense": "whole sync of a large model, against sending everything",
-    "diff": "diff to indices, values and digests, against a copy of the model",
-    "diff_packed": "diff and packing, against a copy of the model",
-    "diff_over_usual": "the diff, against nonzero for each parameter",
-    "diff_host_snapshot": "diff against a snapshot in host memory, against its copy to the GPU",
-    "apply_over_flat": "commit, against one bare index_copy_",
-    "apply_over_each": "the same, against index_copy_ for each parameter",
-    "apply_over_nan": "the same, against NaN-masked load_weights",
-    "memory_sender": "sender's memory beside weights and snapshot, against its bound",
-    "memory_receiver": "receiver's memory beside weights, against its bound",
+    "large_over_dense": "whole sync of a large model vs. dense broadcast",
+    "diff": "diff to indices, values and digests vs. a copy of the model",
+    "diff_packed": "diff and packing vs. a copy of the model",
+    "diff_over_usual": "the diff vs. nonzero on each parameter",
+    "diff_host_snapshot": "diff against a host snapshot vs. copying it to the GPU",
+    "apply_over_flat": "commit vs. one bare index_copy_",
+    "apply_over_each": "commit vs. index_copy_ on each parameter",
+    "apply_over_nan": "commit vs. NaN-masked load_weights",
+    "memory_sender": "sender's memory beyond weights and snapshot vs. its bound",
+    "memory_receiver": "receiver's memory beyond weights vs. its bound",
 }
 ENGINE_TITLES = {
-    "engine_work_over_sparse": "all that an engine does, against vLLM's sparse patches",
-    "engine_work_over_dense": "the same, against loading everything",
-    "engine_pause_over_sparse": "of it what it pauses for, against vLLM's sparse patches",
-    "engine_pause_over_dense": "the same, against loading everything",
-    "engine_recording": "watching the loader, once",
-    "engine_proof": "proving what updates reach, once, against copying the weights",
-    "engine_proof_memory": "memory that this takes beside the model, against eight layers",
-    "engine_upkeep": "commit with what has to follow in all layers, against one without",
+    "engine_work_over_sparse": "all work of the engine vs. vLLM's sparse patches",
+    "engine_work_over_dense": "all work of the engine vs. loading everything",
+    "engine_pause_over_sparse": "the engine's pause vs. vLLM's sparse patches",
+    "engine_pause_over_dense": "the engine's pause vs. loading everything",
+    "engine_recording": "recording the loader, once",
+    "engine_proof": "proving what updates reach, once, vs. copying the weights",
+    "engine_proof_memory": "memory of that proof beyond the model vs. eight layers",
+    "engine_upkeep": "commit with derived tensors in all layers vs. without",
 }
 SHARDED_TITLES = {
-    "sharded_over_dense": "whole sync, against gathering and sending everything",
-    "sharded_over_gathered": "whole sync, against gathering sparse changes to one rank",
-    "sharded_pause": "of it what engines pause for",
-    "sharded_adamw_over_dense": "whole sync after an AdamW step, against everything",
-    "sharded_adamw_over_gathered": "the same, against gathering sparse changes",
-    "sharded_adamw_pause": "of it what engines pause for",
+    "sharded_over_dense": "whole sync vs. gather and dense broadcast",
+    "sharded_over_gathered": "whole sync vs. gathering sparse changes to rank 0",
+    "sharded_pause": "the engines' pause vs. its goal",
+    "sharded_adamw_over_dense": "whole sync after an AdamW step vs. gather and dense broadcast",
+    "sharded_adamw_over_gathered": "the same vs. gathering sparse changes to rank 0",
+    "sharded_adamw_pause": "the engines' pause after an AdamW step vs. its goal",
 }
 VERL_TITLES = {
-    "verl_over_bare": "verl's trainer to rollout, against sending everything and no more",
-    "verl_over_sync": "the same, against a sync of weights that stay where they are",
-    "verl_bytes": "bytes sent, against a tenth of everything",
+    "verl_over_bare": "verl's trainer to rollout vs. the transport alone, sending everything",
+    "verl_over_sync": "the same vs. a sync of weights that stay in place",
+    "verl_bytes": "bytes sent vs. a tenth of the model",
 }
 TYPICAL_DENSITY = 0.003
 _ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES | VERL_TITLES
@@ -60,13 +60,15 @@ _SWEEPS = (
     "sync_", "diff", "apply_", "engine_work", "engine_pause", "sharded_over", "sharded_pause",
 )  # fmt: skip
 _SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
-WAYS = {  # (everything dense, sparse without deltasync): what to call them
-    ("sync_over_dense", "sync_over_usual"): ("everything, packed", "sparse the usual way"),
+WAYS = {  # the cases of the dense and of the sparse baseline: their names
+    ("sync_over_dense", "sync_over_usual"): ("dense broadcast", "per-parameter sparse"),
     ("sharded_over_dense", "sharded_over_gathered"): (
-        "everything, gathered first",
-        "sparse, gathered to one rank",
+        "gather, dense broadcast",
+        "sparse, gathered to rank 0",
     ),
 }
+_SUMMARY = (0.001, 0.003, 0.01, 0.05, 0.2, 1.0)  # densities that the README shows
+_BOLD = "A bold ratio misses its goal."
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
 
@@ -84,14 +86,14 @@ def make_table(results: Iterable[Result]) -> Table:
 
 
 def make_markdown(results: list[Result]) -> str:
-    """Goals and what was measured, then everything by density, then where it was measured."""
+    """Goals and results, then whole syncs by density, then where they were measured."""
     ordered = _in_order(results)
     shown = [r for r in ordered if r.case not in _SWEPT or _is_typical(r, ordered)]
     environments = {describe(result.environment): None for result in ordered}
     links = {result.link: None for result in ordered if result.link}
     between = "" if "sharded_pause" in {r.case for r in ordered} else "Between two processes over "
     lines = [
-        f"{between}{', '.join(links)}. Bold misses its goal." if links else "Bold misses its goal.",
+        f"{between}{', '.join(links)}. {_BOLD}" if links else _BOLD,
         "",
         row(_COLUMNS[:-1]),
         row("---" for _ in _COLUMNS[:-1]),
@@ -99,6 +101,29 @@ def make_markdown(results: list[Result]) -> str:
         "",
         *_by_density(ordered),
         *environments,
+    ]
+    return "\n".join(lines)
+
+
+def make_summary(results: list[Result]) -> str:
+    """The few figures that the README shows, and where they were measured."""
+    dense = {r.density: r for r in _in_order(results) if r.case == "sync_over_dense"}
+    usual = {r.density: r for r in results if r.case == "sync_over_usual"}
+    shown = [dense[density] for density in _SUMMARY]
+    everything, sparse = WAYS["sync_over_dense", "sync_over_usual"]
+    rows = {
+        "deltasync, whole sync": [r.seconds for r in shown],
+        "deltasync, engine paused": [r.parts["pause_s"] for r in shown],
+        everything: [r.baseline_seconds for r in shown],
+        sparse: [usual[density].baseline_seconds for density in _SUMMARY],
+    }
+    lines = [
+        row(("changed elements", *(f"{100 * density:.3g} %" for density in _SUMMARY))),
+        row(("---", *("---:" for _ in _SUMMARY))),
+        *(row((name, *map(milliseconds, seconds))) for name, seconds in rows.items()),
+        "",
+        f"{shown[0].model} in bf16 ({shown[0].numel / 1e9:.3g} B), over {shown[0].link}: "
+        f"{describe(shown[0].environment)}",
     ]
     return "\n".join(lines)
 
@@ -115,11 +140,11 @@ def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
 
 
 def _alt(image: str) -> str:
-    """What the picture shows, by the end of its name."""
+    """What the image shows, by the end of its name."""
     return {
-        "commit": "Milliseconds of a receiver's commit against the size of the model",
-        "kernels": "Times of the kernels against the share of changed elements",
-        "sync": "Milliseconds of a whole sync against the share of changed elements",
+        "commit": "Receiver commit time by model size",
+        "kernels": "Kernel times by share of changed elements",
+        "sync": "Whole-sync time by share of changed elements",
     }[image.removesuffix(".svg").rpartition("-")[2]]
 
 
@@ -136,10 +161,10 @@ def _by_density(ordered: list[Result]) -> list[str]:
     dense, usual = ({r.density: r for r in ordered if r.case == case} for case in ways)
     everything, sparse = WAYS[ways]
     parts = {
-        "of it comparing": "diff_s",
-        "of it packing, sending, staging": "transfer_s",
-        "of it committing": "commit_s",
-        "the engine's pause": "pause_s",
+        "of it compare": "diff_s",
+        "of it pack, send, stage": "transfer_s",
+        "of it commit": "commit_s",
+        "engine paused": "pause_s",
     }
     rows = [
         ("deltasync", [milliseconds(r.seconds) for r in dense.values()]),
@@ -152,7 +177,7 @@ def _by_density(ordered: list[Result]) -> list[str]:
             sparse,
             [milliseconds(usual[d].baseline_seconds) if d in usual else "" for d in dense],
         ),
-        ("bytes that deltasync sends", [megabytes(r.bytes) for r in dense.values()]),
+        ("bytes deltasync sends", [megabytes(r.bytes) for r in dense.values()]),
     ]
     first = next(iter(dense.values()))
     return [

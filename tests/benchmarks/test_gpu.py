@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import benchmarks.calibrate as calibration
-from benchmarks.__main__ import app
+from benchmarks.__main__ import IMAGES, PAGE, README, app
 from benchmarks.gpu import baselines, report
 from benchmarks.gpu.cases import Run
 from benchmarks.gpu.exchange import SharedBuffer
@@ -241,3 +241,19 @@ def test_the_page_gets_tables_and_images(results: list[Result], tmp_path: Path) 
         report.insert(page, "y", text)
     paths = draw_all(results, tmp_path, name="gpu-x")
     assert [path.name for path in paths] == ["gpu-x-sync.svg", "gpu-x-commit.svg"]
+
+
+def test_pages_hold_what_the_records_give(tmp_path: Path) -> None:
+    pages = {}
+    for page in (PAGE, README):
+        pages[page] = tmp_path / page.name
+        pages[page].write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "images").mkdir()
+    for image in IMAGES.glob("*.svg"):
+        (tmp_path / "images" / image.name).touch()
+    done = CliRunner().invoke(
+        app, ["report", "--page", str(pages[PAGE]), "--readme", str(pages[README])]
+    )
+    assert done.exit_code == 0, done.output
+    for page, copy in pages.items():
+        assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
