@@ -282,6 +282,8 @@ class Stranger:
             stream_id=None,
             version=None,
             parameters=tuple(((f"p{n}",), (), 1) for n in range(count)),
+            connection=None,
+            lanes=0,
         )
         self._connect().sendall(_message(Kind.GREETING, encode(hello)))
 

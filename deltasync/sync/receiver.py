@@ -319,6 +319,8 @@ class WeightReceiver(Closing):
             stream_id=self._session.stream_id,
             version=self._session.version,
             parameters=parameters,
+            connection=None,  # the links say which, if there are lanes
+            lanes=0,
         )
         self._staging = None
         self._links.connect(hello, timeout_s=rest_of(deadline))
@@ -394,7 +396,7 @@ class WeightReceiver(Closing):
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(len(self._links))]
         self._session.set_layout_hash(messages.layout_hash(specs))
-        self._reply(self._weights.held(can_join=not self._session.half_written))
+        self._reply(self._weights.held(half_written=self._session.half_written))
 
     def _begin(self, begin: messages.Begin) -> None:
         if not self._are_kept():

@@ -23,7 +23,7 @@ from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.link import SenderLink
-from deltasync.sync.protocol.lobby import Greeting, Lobby, greet_back
+from deltasync.sync.protocol.lobby import Lobby, greet_back
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
@@ -33,7 +33,7 @@ from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, SendTransport
-from deltasync.wire.messages import ParameterSpec, Upcoming
+from deltasync.wire.messages import Hello, ParameterSpec, Upcoming
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ class WeightSender(Closing):
         engines = {members[peer].engine for peer in peers if peer in members}
         return [member for member in members.values() if member.engine in engines]
 
-    def _capture(self, engines: list[dict[int, Greeting]]) -> bool:
+    def _capture(self, engines: list[dict[int, Hello]]) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
 
         Whether one of them fits.
@@ -336,7 +336,7 @@ class WeightSender(Closing):
         self._capture_s = time.perf_counter() - began
         return is_captured
 
-    def _join(self, engines: list[dict[int, Greeting]]) -> _Joined:
+    def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
         done = _Joined()
         if not engines:
@@ -390,7 +390,7 @@ class WeightSender(Closing):
             for peer, why in self._session.failures.items():
                 self._lost[str(self._session.participants[peer])] = why
 
-    def _newcomers(self) -> list[dict[int, Greeting]]:
+    def _newcomers(self) -> list[dict[int, Hello]]:
         """Complete engines in the lobby, without those whose name is taken."""
         taken = {member.engine for member in self._session.members.values()}
         engines = self._lobby.engines()

@@ -40,7 +40,7 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=4096)]
 StreamId = Annotated[str, Field(min_length=1, max_length=128)]
-Connection = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ConnectionId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Engine = Annotated[str, Field(min_length=1, max_length=256)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
@@ -133,41 +133,37 @@ def _dtype(code: int) -> dtypes.Dtype:
         raise UnknownDtype(f"dtype code {code} is not one of {sorted(dtypes.BY_CODE)}") from None
 
 
-class _Hello(_Parameters):
-    kind: str
+class Hello(_Parameters):
+    """A receiver introduces itself: who it is and what it holds.
+
+    The other ranks of its trainer send over `lanes` further connections, each of which has been
+    greeted with the same `connection`. Without such ranks `connection` is None and `lanes` 0.
+    """
+
+    kind: Literal["hello"] = "hello"
     engine: Engine
     rank: Count
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)]
     format_versions: Annotated[tuple[int, ...], FailFast()]
     stream_id: StreamId | None
     version: Version | None
+    connection: ConnectionId | None
+    lanes: Annotated[int, Field(ge=0, lt=MAX_WORLD)]
 
     @model_validator(mode="after")
-    def _check_rank(self) -> Self:
+    def _check_rank_and_lanes(self) -> Self:
         if self.rank >= self.world:
             raise ValueError(f"rank {self.rank} of {self.world}")
+        if (self.connection is None) != (self.lanes == 0):
+            raise ValueError("lanes and a connection go together")
         return self
-
-
-class Hello(_Hello):
-    """A receiver introduces itself: who it is and what it holds."""
-
-    kind: Literal["hello"] = "hello"
-
-
-class HelloLanes(_Hello):
-    """The same, of a receiver that the other ranks of a trainer send to over lanes of their own."""
-
-    kind: Literal["hello_lanes"] = "hello_lanes"
-    connection: Connection
-    lanes: Annotated[int, Field(ge=1, lt=MAX_WORLD)]
 
 
 class Lane(_Message):
     """Greets a rank that sends to the receiver whose greeting names the same connection."""
 
     kind: Literal["lane"] = "lane"
-    connection: Connection
+    connection: ConnectionId
 
 
 class Layout(_Parameters):
@@ -180,21 +176,16 @@ class Layout(_Parameters):
 
 
 class Held(_Message):
-    """The digest of what a receiver holds of the layout."""
+    """The digest of what a receiver holds of the layout.
+
+    `parts` are (number of a parameter, elements held of it), for parameters that are held in part.
+    A receiver that left a write `half_written` needs a full sync, whatever its digest.
+    """
 
     kind: Literal["held"] = "held"
     digest: Digest
-
-
-class HeldParts(_Message):
-    """The same from a rank that holds some parameters in part.
-
-    `parts` are (number of a parameter, elements held of it), for those alone.
-    """
-
-    kind: Literal["held_parts"] = "held_parts"
-    digest: Digest
     parts: Annotated[tuple[tuple[Count, Count], ...], FailFast()]
+    half_written: bool
 
 
 class Welcome(_Message):
@@ -322,11 +313,9 @@ class Refused(_Message):
 
 Message = (
     Hello
-    | HelloLanes
     | Lane
     | Layout
     | Held
-    | HeldParts
     | Welcome
     | Upcoming
     | Begin

@@ -44,6 +44,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "format_versions": [1],
         "stream_id": None,
         "version": None,
+        "connection": None,
+        "lanes": 0,
     },
     "hello-again": {
         "parameters": [],
@@ -54,10 +56,12 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "format_versions": [1, 2],
         "stream_id": "run-7",
         "version": 9007199254740991,
+        "connection": None,
+        "lanes": 0,
     },
     "hello-lanes": {
         "parameters": PARAMETERS,
-        "kind": "hello_lanes",
+        "kind": "hello",
         "engine": "engine-0",
         "rank": 0,
         "world": 1,
@@ -75,8 +79,13 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "version": 0,
         "digest": DIGEST,
     },
-    "held": {"kind": "held", "digest": DIGEST},
-    "held-parts": {"kind": "held_parts", "digest": DIGEST, "parts": [[0, 3], [7, 4294967296]]},
+    "held": {"kind": "held", "digest": DIGEST, "parts": [], "half_written": False},
+    "held-parts": {
+        "kind": "held",
+        "digest": DIGEST,
+        "parts": [[0, 3], [7, 4294967296]],
+        "half_written": True,
+    },
     "welcome": {"kind": "welcome", "full_sync": ["engine-0", "engine-1"]},
     "upcoming": {"kind": "upcoming", "version": 8},
     "begin": {

@@ -128,7 +128,10 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
         TruncatedFrame,
     ),
     "payload without a bucket": ([*JOINED, frame(begin(), b"12345678")], MalformedMessage),
-    "a receiver's message": ([*JOINED, Held(digest="0" * 16)], IllegalMessage),
+    "a receiver's message": (
+        [*JOINED, Held(digest="0" * 16, parts=(), half_written=False)],
+        IllegalMessage,
+    ),
     # Joining.
     "unknown dtype": ([said(layout(), parameters=[[["a"], [8, 5], 99]])], UnknownDtype),
     "layout names a name twice": (

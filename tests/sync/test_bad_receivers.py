@@ -83,7 +83,7 @@ LIES: dict[str, tuple[str, Tamper, str]] = {
     "garbage hello": ("hello", lambda _: [b"garbage"], "TruncatedFrame"),
     "random hello": ("hello", lambda _: [bytes(range(100))], "BadMagic"),
     "hello of a format to come": ("hello", with_(format_versions=[99]), "speaks format"),
-    "no hello": ("hello", lambda _: [Held(digest=WRONG)], "no hello"),
+    "no hello": ("hello", lambda _: [Held(digest=WRONG, parts=(), half_written=False)], "no hello"),
     "hello of half a character": (
         "hello",
         lambda _: [join_header(b'{"\\ud800": 1, "kind": "hello"}')],
@@ -91,6 +91,7 @@ LIES: dict[str, tuple[str, Tamper, str]] = {
     ),
     "hello of rank 3 of 1": ("hello", with_(rank=3), "rank 3 of 1"),
     "hello of a world of 2^40": ("hello", with_(world=1 << 40), "world"),
+    "hello of lanes without a connection": ("hello", with_(lanes=2), "go together"),
     "hello of an unknown dtype": (
         "hello",
         with_(parameters=[[["a"], [8, 5], 99], [["b"], [30], 1]]),
@@ -154,6 +155,19 @@ def test_a_bad_receiver_is_named_and_the_good_one_is_served(name: str) -> None:
         settle(here.sender, 2)
         assert bits_equal(source, good)
         assert bits_equal(source, bad)
+
+
+@pytest.mark.parametrize(("half_written", "full_synced"), [(True, 1), (False, 0)])
+def test_an_engine_that_left_a_write_half_done_gets_a_full_sync(
+    half_written: bool, full_synced: int
+) -> None:
+    source, same = model(3), model(3)
+    tamper = with_(half_written=half_written)
+    with fleet(source) as here:
+        here.add(same, engine="same", wrap=lambda inner: Liar(inner, "held", tamper))
+        here.wait(1)
+        assert send(here.sender).full_synced == full_synced
+        assert bits_equal(source, same)
 
 
 def nudge(source: nn.Module) -> None:
@@ -232,4 +246,6 @@ def hello(engine: str, rank: int, world: int) -> Hello:
         stream_id=None,
         version=None,
         parameters=ONLY,
+        connection=None,
+        lanes=0,
     )

@@ -173,6 +173,8 @@ def test_a_hello_of_many_parameters_is_let_in_and_answered(tmp_path: Path) -> No
         stream_id=None,
         version=None,
         parameters=entries(specs),
+        connection=None,
+        lanes=0,
     )
     layout = Layout(stream_id="run", version=1, parameters=entries(specs), digest="0" * 16)
     sender = shared_memory.Sender(tmp_path / "link")

@@ -39,6 +39,8 @@ class Waiting:
             stream_id=None,
             version=None,
             parameters=parameters,
+            connection=None,
+            lanes=0,
         )
         receiver = self.transport.receiver()
         receiver.connect(encode(hello, payload_bytes=0), timeout_s=1)

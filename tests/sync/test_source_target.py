@@ -68,6 +68,8 @@ def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:
         format_versions=(1,),
         stream_id=None,
         version=None,
+        connection=None,
+        lanes=0,
     )
 
 

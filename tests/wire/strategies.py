@@ -68,19 +68,17 @@ HELLO: dict[str, st.SearchStrategy[Any]] = {
     "version": st.none() | versions,
 }
 MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
-    "hello": st.builds(m.Hello, **HELLO),
-    "hello_lanes": st.builds(
-        m.HelloLanes, **HELLO, connection=connections, lanes=st.integers(1, 2**16 - 1)
-    ),
+    "hello": st.builds(m.Hello, **HELLO, connection=st.none(), lanes=st.just(0))
+    | st.builds(m.Hello, **HELLO, connection=connections, lanes=st.integers(1, 2**16 - 1)),
     "lane": st.builds(m.Lane, connection=connections),
     "layout": st.builds(
         m.Layout, parameters=entries(), stream_id=names, version=versions, digest=digests
     ),
-    "held": st.builds(m.Held, digest=digests),
-    "held_parts": st.builds(
-        m.HeldParts,
+    "held": st.builds(
+        m.Held,
         digest=digests,
         parts=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+        half_written=st.booleans(),
     ),
     "welcome": st.builds(m.Welcome, full_sync=engines),
     "upcoming": st.builds(m.Upcoming, version=versions),

@@ -176,8 +176,6 @@ def test_w07_extra_member(name: str, key: str) -> None:
 NULLABLE = {
     ("hello", "stream_id"),
     ("hello", "version"),
-    ("hello_lanes", "stream_id"),
-    ("hello_lanes", "version"),
     ("begin", "base_version"),
     ("failed", "version"),
 }
@@ -185,10 +183,14 @@ TEXTS = {"reason", "error", "engine", "stream_id"}
 LISTS = {"parameters", "full_sync", "undo", "format_versions", "parts"}
 
 
-def fits(kind: str, key: str, value: Any) -> bool:
+def fits(message: dict[str, Any], key: str, value: Any) -> bool:
     """Whether a value of ALIEN happens to be a legal one of that member."""
     if value is None:
-        return (kind, key) in NULLABLE
+        return (message["kind"], key) in NULLABLE or (
+            key == "connection" and message.get("lanes") == 0
+        )
+    if value is True:
+        return key == "half_written"
     if value == [0]:
         return key == "format_versions"
     if isinstance(value, float):
@@ -200,7 +202,7 @@ def fits(kind: str, key: str, value: Any) -> bool:
 def test_w07_member_of_another_type(name: str, key: str) -> None:
     for value in ALIEN:
         message = ALL[name] | {key: value}
-        if not fits(ALL[name]["kind"], key, value):
+        if not fits(ALL[name], key, value):
             with exactly(MalformedMessage):
                 m.decode(header_of(message, payload_bytes=payload_for(message)))
 
@@ -273,6 +275,20 @@ def test_w08_dtype_outside_the_table() -> None:
     assert isinstance(message, m.Layout)
     with exactly(UnknownDtype):
         message.specs()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("hello", {"lanes": 1}),
+        ("hello", {"connection": MESSAGES["hello-lanes"]["connection"]}),
+        ("hello-lanes", {"lanes": 0}),
+        ("hello-lanes", {"connection": None}),
+    ],
+)
+def test_w08_lanes_and_a_connection_go_together(name: str, fields: dict[str, Any]) -> None:
+    with exactly(MalformedMessage):
+        m.decode(header_of(MESSAGES[name] | fields))
 
 
 RAW = bytes(range(256)) * 4

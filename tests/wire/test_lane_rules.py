@@ -21,7 +21,6 @@ from deltasync.wire.messages import (
     Bucket,
     Commit,
     Hello,
-    HelloLanes,
     Lane,
     Message,
     Prepare,
@@ -37,6 +36,8 @@ HELLO = Hello(
     stream_id=None,
     version=None,
     parameters=(),
+    connection=None,
+    lanes=0,
 )
 BEGIN = Begin(
     stream_id="s",
@@ -83,8 +84,9 @@ def connected(world: int) -> Iterator[tuple[list[Rank], ReceiverLinks]]:
         assert greetings == [HELLO]
     else:
         hello = greetings[0]
-        assert isinstance(hello, HelloLanes)
+        assert isinstance(hello, Hello)
         assert hello.lanes == world - 1
+        assert hello.connection is not None
         assert set(greetings[1:]) == {Lane(connection=hello.connection)}
     yield ranks, lanes
     lanes.close()

@@ -17,7 +17,7 @@ from deltasync.errors import MalformedMessage
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
-from deltasync.wire.messages import Connection, Count, Digest, Entry, Seconds, Text, Version
+from deltasync.wire.messages import ConnectionId, Count, Digest, Entry, Seconds, Text, Version
 
 Dims = Annotated[tuple[Count, ...], FailFast()]
 CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
@@ -38,7 +38,7 @@ class Here(_Said):
     kind: Literal["here"] = "here"
     rank: Count
     world: Count
-    capture: Connection | None
+    capture: ConnectionId | None
     address: Address | None
 
 
@@ -72,7 +72,7 @@ class Capture(_Order):
     """
 
     kind: Literal["capture"] = "capture"
-    capture: Connection
+    capture: ConnectionId
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
     withheld: Annotated[tuple[CopyRuns, ...], FailFast()]
@@ -123,7 +123,7 @@ class Send(_Order):
     attempt: Count
     version: Version
     base_version: Version | None
-    receivers: tuple[Connection, ...]
+    receivers: tuple[ConnectionId, ...]
     timeout_s: Seconds
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 
@@ -139,7 +139,7 @@ class Sent(_Said):
     num_buckets: Count
     payload_bytes: Count
     bucket_bytes: Count
-    lost: tuple[tuple[Connection, Text], ...]
+    lost: tuple[tuple[ConnectionId, Text], ...]
 
 
 class Decide(_Order):

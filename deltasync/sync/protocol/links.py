@@ -19,7 +19,6 @@ from deltasync.wire.messages import (
     Begin,
     Bucket,
     Hello,
-    HelloLanes,
     Message,
     Prepare,
 )
@@ -60,15 +59,14 @@ class ReceiverLinks:
         self._told, self._is_aborted = 0, False
         self._late.clear()
         self._kept.clear()
-        greeting: Hello | HelloLanes = hello
         if len(self) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
                 lane = messages.encode(messages.Lane(connection=connection))
                 link.connect(lane, timeout_s=deadline.remaining_s)
-            members = hello.model_dump(exclude={"kind"})
-            greeting = HelloLanes(**members, connection=connection, lanes=len(self) - 1)
-        self._links[0].connect(messages.encode(greeting), timeout_s=deadline.remaining_s)
+            lanes = {"connection": connection, "lanes": len(self) - 1}
+            hello = hello.model_copy(update=lanes)
+        self._links[0].connect(messages.encode(hello), timeout_s=deadline.remaining_s)
 
     def receive(
         self, *, timeout_s: float, reached: Sequence[tuple[int, int]] = ()

@@ -28,9 +28,7 @@ from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (
     Failed,
     Held,
-    HeldParts,
     Hello,
-    HelloLanes,
     Layout,
     Message,
     ParameterSpec,
@@ -40,7 +38,6 @@ from deltasync.wire.messages import (
     entries,
 )
 
-Greeting = Hello | HelloLanes
 _CATCH_UP_S = 0.2  # of reading greetings beyond the first: the next call reads the rest
 _PATIENCE_S = 600.0  # with an engine of which no rank has come for so long
 _MAX_INCOMPLETE = 1024
@@ -61,7 +58,7 @@ class Lobby:
     ) -> None:
         self._link, self._admits, self._num_lanes = link, admits, num_lanes
         self._retained: Collection[str] | None = None
-        self._waiting: dict[int, Greeting] = {}
+        self._waiting: dict[int, Hello] = {}
         self._came: dict[int, _Arrival] = {}  # of each that waits
         self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
@@ -88,14 +85,14 @@ class Lobby:
             if self._admits(hello.reason.partition(": ")[0]):  # else it means an earlier sender
                 self._declined.append(hello)
             self.forget(peer)
-        elif not isinstance(hello, Hello | HelloLanes):
+        elif not isinstance(hello, Hello):
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
         elif FORMAT_VERSION not in hello.format_versions:
             self.refuse(peer, UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}"))
         elif not self._lets_in(hello.engine):
             self.refuse(peer, ConfigError("this sender has let other engines connect"))
-        elif _lanes_of(hello) != self._num_lanes:
-            problem = f"{_lanes_of(hello)} lanes, this trainer sends on {self._num_lanes}"
+        elif hello.lanes != self._num_lanes:
+            problem = f"{hello.lanes} lanes, this trainer sends on {self._num_lanes}"
             self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
         else:
             self._waiting[peer] = hello
@@ -144,7 +141,7 @@ class Lobby:
         reason, self._last_refusal = self._last_refusal, ""
         return reason
 
-    def engines(self) -> list[dict[int, Greeting]]:
+    def engines(self) -> list[dict[int, Hello]]:
         """The complete engines: each a receiver by peer for all its ranks, in order of arrival.
 
         At most one of each name: whoever claims the same name with another world waits.
@@ -159,7 +156,7 @@ class Lobby:
                 complete.setdefault(engine, here)
         return [{peer: self._waiting[peer] for peer in e.values()} for e in complete.values()]
 
-    def take(self, hellos: dict[int, Greeting], layout: SentLayout) -> list[Member]:
+    def take(self, hellos: dict[int, Hello], layout: SentLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""
         try:
             held = dict(zip(hellos, check_engine(layout, hellos.values()), strict=True))
@@ -175,7 +172,7 @@ class Lobby:
                 hello.rank,
                 hello.world,
                 held[peer],
-                connection=hello.connection if isinstance(hello, HelloLanes) else "",
+                connection=hello.connection or "",
             )
             for peer, hello in hellos.items()
         ]
@@ -185,7 +182,7 @@ class Lobby:
         self._waiting.pop(peer, None)
         self._link.drop(peer)
 
-    def refuse_all(self, hellos: dict[int, Greeting], error: DeltaSyncError) -> None:
+    def refuse_all(self, hellos: dict[int, Hello], error: DeltaSyncError) -> None:
         """Refuse an engine."""
         for peer, hello in hellos.items():
             self._refused[hello.engine] = f"refused: {error}"
@@ -211,14 +208,10 @@ class _Arrival:
     num_bytes: int
 
 
-def _memory_of(hello: Greeting, num_bytes: int) -> int:
+def _memory_of(hello: Hello, num_bytes: int) -> int:
     """Bytes that a greeting of `num_bytes` takes once it is read, at most."""
     num_names = sum(len(names) for names, *_ in hello.parameters)
     return 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)
-
-
-def _lanes_of(hello: Greeting) -> int:
-    return hello.lanes if isinstance(hello, HelloLanes) else 0
 
 
 @dataclass(slots=True)
@@ -264,8 +257,10 @@ def greet_back(
     replies = link.replies()
     here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
     here = _with_parts(here, replies, specs, done)
-    digests = {m.peer: _digest(replies[m.peer]) for m in here}
+    said = {peer: reply for peer, reply in replies.items() if isinstance(reply, Held)}
+    digests = {m.peer: int(said[m.peer].digest, 16) for m in here}
     wrong = peers_with_wrong_digest(here, digests, held, len(specs))
+    wrong |= {peer for peer, reply in said.items() if reply.half_written}
     differ = {m.engine for m in here if m.peer in wrong}
     here = _open(link, here, done)
     if here:
@@ -301,7 +296,7 @@ def _with_parts(
     parts = {
         member: dict(reply.parts)
         for member in here
-        if isinstance(reply := replies[member.peer], HeldParts)
+        if isinstance(reply := replies[member.peer], Held) and reply.parts
     }
     problems: dict[Member, str] = {}
     known: dict[str, NDArray[np.uint64]] = {}
@@ -317,14 +312,9 @@ def _with_parts(
 
 def _problem(reply: Message | DeltaSyncError) -> str:
     match reply:
-        case Held() | HeldParts():
+        case Held():
             return ""
         case DeltaSyncError():
             return f"{type(reply).__name__}: {reply}"
         case _:
             return f"answered the layout with {reply.kind}"
-
-
-def _digest(reply: Message | DeltaSyncError) -> int:
-    assert isinstance(reply, Held | HeldParts)
-    return int(reply.digest, 16)

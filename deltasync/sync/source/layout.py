@@ -17,7 +17,7 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
 from deltasync.sync.target.module import match_parameters, some_of
-from deltasync.wire.messages import Hello, HelloLanes, ParameterSpec, check_limits, layout_hash
+from deltasync.wire.messages import Hello, ParameterSpec, check_limits, layout_hash
 
 
 class SentLayout:
@@ -36,7 +36,7 @@ class SentLayout:
         self.numel = sum(spec.numel for spec in self.specs)
         self.num_bytes = sum(spec.numel * spec.dtype.item_size for spec in self.specs)
 
-    def numbers_held(self, hello: Hello | HelloLanes) -> frozenset[int] | None:
+    def numbers_held(self, hello: Hello) -> frozenset[int] | None:
         """Which parameters a receiver holds; None for all. Raises LayoutMismatch.
 
         An engine of one rank that names none takes all, as they are sent.
@@ -154,9 +154,7 @@ class SourceLayout(SentLayout):
         return coverage_of(trained, changed, full=full)
 
 
-def check_engine(
-    layout: SentLayout, hellos: Collection[Hello | HelloLanes]
-) -> list[frozenset[int] | None]:
+def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozenset[int] | None]:
     """Which parameters each rank of an engine holds; None for all.
 
     Raises LayoutMismatch, by name, unless these fit and together are all that is sent.

@@ -19,8 +19,7 @@ from deltasync.delta.routes.loading import Loader, Loading
 from deltasync.errors import LimitExceeded
 from deltasync.sync.options import ReceiverOptions
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
-from deltasync.wire.digest import MASK
-from deltasync.wire.messages import Begin, Held, HeldParts, ParameterSpec, digest_text
+from deltasync.wire.messages import Begin, Held, ParameterSpec, digest_text
 
 if TYPE_CHECKING:  # imports Triton, which need not be there
     from deltasync.delta.batched.weights import BatchedWeights
@@ -77,14 +76,13 @@ class BoundWeights:
             return self._batched.digests(chunks)
         return self.ledger.measured(chunks, self._lines.flats)
 
-    def held(self, *, can_join: bool) -> Held | HeldParts:
-        """What the sender hears of these weights: a digest that is theirs only if that is to prove
-        that they need no full sync.
-        """
-        digest = digest_text((self.ledger.total + (not can_join)) & MASK)
-        if self.parts:
-            return HeldParts(digest=digest, parts=tuple(self.parts.items()))
-        return Held(digest=digest)
+    def held(self, *, half_written: bool) -> Held:
+        """What the sender hears of these weights."""
+        return Held(
+            digest=digest_text(self.ledger.total),
+            parts=tuple(self.parts.items()),
+            half_written=half_written,
+        )
 
     def are_as_measured(self) -> bool:
         """Whether the live weights have the digests of the ledger, all of them."""
