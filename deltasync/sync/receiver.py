@@ -310,15 +310,14 @@ class WeightReceiver(Closing):
         return not is_due or self._weights.are_as_measured()
 
     def _greet(self, deadline: float) -> None:
-        parameters = self._parameters(deadline)
         hello = messages.Hello(
+            parameters=self._parameters(deadline),  # before anything else: this may take long
             engine=self._engine,
             rank=self._rank,
             world=self._world,
             format_versions=(FORMAT_VERSION,),
             stream_id=self._session.stream_id,
             version=self._session.version,
-            parameters=parameters,
             connection=None,  # the links say which, if there are lanes
             lanes=0,
         )
