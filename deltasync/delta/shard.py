@@ -94,8 +94,8 @@ def share_of(specs: Sequence[ParameterSpec], parameter: int) -> Share:
 class ShardSpec:
     """A box of a checkpoint tensor.
 
-    The local tensor has its elements in the checkpoint's order, so that positions here and there
-    rise together. Where a trainer fuses or interleaves, a view of its tensor is given with this.
+    The local tensor has its elements in the checkpoint's order. Where a trainer fuses or
+    interleaves, a view of its tensor is given with this.
 
     Attributes:
         shape: Of the checkpoint tensor.
@@ -170,89 +170,79 @@ class ShardSpec:
             offset[dim], size[dim] = offset[dim] + low, min(size[dim] - low, step)
         return cls(tuple(shape), tuple(offset), tuple(size))
 
-    def cut(self, ways: int) -> list[ShardSpec]:
-        """At most so many boxes that make up this one: of rows, if there are enough of them."""
-        dim = 0
-        if self.size and self.size[0] < ways:
-            dim = max(range(len(self.size)), key=self.size.__getitem__)
-        made = [
-            self.placed(self.size, (ways,), (index,), [(dim, 1) if self.size else None])
-            for index in range(ways if self.size else 1)
-        ]
-        return [
-            ShardSpec(self.shape, tuple(map(int.__add__, self.offset, one.offset)), one.size)
-            for one in made
-            if one.numel
-        ]
-
     @property
     def numel(self) -> int:
         """Elements held."""
         return prod(self.size)
 
-    @property
-    def start(self) -> int:
-        """Flat position of the first of them in the checkpoint tensor."""
-        return sum(map(int.__mul__, self.offset, row_major(self.shape)))
 
-    def bands(self) -> Iterator[tuple[tuple[int | slice, ...], Band]]:
-        """(index, band): boxes `local[index]` that make up this one, each of them a band."""
-        if not self.numel:
-            return
-        shape, size = row_major(self.shape), row_major(self.size)
-        for dim in range(len(self.size) + 1):
-            cols, gap = 1, 0
-            match merged(zip(self.size[dim:], shape[dim:], size[dim:], strict=True)):
-                case [] | [(_, 1, 1)] as dims:
-                    cols = dims[0][0] if dims else 1
-                case [(_, width, 1)]:
-                    gap = width - 1
-                case [(_, width, _), (cols, 1, 1)]:
-                    gap = width - cols
-                case _:
-                    continue
-            if not gap or shape[dim] <= MAX_SPARSE_SPAN:
-                break
-        for index in product(*map(range, self.size[:dim])):
-            start = self.start + sum(map(int.__mul__, index, shape))
-            if not gap:
-                yield index, Band(start, prod(self.size[dim:]), cols)
+def cut(box: ShardSpec, ways: int) -> list[ShardSpec]:
+    """At most so many boxes that make up this one: of rows, if there are enough of them."""
+    dim = 0
+    if box.size and box.size[0] < ways:
+        dim = max(range(len(box.size)), key=box.size.__getitem__)
+    made = [
+        ShardSpec.placed(box.size, (ways,), (index,), [(dim, 1) if box.size else None])
+        for index in range(ways if box.size else 1)
+    ]
+    return [
+        ShardSpec(box.shape, tuple(map(int.__add__, box.offset, one.offset)), one.size)
+        for one in made
+        if one.numel
+    ]
+
+
+def bands_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Band]]:
+    """(index, band): boxes `local[index]` that make up this one, each of them a band."""
+    if not box.numel:
+        return
+    shape, size = row_major(box.shape), row_major(box.size)
+    for dim in range(len(box.size) + 1):
+        cols, gap = 1, 0
+        match merged(zip(box.size[dim:], shape[dim:], size[dim:], strict=True)):
+            case [] | [(_, 1, 1)] as dims:
+                cols = dims[0][0] if dims else 1
+            case [(_, width, 1)]:
+                gap = width - 1
+            case [(_, width, _), (cols, 1, 1)]:
+                gap = width - cols
+            case _:
                 continue
-            step = MAX_SPARSE_SPAN // shape[dim]
-            for low in range(0, self.size[dim], step):
-                high = min(low + step, self.size[dim])
-                band = Band(start + low * shape[dim], (high - low) * size[dim], cols, gap)
-                yield (*index, slice(low, high)), band
+        if not gap or shape[dim] <= MAX_SPARSE_SPAN:
+            break
+    first = sum(map(int.__mul__, box.offset, shape))
+    for index in product(*map(range, box.size[:dim])):
+        start = first + sum(map(int.__mul__, index, shape))
+        if not gap:
+            yield index, Band(start, prod(box.size[dim:]), cols)
+            continue
+        step = MAX_SPARSE_SPAN // shape[dim]
+        for low in range(0, box.size[dim], step):
+            high = min(low + step, box.size[dim])
+            band = Band(start + low * shape[dim], (high - low) * size[dim], cols, gap)
+            yield (*index, slice(low, high)), band
 
-    def overlap(self, box: ShardSpec) -> ShardSpec:
-        """What lies in both."""
-        low = tuple(map(max, self.offset, box.offset))
-        ends = ([b + n for b, n in zip(s.offset, s.size, strict=True)] for s in (self, box))
-        size = tuple(max(0, min(a, b) - at) for at, a, b in zip(low, *ends, strict=True))
-        return ShardSpec(self.shape, low, size)
 
-    def contains(self, box: ShardSpec) -> bool:
-        """Whether `box` lies within this one."""
-        dims = zip(self.offset, self.size, box.offset, box.size, strict=True)
-        inside = all(a <= b and b + m <= a + n for a, n, b, m in dims)
-        return inside and self.shape == box.shape
+def overlap(box: ShardSpec, other: ShardSpec) -> ShardSpec:
+    """What lies in both boxes of a tensor."""
+    low = tuple(map(max, box.offset, other.offset))
+    ends = ([b + n for b, n in zip(s.offset, s.size, strict=True)] for s in (box, other))
+    size = tuple(max(0, min(a, b) - at) for at, a, b in zip(low, *ends, strict=True))
+    return ShardSpec(box.shape, low, size)
 
-    def narrowed(self, held: ShardSpec, local: Tensor) -> Tensor:
-        """This box in the local tensor of one that contains it: a view."""
-        for dim, (begin, before) in enumerate(zip(self.offset, held.offset, strict=True)):
-            local = local.narrow(dim, begin - before, self.size[dim])
-        return local
 
-    def positions(self, here: Tensor) -> Tensor:
-        """int64[n]: where int64[n] row-major positions of the local tensor lie in the checkpoint's.
+def contains(box: ShardSpec, other: ShardSpec) -> bool:
+    """Whether `other` lies within `box`."""
+    dims = zip(box.offset, box.size, other.offset, other.size, strict=True)
+    inside = all(a <= b and b + m <= a + n for a, n, b, m in dims)
+    return inside and box.shape == other.shape
 
-        Rising ones stay so.
-        """
-        there = torch.full_like(here, self.start)
-        dims = zip(self.size, row_major(self.shape), row_major(self.size), strict=True)
-        for size, stride, step in merged(dims):
-            there += here.div(step, rounding_mode="floor").remainder(size) * stride
-        return there
+
+def narrowed(local: Tensor, held: ShardSpec, box: ShardSpec) -> Tensor:
+    """`box` in the local tensor of `held`, which contains it: a view."""
+    for dim, (begin, before) in enumerate(zip(box.offset, held.offset, strict=True)):
+        local = local.narrow(dim, begin - before, box.size[dim])
+    return local
 
 
 def share_out(
@@ -289,7 +279,7 @@ def share_out(
     split_above = max(split_above, total // (len(held) * _SHARE_OF_A_RANK))
     for name, spec in sorted(holders, key=lambda box: (-size(box), box[0], box[1].offset)):
         ranks = holders[name, spec]
-        boxes = spec.cut(len(ranks)) if size((name, spec)) > split_above else [spec]
+        boxes = cut(spec, len(ranks)) if size((name, spec)) > split_above else [spec]
         for box, rank in zip(boxes, sorted(ranks, key=lambda r: (loads[r], r)), strict=False):
             shares[rank][name] = box
             loads[rank] += size((name, box))

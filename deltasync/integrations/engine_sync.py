@@ -23,7 +23,13 @@ from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import WeightSender
+from deltasync.sync.sender import (
+    WeightSender,
+    addresses_of_ranks,
+    check_newcomers,
+    declared,
+    one_call,
+)
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
@@ -112,7 +118,6 @@ class EngineSync(Closing):
         self._without_routes: WithoutRoutes = without_routes
         self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
-        self._group = group
         self._name = ""  # of the engine, as it was let connect last
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
@@ -184,7 +189,7 @@ class EngineSync(Closing):
 
     def _let_connect(self) -> None:
         """Raises as `connect`."""
-        specs = self.sender.declared(timeout_s=self._timeout_s)
+        specs = declared(self.sender, self._timeout_s)
         try:
             _asked(self._server.connect, self._connection(specs).model_dump(mode="json"))
         except DeltaSyncError as error:
@@ -194,7 +199,7 @@ class EngineSync(Closing):
             self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
         except EngineFailed as error:
             raise self._typed(error) from None
-        self.sender.check_newcomers(specs)
+        check_newcomers(self.sender, specs)
 
     def _hear_why(self, error: DeltaSyncError) -> None:
         """Raise what a worker has said itself: engines pass on no types, and not always a text."""
@@ -232,7 +237,7 @@ class EngineSync(Closing):
         """
         _check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with self._caller.call(), self.sender.one_call(timeout_s):
+        with self._caller.call(), one_call(self.sender, timeout_s):
             self._wait_for_last(timeout_s)
             if self._is_behind or not self._are_here():
                 if on_source_read is not None:
@@ -350,7 +355,7 @@ class EngineSync(Closing):
         return problems
 
     def _connection(self, specs: Sequence[ParameterSpec]) -> Connection:
-        others = sorted(self._group.addresses.items()) if self._group else []
+        others = addresses_of_ranks(self.sender)
         return Connection(
             addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),
             engine=self._name,

@@ -22,7 +22,7 @@ from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.sender import WeightSender
+from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats
@@ -256,7 +256,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
-        with self._sender.one_call(self._timeout_s):
+        with one_call(self._sender, self._timeout_s):
             return metrics_of(_sent(self._sender, engines, self._timeout_s))
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
-from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
@@ -32,6 +32,7 @@ from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import forks
+from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import Hello, ParameterSpec, Upcoming
 
@@ -96,9 +97,9 @@ class WeightSender(Closing):
         self._link = SenderLink(transport)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session = SenderSession()
-        self._group = group
+        self._group = None if group is None else GroupCalls(group)
         self._peer_ranks = (
-            _with_group(own, group) if group is not None and group.world > 1 else None
+            _with_group(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
         self._caller = OneCaller("a sync is under way; a WeightSender is used by one thread")
@@ -168,23 +169,6 @@ class WeightSender(Closing):
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
-    def check_newcomers(self, declared: Sequence[ParameterSpec]) -> None:
-        """Look whether engines that have greeted could join.
-
-        Args:
-            declared: What is sent, as `declared` says.
-
-        Raises ConfigError, by name, for what does not fit or what an engine does not take.
-        """
-        with self._caller.call():
-            for hellos in self._lobby.engines():
-                held = [spec for hello in hellos.values() for spec in hello.specs()]
-                specs = specs_of(declared, held, self.options.wire_dtypes)
-                try:
-                    check_engine(SentLayout(specs), hellos.values())
-                except LayoutMismatch as error:
-                    raise ConfigError(str(error)) from error
-
     def retain(self, engines: Collection[str]) -> None:
         """Go on with these engines alone, until this is called again. Nobody else is let in.
 
@@ -227,7 +211,7 @@ class WeightSender(Closing):
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._caller.call(), self._on_own_stream(), self.one_call(timeout_s):
+        with self._caller.call(), self._on_own_stream(), one_call(self, timeout_s):
             began = time.perf_counter()
             self._link.timeout_s = timeout_s
             self._own.begin(on_source_read)
@@ -256,35 +240,6 @@ class WeightSender(Closing):
                 raise self._nobody()
             self._done = self._stats(delta, joined, began)
             return self._done
-
-    @contextmanager
-    def one_call(self, timeout_s: float) -> Iterator[None]:
-        """What is done inside is one call of `send_weights` to the other ranks of the trainer.
-
-        They take part until it ends, and learn how. Raises SyncAborted if one does not come.
-        """
-        group = self._group
-        if group is None or group.is_called:
-            yield
-            return
-        self._done, group.timeout_s = None, timeout_s
-        group.begin_call()
-        try:
-            yield
-        except BaseException as error:
-            group.end_call(self.version, None, error)
-            raise
-        group.end_call(self.version, self._done, None)
-
-    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        """What all ranks of the trainer hold, in the dtypes of the source.
-
-        Raises SyncAborted if a rank does not come to `send_weights`, which is where it tells.
-        """
-        with self._caller.call():
-            if self._group is not None and not self._group.is_called:
-                self._group.timeout_s = timeout_s
-            return self._weights.declared()
 
     def close(self) -> None:
         """End every connection. Receivers keep serving what they hold."""
@@ -476,6 +431,54 @@ class WeightSender(Closing):
             stream.join()
 
 
+@contextmanager
+def one_call(sender: WeightSender, timeout_s: float) -> Iterator[None]:
+    """Make what is done inside one call of `send_weights` for the other ranks of the trainer.
+
+    They take part until it ends, and learn how. Raises SyncAborted if one does not come.
+    """
+    group = sender._group
+    if group is None or group.is_called:
+        yield
+        return
+    sender._done, group.timeout_s = None, timeout_s
+    group.begin_call()
+    try:
+        yield
+    except BaseException as error:
+        group.end_call(sender.version, None, error)
+        raise
+    group.end_call(sender.version, sender._done, None)
+
+
+def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
+    """What all ranks of the trainer hold, in the dtypes of the source.
+
+    Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
+    """
+    with sender._caller.call():
+        if sender._group is not None and not sender._group.is_called:
+            sender._group.timeout_s = timeout_s
+        return sender._weights.declared()
+
+
+def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:
+    """Raise ConfigError, by name, if engines that have greeted could not take what is declared."""
+    with sender._caller.call():
+        for hellos in sender._lobby.engines():
+            held = [spec for hello in hellos.values() for spec in hello.specs()]
+            specs = specs_of(declared, held, sender.options.wire_dtypes)
+            try:
+                check_engine(SentLayout(specs), hellos.values())
+            except LayoutMismatch as error:
+                raise ConfigError(str(error)) from error
+
+
+def addresses_of_ranks(sender: WeightSender) -> list[tuple[int, Address | None]]:
+    """(rank, where it sends from) of the other ranks of the trainer, in order."""
+    return sorted(sender._group.addresses.items()) if sender._group else []
+
+
 def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
     if not isinstance(source, LocalWeights):
         check_source(source)
@@ -485,7 +488,7 @@ def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -
     return source
 
 
-def _with_group(own: LocalWeights, group: TrainerGroup) -> GroupWeights:
+def _with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
     if not isinstance(own, OwnWeights):
         raise ConfigError("a rank of a group needs a source of what it holds")
     return GroupWeights(own, group)

@@ -21,10 +21,11 @@ from deltasync.delta.host_rows import Lines
 from deltasync.delta.patch import Run
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.route import Piece
-from deltasync.delta.shard import ShardSpec, Share
+from deltasync.delta.shard import ShardSpec, Share, bands_of
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.source.plan import Plan, plan_delta, plan_full
 from deltasync.wire.messages import ParameterSpec
+from tests.delta.shards import positions_of
 
 INT32 = 1 << 31
 ROWS, COLS = 1 << 16, (1 << 15) + 9
@@ -107,7 +108,7 @@ BOXES = {
 @pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> None:
-    ((_, band),) = box.bands()
+    ((_, band),) = bands_of(box)
     generator = torch.Generator().manual_seed(1)
     local = torch.randint(1, 256, box.size, generator=generator, dtype=torch.uint8)
     readers = [WireReader.of(local, BYTES.dtype, name="w")]
@@ -115,7 +116,7 @@ def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> N
     snapshot = Snapshot(shares, readers, chunk_numel=CHUNK, kernels=kernels)
     weights = torch.from_numpy(np.zeros(BYTES.shape, np.uint8))
     inside = weights[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
-    positions = box.positions(torch.arange(box.numel))
+    positions = positions_of(box, torch.arange(box.numel))
     whole = DigestLedger((BYTES,), chunk_numel=CHUNK)
 
     def send(plan: Plan) -> None:
@@ -151,7 +152,7 @@ def test_a_column_shard_beyond_2_to_the_31_is_cut_into_buckets() -> None:
     shape, dtype = (1 << 17, 1 << 17), dtypes.BY_NAME["bfloat16"]
     box = ShardSpec(shape, (0, 1 << 16), (1 << 17, 1 << 16))
     spec, size = ParameterSpec(("w",), shape, dtype), 256 << 20
-    bands = [band for _, band in box.bands()]
+    bands = [band for _, band in bands_of(box)]
     shares = [Share.of(0, spec, band) for band in bands]
     assert sum(band.numel for band in bands) == box.numel
     runs = [(number, Run(0, band.numel)) for number, band in enumerate(bands)]

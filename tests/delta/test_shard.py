@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.shard import ShardSpec, is_sharded, local_of, share_out
+from deltasync.delta.shard import ShardSpec, bands_of, is_sharded, local_of, share_out
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import free_port, run_ranks
+from tests.delta.shards import positions_of
 
 SIZES = st.integers(0, 9)
 
@@ -36,8 +37,8 @@ def assert_is(spec: ShardSpec, expected: Tensor) -> None:
         return
     assert spec.size == expected.shape
     here = torch.arange(spec.numel)
-    assert torch.equal(spec.positions(here), expected.reshape(-1))
-    assert (spec.positions(here).diff() > 0).all()
+    assert torch.equal(positions_of(spec, here), expected.reshape(-1))
+    assert (positions_of(spec, here).diff() > 0).all()
 
 
 @given(
@@ -87,10 +88,10 @@ def test_everything_is_sent_once_and_by_whom_holds_it(
         count = torch.zeros(prod(shape), dtype=torch.int64)
         for own, share in zip(held, shares, strict=True):
             if (sent := share.get(str(number))) is not None:
-                positions = sent.positions(torch.arange(sent.numel))
+                positions = positions_of(sent, torch.arange(sent.numel))
                 count[positions] += 1
                 here = own[str(number)]
-                assert torch.isin(positions, here.positions(torch.arange(here.numel))).all()
+                assert torch.isin(positions, positions_of(here, torch.arange(here.numel))).all()
         assert (count == 1).all()
 
 
@@ -114,12 +115,12 @@ def test_a_band_of_an_interleaved_tensor() -> None:
     fused = torch.zeros(6, 4)
     groups = fused.view(2, 3, 4)
     q = ShardSpec(shape=(8, 4), offset=(4, 0), size=(4, 4))  # the second half of q
-    [(index, band)] = ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)).bands()
+    [(index, band)] = bands_of(ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)))
     assert (index, band.start) == ((), 16)
     groups[:, :2].copy_(band.places(torch.arange(band.numel)).view(2, 2, 4))
     wanted = numbered((8, 4))[4:].reshape(-1).float()
     assert torch.equal(groups[:, :2].reshape(-1), wanted)
-    assert torch.equal(q.positions(torch.arange(16)).float(), wanted)
+    assert torch.equal(positions_of(q, torch.arange(16)).float(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def assert_numbered(model: Any) -> None:
         assert_is(held[name], local_of(parameter).long())
         sent = torch.zeros(parameter.numel())
         if name in share:
-            sent[share[name].positions(torch.arange(share[name].numel))] = 1
+            sent[positions_of(share[name], torch.arange(share[name].numel))] = 1
         dist.all_reduce(sent)
         assert (sent == 1).all()
 

@@ -21,7 +21,7 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host_rows import Lines
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import ShardSpec, Share, share_out
+from deltasync.delta.shard import ShardSpec, Share, bands_of, share_out
 from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.testing import strategies as own
@@ -29,7 +29,7 @@ from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW
-from tests.delta.shards import placements
+from tests.delta.shards import placements, positions_of
 from tests.delta.test_batched import DEVICE, few
 
 POLICY = Policy(chunk_numel=8, dense_above=0.5)
@@ -58,7 +58,7 @@ class Rank:
         for number, spec in enumerate(specs):
             if spec.name not in boxes:
                 continue
-            for index, band in boxes[spec.name].bands():
+            for index, band in bands_of(boxes[spec.name]):
                 self.shares.append(Share.of(number, spec, band))
                 local = self.held[spec.name][index]
                 self.readers.append(WireReader.of(local, spec.dtype, name=spec.name))
@@ -242,9 +242,9 @@ def _has_strides(dims: list[tuple[int, int, int]]) -> bool:
 
 @given(box=far_boxes(least=0))
 def test_bands_make_up_a_shard(box: ShardSpec) -> None:
-    local = box.positions(torch.arange(box.numel)).view(box.size)
+    local = positions_of(box, torch.arange(box.numel)).view(box.size)
     found = []
-    for index, band in box.bands():
+    for index, band in bands_of(box):
         here = torch.arange(band.numel)
         assert torch.equal(band.places(here), local[index].reshape(-1))
         assert [band.place(n) for n in range(band.numel)] == band.places(here).tolist()

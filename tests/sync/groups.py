@@ -21,7 +21,7 @@ from deltasync import (
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import TransportTimeout
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
@@ -90,8 +90,8 @@ class Trainer(Receivers):
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
         hub, world = inprocess.Sender(), len(sources)
         self.hub = Hub(hub)
-        self.group = TrainerGroup(self.hub, world)
-        self.sender = WeightSender(sources[0], ends[0], options=options, group=self.group)
+        group = TrainerGroup(self.hub, world)
+        self.sender = WeightSender(sources[0], ends[0], options=options, group=group)
         self.ranks: list[WeightSender | TrainerRank] = [self.sender]
         self.ranks += [
             TrainerRank(
@@ -106,6 +106,12 @@ class Trainer(Receivers):
         ]
         self._threads = ThreadPoolExecutor(world)
         self.around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+
+    @property
+    def calls(self) -> GroupCalls:
+        """What rank 0 knows of the others."""
+        assert self.sender._group is not None
+        return self.sender._group
 
     def outcomes(self, *, timeout_s: float = 5.0) -> list[SyncStats | Exception]:
         """What `send_weights` returns or raises on each rank."""

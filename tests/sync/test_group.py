@@ -99,7 +99,7 @@ def test_each_rank_sends_its_rows() -> None:
             assert bits_equal(source, target)
         stats = here.send()
         assert (stats.nnz, stats.num_buckets) == (0, 0)
-        assert 0 < here.group.exchanged_bytes < 4096
+        assert 0 < here.calls.exchanged_bytes < 4096
 
 
 STEPS = st.sampled_from(["step", "nothing", "rank", "lane", "receiver", "late"])
@@ -155,7 +155,7 @@ def test_any_history_of_steps_and_failures_ends_bit_equal(
         for rank, part in enumerate(parts):
             assert bits_equal(part, rank_of(source, rank))
         assert here.send().nnz == 0
-        assert here.group.exchanged_bytes < 4096 * len(boxes)
+        assert here.calls.exchanged_bytes < 4096 * len(boxes)
 
 
 def joined(here: Split, target: Model, count: int = 1) -> None:
@@ -498,7 +498,7 @@ def test_a_crew_goes_on_after_a_break_at_any_order(kind: type, how: str) -> None
                 here.hub.before = lambda order: None
                 if how == "interrupt":
                     raise KeyboardInterrupt
-                here.hub.drop(here.group._peers[1])
+                here.hub.drop(here.calls._peers[1])
 
         for turn in range(2):  # among newcomers, and among members
             here.hub.before = strike

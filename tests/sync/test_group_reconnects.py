@@ -6,7 +6,7 @@ import pytest
 
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.transports import inprocess
 
 pytestmark = pytest.mark.timeout(60)
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_no_more() -> None:
     hub = inprocess.Sender()
-    group = TrainerGroup(hub, 3)
+    group = GroupCalls(TrainerGroup(hub, 3))
     group.timeout_s = 0.2
 
     def come(rank: int) -> inprocess.Receiver:

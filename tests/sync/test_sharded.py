@@ -192,7 +192,8 @@ def follow(rank: int, world: int, folder: Path, kind: str) -> None:
         gathered = gather(model)
         if engines is not None:
             engines.assert_hold(gathered)
-            assert 0 < engines.group.exchanged_bytes < 64 << 10
+            assert engines.sender._group is not None
+            assert 0 < engines.sender._group.exchanged_bytes < 64 << 10
         if number:
             assert (stats.kind, stats.base_version) == ("delta", stats.version - 1)
             assert stats.parameters == {"changed": 14, "unchanged": 0, "frozen": 1}
@@ -241,7 +242,7 @@ def joined(
         return TrainerRank(source, lane, link, rank=rank, world=world, options=OPTIONS), None
     group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
     sender = WeightSender(source, lane, options=OPTIONS, group=group)
-    engines = Engines(folder, group)
+    engines = Engines(folder, sender)
     sender.wait_for_receivers(3)
     return sender, engines
 
@@ -275,13 +276,13 @@ class Failing:
 class Engines:
     """One that holds the whole model, and one of two ranks, in threads."""
 
-    def __init__(self, folder: Path, group: TrainerGroup) -> None:
-        self.group = group
+    def __init__(self, folder: Path, sender: WeightSender) -> None:
+        self.sender = sender
         tensors = {n: torch.zeros(shape, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
         self.plain = Dotted(tensors)
         self.halves = [Half(rank) for rank in range(2)]
         checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in SHAPES.items()]
-        self._folder, self._world = folder, group.world
+        self._folder, self._world = folder, sender.world
         self._serving = [self._start(ModuleTarget(self.plain), "plain", 0, 1)]
         for rank, half in enumerate(self.halves):
             self._serving.append(self._start(RoutedTarget(half, checkpoint), "halves", rank, 2))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger, Measure
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, cut, narrowed
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.source.layout import SourceLayout, check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.source.tensors import Index, ModuleSource, NamedTensor
+from deltasync.sync.source.tensors import Index, ModuleSource, NamedTensor, parts_of
 from deltasync.sync.target.module import ModuleTarget, WeightTarget, match_parameters
 from deltasync.sync.target.scrub import Scrub
 from deltasync.testing.target import TargetContract
@@ -185,7 +185,7 @@ def test_odd_parts_are_refused_by_name(index: Any, words: str) -> None:
 def test_parts_of_a_tensor_whose_dimensions_are_split_are_refused() -> None:
     whole = NamedTensor(("a",), torch.zeros(2, 2, 3), ShardSpec.whole((2, 2, 3)), (4, 3))
     with pytest.raises(ConfigError, match="a: has its dimensions split"):
-        list(whole.parts({"b": (0,)}))
+        list(parts_of(whole, {"b": (0,)}))
 
 
 def test_parts_of_tied_parameters_and_parts_of_one_name_are_refused() -> None:
@@ -204,16 +204,15 @@ def test_parts_of_shards_make_up_the_parts(shape: list[int], data: st.DataObject
         begin = data.draw(st.integers(0, length - 1))
         end = data.draw(st.integers(begin + 1, length))
         index += (begin if data.draw(st.booleans()) else slice(begin, end),)
-    spec = ShardSpec.whole(shape).cut(data.draw(st.integers(1, 3)))
+    spec = cut(ShardSpec.whole(shape), data.draw(st.integers(1, 3)))
     found = torch.full(whole[index].shape, -1)
     for box in spec:
-        local = box.narrowed(ShardSpec.whole(shape), whole).clone()
-        for part in NamedTensor(("a",), local, box).parts({"b": index}):
+        local = narrowed(whole, ShardSpec.whole(shape), box).clone()
+        for part in parts_of(NamedTensor(("a",), local, box), {"b": index}):
             assert part.shape == whole[index].shape
             assert part.shard is not None
-            part.shard.narrowed(
-                ShardSpec.whole(part.shard.shape), found.view(part.shard.shape)
-            ).copy_(part.tensor)
+            there = found.view(part.shard.shape)
+            narrowed(there, ShardSpec.whole(part.shard.shape), part.shard).copy_(part.tensor)
     assert torch.equal(found, whole[index])
 
 

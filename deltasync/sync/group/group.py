@@ -16,13 +16,28 @@ A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.
 
 
 class TrainerGroup(Closing):
-    """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
+    """The other ranks of a trainer, which the `WeightSender` of rank 0 is given as its `group`.
 
-    Every rank calls `send_weights` equally often. What one fails in is raised here, naming it.
+    Every rank calls `send_weights` equally often. Rank 0 raises what another rank fails in.
 
     Args:
         link: To the other ranks: any transport. Owned from now on: `close` closes it.
         world: Ranks of the trainer.
+    """
+
+    def __init__(self, link: SendTransport, world: int) -> None:
+        self.link, self.world = link, world
+
+    def close(self) -> None:
+        """End the connections to all ranks."""
+        self.link.close()
+
+
+class GroupCalls:
+    """Ranks 1 to world - 1 of a trainer, which carry out orders during `send_weights`.
+
+    Args:
+        group: The ranks.
 
     Attributes:
         timeout_s: For each wait.
@@ -32,9 +47,9 @@ class TrainerGroup(Closing):
         is_called: Whether a call is under way.
     """
 
-    def __init__(self, link: SendTransport, world: int) -> None:
-        self.world, self.exchanged_bytes = world, 0
-        self._link = link
+    def __init__(self, group: TrainerGroup) -> None:
+        self.world, self.exchanged_bytes = group.world, 0
+        self._link = group.link
         self.timeout_s = 60.0
         self.captures: dict[int, str | None] = {}
         self.addresses: dict[int, Address | None] = {}

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.group import TrainerGroup
+from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.protocol.agreement import Digests
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.source.layout import SentLayout, coverage_of, source_specs, specs_of
 from deltasync.sync.source.plan import Delta, Payload, Plan
-from deltasync.sync.source.tensors import NamedTensor
+from deltasync.sync.source.tensors import NamedTensor, held_of
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
@@ -43,7 +43,7 @@ class Declaration:
     @classmethod
     def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
         """Of a source. Raises ConfigError for tensors that cannot be sent."""
-        boxes = {entry.name: entry.held()[0] for entry in tensors}
+        boxes = {entry.name: held_of(entry)[0] for entry in tensors}
         trained = frozenset(entry.name for entry in tensors if entry.tensor.requires_grad)
         return cls(source_specs(tensors), boxes, trained)
 
@@ -143,7 +143,7 @@ class GroupWeights:
         group: The other ranks.
     """
 
-    def __init__(self, own: OwnWeights, group: TrainerGroup) -> None:
+    def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
         self._own, self._group = own, group
         self.stream = own.stream
         self._layout: SentLayout | None = None

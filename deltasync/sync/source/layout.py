@@ -12,10 +12,18 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import WireReader, dtype_of, identity
 from deltasync.delta.routes.naming import suggested
-from deltasync.delta.shard import ShardSpec, Share, is_sharded, local_of
+from deltasync.delta.shard import (
+    ShardSpec,
+    Share,
+    bands_of,
+    contains,
+    is_sharded,
+    local_of,
+    narrowed,
+)
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
-from deltasync.sync.source.tensors import NamedTensor, WeightSource
+from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
 from deltasync.sync.target.module import match_parameters, some_of
 from deltasync.wire.messages import Hello, ParameterSpec, check_limits, layout_hash
 
@@ -92,12 +100,12 @@ class SourceLayout(SentLayout):
             return tuple(
                 Share.of(self._numbers[entry.name], self.specs[self._numbers[entry.name]], band)
                 for entry in self._in_order(tensors)
-                for _, band in self._boxes[entry.name].bands()
+                for _, band in bands_of(self._boxes[entry.name])
             )
         for entry in tensors:
             if entry.shard is None and not is_sharded(entry.tensor):
                 continue
-            box = entry.held()[0]
+            box = held_of(entry)[0]
             if box.numel < prod(box.shape):
                 raise ConfigError(
                     f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
@@ -118,7 +126,7 @@ class SourceLayout(SentLayout):
             return
         known, self._known = self._known, {}
         for entry in self._in_order(tensors):
-            held, local = (None, local_of(entry.tensor)) if self._boxes is None else entry.held()
+            held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
             now = (held, *identity(local))
             before, readers = known.get(entry.name, ((), []))
             if before != now:
@@ -138,10 +146,12 @@ class SourceLayout(SentLayout):
         if self._boxes is None or held is None:
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
-        if not held.contains(box):
+        if not contains(held, box):
             raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
-        local = box.narrowed(held, local)
-        return [WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in box.bands()]
+        local = narrowed(local, held, box)
+        return [
+            WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in bands_of(box)
+        ]
 
     @property
     def device_types(self) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain, has_storage, identity
-from deltasync.delta.shard import ShardSpec, is_sharded, local_of
+from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap
 from deltasync.errors import ConfigError
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -63,28 +63,33 @@ class NamedTensor:
             return self.full_shape
         return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
 
-    def held(self) -> tuple[ShardSpec, Tensor]:
-        """The part that is held here, and its elements. Raises ConfigError for odd DTensors."""
-        if self.shard is not None:
-            return self.shard, self.tensor
-        return ShardSpec.of(self.tensor), local_of(self.tensor)
 
-    def parts(self, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
-        """Checkpoint tensors of which this one is made: views of as much as is held here.
+def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
+    """The part of a tensor that is held here, and its elements.
 
-        Those of which nothing is held are left out. Raises ConfigError for an odd index.
-        """
-        held, local = self.held()
-        if held.shape != self.shape:
-            raise ConfigError(f"{self.name}: has its dimensions split, parts of it are not known")
-        for name, index in places.items():
-            box, shape = _box_of(name, index, self.shape)
-            here = box.overlap(held)
-            if here.numel:
-                view = here.narrowed(held, local).detach()
-                view.requires_grad_(self.tensor.requires_grad)
-                inside = tuple(map(int.__sub__, here.offset, box.offset))
-                yield NamedTensor((name,), view, ShardSpec(box.size, inside, here.size), shape)
+    Raises ConfigError for odd DTensors.
+    """
+    if entry.shard is not None:
+        return entry.shard, entry.tensor
+    return ShardSpec.of(entry.tensor), local_of(entry.tensor)
+
+
+def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
+    """Checkpoint tensors of which this one is made: views of as much as is held here.
+
+    Those of which nothing is held are left out. Raises ConfigError for an odd index.
+    """
+    held, local = held_of(entry)
+    if held.shape != entry.shape:
+        raise ConfigError(f"{entry.name}: has its dimensions split, parts of it are not known")
+    for name, index in places.items():
+        box, shape = _box_of(name, index, entry.shape)
+        here = overlap(box, held)
+        if here.numel:
+            view = narrowed(local, held, here).detach()
+            view.requires_grad_(entry.tensor.requires_grad)
+            inside = tuple(map(int.__sub__, here.offset, box.offset))
+            yield NamedTensor((name,), view, ShardSpec(box.size, inside, here.size), shape)
 
 
 class WeightSource(Protocol):
@@ -238,7 +243,7 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
                 f"{entry.name!r} is tied to {entry.names[1]!r}, and `name_map` takes it apart: let "
                 "that return None for it"
             )
-        found += [entry] if places is None else entry.parts(places)
+        found += [entry] if places is None else parts_of(entry, places)
     often = [n for n, count in Counter(n for e in found for n in e.names).items() if count > 1]
     if often:
         raise ConfigError(f"two tensors are named {often[0]!r}; change `name_map`")
