@@ -7,26 +7,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deltasync.delta.apply import apply_patch
+    from deltasync.delta.bits import Flat, Live
     from deltasync.delta.diff import diff
     from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
     from deltasync.delta.policy import Costs, Policy
+    from deltasync.delta.routes.loading import Loader
     from deltasync.delta.routes.recorder import CheckpointTensor
     from deltasync.delta.shard import ShardSpec
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
-    from deltasync.sync.hook import StepHook, sync_after_step
+    from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
     from deltasync.sync.options import ReceiverOptions, SenderOptions
+    from deltasync.sync.protocol.round import SyncPhase
     from deltasync.sync.protocol.session import ReceiverState
     from deltasync.sync.receiver import WeightReceiver
     from deltasync.sync.sender import WeightSender
     from deltasync.sync.source.tensors import ModuleSource, NamedTensor, WeightSource
     from deltasync.sync.staging_thread import StagingThread
     from deltasync.sync.stats import SyncStats
-    from deltasync.sync.target.module import ModuleTarget, WeightTarget
+    from deltasync.sync.target.module import (
+        ModuleTarget,
+        WeightTarget,
+        match_parameters,
+        refuse_overlap,
+    )
     from deltasync.sync.target.reloaded import ReloadedTarget
     from deltasync.sync.target.routed import RoutedTarget
+    from deltasync.wire.messages import ParameterSpec
 
 __version__ = "0.1.0"
 
@@ -37,9 +46,13 @@ __all__ = [
     "Costs",
     "DeltaSyncError",
     "DensePatch",
+    "Flat",
+    "Live",
+    "Loader",
     "ModuleSource",
     "ModuleTarget",
     "NamedTensor",
+    "ParameterSpec",
     "Patch",
     "Policy",
     "ReceiverOptions",
@@ -52,6 +65,8 @@ __all__ = [
     "Sparsity",
     "StagingThread",
     "StepHook",
+    "SupportsSendWeights",
+    "SyncPhase",
     "SyncStats",
     "TrainerGroup",
     "TrainerRank",
@@ -61,6 +76,8 @@ __all__ = [
     "WeightTarget",
     "apply_patch",
     "diff",
+    "match_parameters",
+    "refuse_overlap",
     "sparsity",
     "sync_after_step",
 ]
@@ -71,13 +88,15 @@ _HOMES = {
     "Chunk": "deltasync.delta.patch",
     "ChunkedPatch": "deltasync.delta.patch",
     "Costs": "deltasync.delta.policy",
-    "TrainerGroup": "deltasync.sync.group.group",
-    "TrainerRank": "deltasync.sync.group.rank",
     "DeltaSyncError": "deltasync.errors",
     "DensePatch": "deltasync.delta.patch",
+    "Flat": "deltasync.delta.bits",
+    "Live": "deltasync.delta.bits",
+    "Loader": "deltasync.delta.routes.loading",
     "ModuleSource": "deltasync.sync.source.tensors",
     "ModuleTarget": "deltasync.sync.target.module",
     "NamedTensor": "deltasync.sync.source.tensors",
+    "ParameterSpec": "deltasync.wire.messages",
     "Patch": "deltasync.delta.patch",
     "Policy": "deltasync.delta.policy",
     "ReceiverOptions": "deltasync.sync.options",
@@ -90,13 +109,19 @@ _HOMES = {
     "Sparsity": "deltasync.delta.sparsity",
     "StagingThread": "deltasync.sync.staging_thread",
     "StepHook": "deltasync.sync.hook",
+    "SupportsSendWeights": "deltasync.sync.hook",
+    "SyncPhase": "deltasync.sync.protocol.round",
     "SyncStats": "deltasync.sync.stats",
+    "TrainerGroup": "deltasync.sync.group.group",
+    "TrainerRank": "deltasync.sync.group.rank",
     "WeightReceiver": "deltasync.sync.receiver",
     "WeightSender": "deltasync.sync.sender",
     "WeightSource": "deltasync.sync.source.tensors",
     "WeightTarget": "deltasync.sync.target.module",
     "apply_patch": "deltasync.delta.apply",
     "diff": "deltasync.delta.diff",
+    "match_parameters": "deltasync.sync.target.module",
+    "refuse_overlap": "deltasync.sync.target.module",
     "sparsity": "deltasync.delta.sparsity",
     "sync_after_step": "deltasync.sync.hook",
 }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import deltasync
+import deltasync.errors
+from tests.public_api import FILE, Name, lines, public
 
 ROOT = Path(__file__).parents[1]
 EXPECTED = {
@@ -76,3 +81,54 @@ def test_import_does_not_load_optional_dependencies() -> None:
 def test_the_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
     assert [name for name in deltasync.__all__ if f"::: deltasync.{name}" not in page] == []
+
+
+def test_no_public_name_changes_unseen() -> None:
+    assert list(lines()) == FILE.read_text(encoding="utf-8").splitlines(), (
+        "the public API has changed: if that is meant, run `python -m tests.public_api`, and tell "
+        "users in CHANGELOG.md"
+    )
+
+
+# What users are given and hand on, or leave out; they need not name it.
+UNNAMED = {
+    "LocalWeights": "what `WeightSender` of a verl trainer is given instead of a source",
+    "Proof": "of RoutedTarget and ReloadedTarget, for the workers of engines",
+    "Upkeep": "likewise",
+    "Piece": "likewise",
+}
+
+
+def test_what_public_signatures_name_is_public() -> None:
+    known = {id(name.value) for name in public()} | {id(e) for e in vars(deltasync.errors).values()}
+    missing = {
+        f"{name.path}: {kind.__qualname__}"
+        for name in public()
+        for kind in named_by(name)
+        if id(kind) not in known and kind.__name__ not in UNNAMED
+    }
+    assert missing == set()
+
+
+def named_by(name: Name) -> Iterator[type]:
+    """Our classes in the annotations of a name and of its members."""
+    members = [name.value, *name.members().values()] if callable(name.value) else []
+    for member in members:
+        if isinstance(member, property):
+            member = member.fget
+        if isinstance(member, classmethod | staticmethod):
+            member = member.__func__
+        if inspect.isfunction(member) or inspect.isclass(member):
+            for hint in typing.get_type_hints(member).values():
+                yield from classes_in(hint)
+
+
+def classes_in(hint: object) -> Iterator[type]:
+    if inspect.isclass(hint) and hint.__module__.startswith("deltasync"):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from (
+            one
+            for each in ([*part] if isinstance(part, list) else [part])
+            for one in classes_in(each)
+        )

@@ -118,7 +118,7 @@ class PatchFile:
         self.layout = reader.specs
         self.base = int(reader.layout.digest, 16)
 
-    def replay(
+    def _replay(
         self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
     ) -> int:
         """Give each bucket to `stage`. Returns the digest that comes of it.
@@ -173,7 +173,7 @@ def apply_patch_file(
         written = Checkpoint(made, writable=True)
         lines = Lines(_flats(written, patch.layout), len(patch.layout))
         staging = Staging(lines, ledger, in_place=True)
-        promised = patch.replay(staging.stage_bucket, advance=phase("writing"))
+        promised = patch._replay(staging.stage_bucket, advance=phase("writing"))
         written.flush()
         found = measure_digests(written, advance=phase("verifying")).total
         if found != promised:
@@ -195,7 +195,7 @@ def _predict(
         now = staging.ledger
         checkpoint.release()
 
-    if patch.replay(stage, advance=advance) != now.total:
+    if patch._replay(stage, advance=advance) != now.total:
         raise DigestMismatch("the patch is damaged: it would not make what it promises")
 
 

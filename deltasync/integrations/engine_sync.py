@@ -134,9 +134,9 @@ class EngineSync(Closing):
             admits=self._has_let_connect,
             group=group,
         )
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """In a child nothing is asked of the engine, nor is it resumed."""
         self._is_parents, self._updates = True, {}
         self._pause.forked()

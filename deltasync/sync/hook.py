@@ -22,8 +22,8 @@ _QUIET_S = 60.0  # longest, between two warnings of syncs that fail
 _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
-class Sends(Protocol):
-    """A `WeightSender`, a `TrainerRank`, or an `EngineSync`.
+class SupportsSendWeights(Protocol):
+    """What sends after steps: a `WeightSender`, a `TrainerRank`, or an `EngineSync`.
 
     Attributes:
         world: Ranks of the trainer.
@@ -54,7 +54,7 @@ class StepHook:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        sender: Sends,
+        sender: SupportsSendWeights,
         *,
         every: int,
         on_error: Literal["continue", "raise"],
@@ -96,9 +96,9 @@ class StepHook:
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         self._handles = [one.register_step_pre_hook(before) for one in optimizers]
         self._handles.append(optimizers[-1].register_step_post_hook(after))
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """In a child, steps sync nothing and wait for nothing: the sender is the parent's."""
         self._is_removed = True
         self._thread, self._source_read = _own_thread(), threading.Event()
@@ -242,7 +242,7 @@ def _own_thread() -> ThreadPoolExecutor:
 
 def sync_after_step(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    sender: Sends,
+    sender: SupportsSendWeights,
     *,
     every: int = 1,
     on_error: Literal["continue", "raise"] = "continue",

@@ -49,9 +49,10 @@ class SenderOptions(OptionsModel):
         default=None, description="names the training run; None for a new one"
     )
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether a tensor of this name is not sent."""
-        return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
+
+def leaves_out(options: SenderOptions, name: str) -> bool:
+    """Whether a tensor of this name is not sent."""
+    return any(fnmatchcase(name, pattern) for pattern in options.leave_out)
 
 
 class ReceiverOptions(OptionsModel):

@@ -90,9 +90,9 @@ class WeightReceiver(Closing):
         self._is_closed = False
         self._is_unproved = False  # whether weights that were detached are as they were
         self._lock = threading.RLock()  # held while weights are looked at or written
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """A child writes nothing: it may share the weights' memory with its parent."""
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()

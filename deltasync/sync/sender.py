@@ -108,9 +108,9 @@ class WeightSender(Closing):
         self._lost_between: dict[str, str] = {}  # syncs: the next one says so
         self._capture_s = 0.0
         self._done: SyncStats | None = None
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The transport refuses all calls in a child."""
         self._caller.forked()
 

@@ -57,9 +57,9 @@ class StagingThread:
         self._is_staged = self._is_committing = self._is_stopping = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The thread is the parent's."""
         self._turn, self._is_staged = threading.Condition(), False
         self._crash = TransportClosed(f"nothing is staged here: {forks.PARENTS_OWN}")

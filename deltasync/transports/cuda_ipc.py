@@ -226,9 +226,9 @@ class _Imported:
         else:
             raise BrokenProtocol("a segment larger than its memory")
         self._lease = lease
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The lease is the parent's: the sender must not wait for a child. CUDA is left alone."""
         lease, self._lease = self._lease, -1
         if lease >= 0:

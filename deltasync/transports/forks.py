@@ -17,8 +17,9 @@ import ctypes
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 PARENTS_OWN = "this is of the process that forked this one; make another one here"
 
@@ -27,17 +28,6 @@ class Closable(Protocol):
     """A socket or a selector: closing it gives a descriptor up and does nothing else."""
 
     def close(self) -> object: ...
-
-
-class Inert(Protocol):
-    """What a child must not use."""
-
-    def forked(self) -> None:
-        """Become inert: called in a child, by its only thread. Does not block and does not raise.
-
-        Nothing that is shared with the parent may change, and locks may be held for good.
-        """
-        ...
 
 
 _Native = TypeVar("_Native")
@@ -49,7 +39,7 @@ making = threading.RLock()
 No fork happens meanwhile, so that no child has a descriptor of which it does not know.
 """
 _closables: WeakSet[Closable] = WeakSet()
-_inert: WeakSet[Inert] = WeakSet()
+_inert: set[WeakMethod[Callable[[], None]]] = set()
 _natives: WeakSet[object] = WeakSet()
 
 
@@ -59,9 +49,13 @@ def closed_in_children(closable: _Closable) -> _Closable:
     return closable
 
 
-def inert_in_children(inert: Inert) -> None:
-    """Let children call its `forked`."""
-    _inert.add(inert)
+def inert_in_children(forked: Callable[[], None]) -> None:
+    """Let children call this method, which makes its object inert, while that lives.
+
+    It is called in a child by its only thread. It must not block or raise. Nothing that is shared
+    with the parent may change, and locks may be held for good.
+    """
+    _inert.add(WeakMethod(forked, _inert.discard))
 
 
 def kept_in_children(native: _Native) -> _Native:
@@ -84,8 +78,9 @@ def new_socket(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
 def _end_in_child() -> None:
     for native in list(_natives):
         keep(native)
-    for inert in list(_inert):
-        inert.forked()
+    for method in list(_inert):
+        if (forked := method()) is not None:
+            forked()
     for closable in list(_closables):
         with contextlib.suppress(OSError):
             closable.close()

@@ -51,9 +51,9 @@ class Sender(SendTransport):
         self._epoch: tuple[int, ...] = ()
         self._members: set[int] = set()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         self._changed, self._closed = threading.Condition(), _PARENTS_OWN
 
     @property
@@ -165,9 +165,9 @@ class Receiver(ReceiveTransport):
         self._sender = sender
         self._link: _Link | None = None
         self._closed = ""  # why it is
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         self._closed = _PARENTS_OWN
 
     @property

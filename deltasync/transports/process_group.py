@@ -281,7 +281,7 @@ class Broadcast:
         self.error: str | None = None
         self._tensor: Tensor | None = tensor
         self._work: dist.Work | None = None
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -296,7 +296,7 @@ class Broadcast:
         except RuntimeError as error:
             self.error = str(error)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """What it waits for runs in the parent, and its end would wait for a thread of there."""
         if self._work is not None:
             forks.keep(self._work)
@@ -327,9 +327,9 @@ class Membership:
         self.group: Group | None = None
         self.join: Join | None = None
         self._flights: list[Broadcast] = []
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         self.group = self.join = None  # groups are kept: see below
         self._flights = []
 

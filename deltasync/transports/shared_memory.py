@@ -44,7 +44,7 @@ class _Slot(Slot):
     def __init__(self, index: int) -> None:
         super().__init__(index, torch.empty(0, dtype=torch.uint8))
         self._descriptor = -1
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
     def open(self, num_bytes: int) -> Tensor:
         if self.memory.numel() < num_bytes:
@@ -72,7 +72,7 @@ class _Slot(Slot):
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.known_to.clear()
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The memory lasts no longer for a child."""
         self.free()
 
@@ -98,7 +98,7 @@ class Receiver(SlotReceiver):
         super().__init__(path, "cpu", max_payload_bytes=max_payload_bytes)
         self._segments: dict[int, Tensor] = {}
         self._held: bytes | None = None  # the release message of the payload in use
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
     def receive(self, *, timeout_s: float) -> Frame:
         """The payload is shared memory: no copy is made."""
@@ -132,7 +132,7 @@ class Receiver(SlotReceiver):
         self._segments.clear()
         self._held = None
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The memory lasts no longer for a child."""
         self._segments.clear()
         self._held = None

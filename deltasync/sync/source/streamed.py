@@ -12,7 +12,7 @@ from deltasync.delta.diff import Change, ModelDelta, compare
 from deltasync.delta.patch import Run
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, SourceChanged
-from deltasync.sync.options import SenderOptions
+from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
 from deltasync.sync.source.plan import Delta, DeltaPlan, Plan, plan_full
 from deltasync.sync.source.weights import LocalWeights
@@ -54,7 +54,7 @@ class StreamedWeights(LocalWeights):
             ConfigError: A name came twice, or a tensor cannot be sent.
         """
         self._found = None
-        rest = ((name, t) for name, t in weights if not self.options.leaves_out(name))
+        rest = ((name, t) for name, t in weights if not leaves_out(self.options, name))
         try:
             if self._snapshot is None:
                 self._fill(rest)

@@ -13,7 +13,7 @@ from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import ShardSpec
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError
-from deltasync.sync.options import SenderOptions
+from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.agreement import Digests
 from deltasync.sync.source.layout import SentLayout, SourceLayout, source_specs, specs_of
 from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
@@ -224,7 +224,7 @@ class _Kept(WeightSource):
     def tensors(self) -> list[NamedTensor]:
         tensors = self._source.tensors()
         if tensors is not self._all:
-            names = [[n for n in t.names if not self._options.leaves_out(n)] for t in tensors]
+            names = [[n for n in t.names if not leaves_out(self._options, n)] for t in tensors]
             self._tensors = [
                 replace(tensor, names=tuple(kept))
                 for tensor, kept in zip(tensors, names, strict=True)

@@ -211,7 +211,7 @@ class Connection:
         self._inbox: deque[Message] = deque()
         self._inbox_bytes = 0
         self._outbox: deque[tuple[memoryview, int | None]] = deque()
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
         if secret is not None and is_server:
             self._write(Kind.NONCE, self._nonce)
 
@@ -332,7 +332,7 @@ class Connection:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Give descriptors up, and leave the connection to the parent."""
         self._end(PeerLost(forks.PARENTS_OWN))
         self.close()

@@ -53,7 +53,7 @@ class Gate:
             self._selector = forks.closed_in_children(selectors.DefaultSelector())
             self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
         self._selector.register(self._alarm, selectors.EVENT_READ)
-        forks.inert_in_children(self)
+        forks.inert_in_children(self._forked)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Gate:
             self._alarm.close()
             self._bell.close()
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         self._lock = threading.RLock()
         self._closed = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
 

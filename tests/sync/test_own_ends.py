@@ -1,0 +1,125 @@
+"""A source and a target as users write them: of public names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import (
+    Flat,
+    Live,
+    Loader,
+    NamedTensor,
+    ParameterSpec,
+    WeightReceiver,
+    WeightSender,
+    WeightSource,
+    WeightTarget,
+    match_parameters,
+    refuse_overlap,
+)
+from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.testing.target import TargetContract
+from deltasync.transports import inprocess
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class DictSource(WeightSource):
+    """Named tensors."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self._weights.items()]
+
+
+class DictTarget(WeightTarget):
+    """Named tensors, which `loads` may have to write when all of them come."""
+
+    def __init__(self, weights: dict[str, Tensor], *, loads: bool = False) -> None:
+        self.weights, self._loads = weights, loads
+        self.finished: list[Collection[int] | None] = []
+        self._bound: dict[str, int] = {}
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        return tuple(
+            ParameterSpec((name,), tuple(tensor.shape), Flat.of(tensor).dtype)
+            for name, tensor in self.weights.items()
+        )
+
+    def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
+        held = self.parameters()
+        numbers = match_parameters(held, layout)
+        live = [Flat.of(tensor, name=name) for name, tensor in self.weights.items()]
+        refuse_overlap(held, live)
+        self._bound = {name: tensor.data_ptr() for name, tensor in self.weights.items()}
+        return dict(zip(numbers, live, strict=True))
+
+    def check_unmoved(self) -> None:
+        if {name: tensor.data_ptr() for name, tensor in self.weights.items()} != self._bound:
+            raise TargetMoved("a tensor was replaced")
+
+    def loader(self) -> Loader | None:
+        return DictLoader(self.weights) if self._loads else None
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        self.finished.append(changed)
+
+
+class DictLoader(Loader):
+    """Copies what comes."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        for name, tensor in weights:
+            self._weights[name].copy_(tensor)
+
+    def together(self) -> list[list[str]]:
+        return []
+
+    def finish(self) -> None:
+        """Nothing is to be done after the last."""
+
+
+class TestDictTarget(TargetContract):
+    def make_target(self, state: dict[str, Tensor]) -> WeightTarget:
+        self.held = {name: tensor.clone() for name, tensor in state.items()}
+        return DictTarget(self.held)
+
+    def replace_storage(self, name: str) -> None:
+        self.held[name] = self.held[name].clone()
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["in place", "by a loader"])
+def test_they_sync(loads: bool) -> None:
+    trained = {"a": torch.randn(8, 4), "b": torch.randn(3)}
+    target = DictTarget({name: torch.zeros_like(t) for name, t in trained.items()}, loads=loads)
+    link = inprocess.Sender()
+    with (
+        ThreadPoolExecutor(1) as engine,
+        WeightSender(DictSource(trained), link) as sender,
+        WeightReceiver(target, link.receiver()) as receiver,
+    ):
+        for change in (lambda: None, lambda: trained["b"].add_(1)):
+            change()
+            received = engine.submit(receiver.receive_weights, timeout_s=30)
+            sender.wait_for_receivers(1, timeout_s=30)
+            sender.send_weights(timeout_s=30)
+            received.result(30)
+            assert all(map(torch.equal, trained.values(), target.weights.values()))
+    assert target.finished[-1] == {1}
+
+
+def test_a_target_refuses_tensors_that_share_memory() -> None:
+    whole = torch.zeros(6)
+    target = DictTarget({"a": whole[:4], "b": whole[2:]})
+    with pytest.raises(LayoutMismatch, match="'a', 'b' share memory"):
+        target.bind(target.parameters())
