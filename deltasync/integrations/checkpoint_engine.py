@@ -1,10 +1,10 @@
-"""SGLang's way of updating by checkpoint-engine: deltas beside a ParameterServer's checkpoints.
+"""Deltas for SGLang next to the checkpoints of checkpoint-engine's ParameterServer.
 
-A server that has deltasync installed beside it takes orders where it takes the sockets of a
-ParameterServer: the entry point of this package replaces its worker's extension by one that knows
-both, or orders alone where checkpoint-engine is not there. The trainer drives it by an `EngineSync`
-of a `SglangServer`, or of a `SglangIpcServer` if it waits for its initial weights. Weights go from
-the trainer to each worker directly; a ParameterServer goes on to bring whole checkpoints.
+If deltasync is installed next to a server, the server takes orders where it takes a
+ParameterServer's sockets: this package's entry point replaces the worker's extension by one that
+knows both, or only orders if checkpoint-engine is not installed. The trainer uses an `EngineSync`
+of a `SglangServer`, or of a `SglangIpcServer` if the server waits for its initial weights. Weights
+go directly from the trainer to each worker; a ParameterServer can still load whole checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXTENSION = f"{_MODULE}.{_CLASS}"
 
 
 def register() -> None:
-    """Let SGLang's workers take orders. A plugin of SGLang's, which each of its processes calls."""
+    """Let SGLang's workers take orders. Each of SGLang's processes calls this as a plugin."""
     sglang_scheduler.register()
     if find_spec("checkpoint_engine") is None:
         _stand_in()
@@ -44,19 +44,19 @@ def register() -> None:
 
 
 def _stand_in() -> None:
-    """Be found where SGLang imports its extension, which itself cannot be imported."""
+    """Replace the module of SGLang's extension, which cannot be imported without the package."""
     module = ModuleType(_MODULE)
     setattr(module, _CLASS, Extension)
     sys.modules[_MODULE] = module
 
 
 class SglangIpcServer(SglangServer):
-    """SGLang as a `Server` that names a version as a ParameterServer does, by an update.
+    """SGLang as a `Server` that names a version by an update, as a ParameterServer does.
 
-    A server that was started with `--checkpoint-engine-wait-weights-before-ready` is ready once all
-    its workers hold a version, and not before. Arguments as of `SglangServer`.
+    A server that was started with `--checkpoint-engine-wait-weights-before-ready` becomes ready
+    when all its workers hold a version. Takes the arguments of `SglangServer`.
     """
 
     def name(self, version: int, /) -> None:
-        """The workers hold it already: for the server too this is an update that succeeds."""
+        """Name the version by an update that succeeds, since the workers already hold it."""
         self._write(version, weight_version=str(version))

@@ -1,4 +1,4 @@
-"""What a trainer tells the workers of an engine so that they can connect: plain JSON."""
+"""What a trainer sends to an engine's workers so that they can connect: plain JSON."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ Names = Annotated[tuple[str, ...], Field(min_length=1), FailFast()]
 Tensors = Annotated[tuple[tuple[Names, str, Shape], ...], FailFast()]
 
 SentTensors = tuple[Tensors, tuple[str, ...], Unproved]
-"""What a trainer sends, and what it accepts of the rest."""
+"""The tensors that a trainer sends, and what it accepts for the others."""
 
 
 class Connection(BaseModel):
-    """The trainer's addresses, and the checkpoint that it keeps workers at."""
+    """The trainer's addresses, and the tensors that it sends."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    addresses: tuple[Address, ...] = Field(min_length=1, description="of its ranks, in order")
-    engine: str = Field(
-        max_length=64, description="what the trainer calls the engine, and no other"
-    )
-    tensors: Tensors = Field(description="names, dtype and shape of each of the checkpoint's")
+    addresses: tuple[Address, ...] = Field(min_length=1, description="of the ranks, in order")
+    engine: str = Field(max_length=64, description="the trainer's unique name for the engine")
+    tensors: Tensors = Field(description="names, dtype and shape of each checkpoint tensor")
     without_routes: WithoutRoutes = Field(
-        default="refuse", description="what to do where no route leads; see `EngineSync`"
+        default="refuse", description="what to do if a tensor has no route; see `EngineSync`"
     )
     keep: tuple[Annotated[str, Field(max_length=1024)], ...] = Field(
-        default=(), max_length=1024, description="patterns of tensors that it need not send"
+        default=(), max_length=1024, description="patterns of tensors that are not sent"
     )
     unproved: Unproved = Field(
-        default="refuse", description="what to do with engines of which updates are not proved"
+        default="refuse", description="what to do if updates cannot be proved"
     )
-    max_staged_bytes: int = Field(ge=0, description="memory for a version that is not written yet")
+    max_staged_bytes: int = Field(ge=0, description="memory for a version before it is written")
     timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
 
     def sent(self) -> SentTensors:
-        """What a proof is of."""
+        """What a proof depends on."""
         return self.tensors, self.keep, self.unproved
 
     def checkpoint(self) -> list[CheckpointTensor]:
-        """The tensors that the engine's loader is asked about. Raises UnknownDtype."""
+        """The tensors whose routes are recorded from the engine's loader. Raises UnknownDtype."""
         if unknown := {dtype for _, dtype, _ in self.tensors} - dtypes.BY_NAME.keys():
             name = next(names[0] for names, dtype, _ in self.tensors if dtype in unknown)
             raise UnknownDtype(
@@ -63,7 +61,7 @@ class Connection(BaseModel):
 
 
 class Order(BaseModel):
-    """What a worker is told through its engine: connect, or disconnect, or write a version."""
+    """A request to a worker through its engine: connect, disconnect, or write a version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

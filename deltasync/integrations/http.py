@@ -16,11 +16,11 @@ _MAX_ANSWER = 64 << 20
 
 
 class Http:
-    """A server's calls.
+    """HTTP calls to one server.
 
     Args:
-        url: Of the server: scheme, host and port.
-        headers: Sent with each call, as a key may be.
+        url: The server's scheme, host and port.
+        headers: Sent with each call, for example a key.
         timeout_s: For each call.
     """
 
@@ -33,16 +33,16 @@ class Http:
         self._headers = {"Content-Type": "application/json"} | (headers or {})
 
     def get(self, path: str) -> Any:
-        """What a GET answers: parsed JSON. Raises as `post`."""
+        """Return the parsed JSON of a GET. Raises as `post`."""
         return self._call(Request(f"{self._url}/{path}", headers=self._headers))
 
     def post(self, path: str, body: object = None, **query: str | bool) -> Any:
-        """What a POST answers: parsed JSON, or None if it says nothing.
+        """Return the parsed JSON of a POST, or None if the response is empty.
 
         Raises:
-            EngineFailed: The server answered with an error.
-            PeerLost: It did not answer.
-            TransportTimeout: Nor did it in time.
+            EngineFailed: The server returned an error.
+            PeerLost: The server cannot be reached.
+            TransportTimeout: The server did not respond in time.
         """
         words = {key: str(value).lower() for key, value in query.items()}
         asked = f"?{urlencode(words)}" if words else ""
@@ -68,13 +68,13 @@ class Http:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """A call that is sent elsewhere was not done: it would arrive there as another."""
+    """Follows no redirect: a redirected POST would arrive as a GET."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
-_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # a server is reached directly
+_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # no proxy
 
 
 def _reason(error: HTTPError) -> str:

@@ -1,4 +1,4 @@
-"""LoRA of Hugging Face PEFT: adapters alone, or merged into the weights of their base model."""
+"""LoRA adapters of Hugging Face PEFT: alone, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PREFIX = "base_model.model."
 
 
 def adapter_only(adapter: str = "default") -> Callable[[str], str | None]:
-    """A `rename` for ModuleSource and ModuleTarget: an adapter by the names of its checkpoint.
+    """Return a `rename` for ModuleSource and ModuleTarget that keeps only one adapter.
 
-    Everything else, the frozen base model first, is left out.
+    Tensors get the names of the adapter's checkpoint. The base model is left out.
     """
     place = f".{adapter}"
 
     def rename(name: str) -> str | None:
         owner, found, rest = name.rpartition(f"{place}.")
-        if not found and name.endswith(place):  # of embeddings
+        if not found and name.endswith(place):  # an embedding
             return name.removesuffix(place)
         is_trained = "lora_" in owner or owner.endswith("modules_to_save")
         return f"{owner.removesuffix('.modules_to_save')}.{rest}" if is_trained else None
@@ -35,9 +35,9 @@ def adapter_only(adapter: str = "default") -> Callable[[str], str | None]:
 class MergedSource:
     """A PEFT model as its base model with the active adapters merged in: a `WeightSource`.
 
-    Names are the base model's. What adapters change is computed into memory of its own at every
-    sync, as PEFT's `merge_and_unload` would; the model itself stays as it is, since merging and
-    unmerging in place would round its weights each time.
+    Tensors have the base model's names. At every sync the weights that adapters change are computed
+    into separate memory, as PEFT's `merge_and_unload` would. The model itself does not change:
+    merging and unmerging in place would round its weights each time.
 
     Args:
         model: The trainer's PeftModel; read at every sync, never written.
@@ -51,9 +51,9 @@ class MergedSource:
         self._active: list[str] = []
 
     def tensors(self) -> list[NamedTensor]:
-        """The merged weights as they are now; the list of the last call if nothing moved.
+        """Return the merged weights: the list of the last call if nothing moved.
 
-        Raises ConfigError, by name, for layers that cannot be merged so.
+        Raises ConfigError with the name of a layer that cannot be merged this way.
         """
         active: Any = self._model.active_adapters
         if self._watch is None or self._active != active or not self._watch.is_unmoved():

@@ -1,9 +1,9 @@
 """SGLang's workers, and the trainer's end, which does not import SGLang.
 
-A server that has deltasync installed beside it takes orders of a few bytes by its route
-`/update_weights_from_ipc`, which neither opens a session of updates nor works on weights
-afterwards. The trainer drives it by an `EngineSync` of a `SglangServer`. Weights go from the
-trainer to each worker directly.
+If deltasync is installed next to a server, the server takes small requests (orders) through its
+route `/update_weights_from_ipc`. This route neither opens an update session nor processes the
+weights afterwards. The trainer uses an `EngineSync` of a `SglangServer`. Weights go directly from
+the trainer to each worker.
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ from deltasync.sync.proof.proving import Proof
 PauseMode = Literal["abort", "retract", "in_place"]
 
 ORDER = "deltasync"
-"""In the place of a device's uuid, of which ParameterServers send a socket."""
+"""The key of an order, where a ParameterServer sends a device uuid and its socket."""
 
 NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
 
 _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
-# What servers answer whose workers take no orders: of a route, a package or a device that is not
-# there.
+# Responses of servers whose workers take no orders: a route, a package or a device is missing.
 _WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
-# Settings of servers that keep prefixes outside of their own memory.
+# Settings of servers that keep prefixes outside their own memory.
 _STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 
 
 class Extension:
-    """Takes orders, where SGLang looks for its own extension. Made for each update.
+    """Takes orders in the place of SGLang's own extension. SGLang creates one for each update.
 
     Args:
-        model_runner: The worker's, of SGLang.
+        model_runner: SGLang's model runner in this worker.
     """
 
     def __init__(self, model_runner: Any) -> None:
         self._model_runner = model_runner
 
     def update_weights_from_ipc(self, zmq_handles: Mapping[str, str]) -> None:
-        """Of a trainer. What it raises is answered, and ends nothing."""
+        """Carry out a trainer's order. SGLang returns what this raises, and goes on."""
         if ORDER not in zmq_handles:
             raise EngineFailed(
                 "checkpoint-engine cannot be imported beside SGLang: install it there to take the "
@@ -183,21 +182,21 @@ def _started_on(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class SglangServer:
     """SGLang as a `Server`, over HTTP.
 
-    SGLang lets an update wait until no request runs, unless generation is paused: give the
-    `EngineSync` this object's `paused`.
+    SGLang delays an update until no request runs, unless generation is paused: pass this object's
+    `paused` to the `EngineSync`.
 
     Args:
-        url: Of the server: scheme, host and port.
-        api_key: If it wants one.
-        clear_cache: In each update, drop what the old weights have made: cached prefixes, keys and
-            values of requests that are kept, which are computed again, and encodings of images.
-            Otherwise prompts go on with keys and values of old weights for as long as SGLang keeps
-            them.
+        url: The server's scheme, host and port.
+        api_key: The server's key, if it needs one.
+        clear_cache: In each update, drop what the old weights computed: cached prefixes, keys and
+            values of requests that are kept (SGLang recomputes them), and encodings of images.
+            Otherwise prompts continue with keys and values of old weights for as long as SGLang
+            keeps them.
         timeout_s: For each call.
 
     Raises:
-        ConfigError: The server has several data-parallel replicas; or prefixes are to be cleared
-            that it also keeps where no update reaches them.
+        ConfigError: The server has several data-parallel replicas, or `clear_cache` is set and the
+            server also keeps prefixes where no update reaches them.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class SglangServer:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = Http(url, headers=headers, timeout_s=timeout_s)
         self._clear_cache = clear_cache
-        self._is_stale = False  # something may be cached of other weights
+        self._is_stale = False  # caches may hold results of older weights
         info = self._http.get("server_info")
         if info["dp_size"] != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
@@ -225,7 +224,7 @@ class SglangServer:
         self._is_pipelined = info["pp_size"] != 1
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        """Let each worker connect. One that cannot says so to the trainer itself."""
+        """Let each worker connect. A worker that cannot reports that to the trainer directly."""
         self._give(Order(connection=Connection.model_validate(connection)))
 
     def update(self, version: int, /) -> None:
@@ -233,7 +232,7 @@ class SglangServer:
         self._write(version)
 
     def name(self, version: int, /) -> None:
-        if self._is_stale:  # an update has failed since
+        if self._is_stale:  # the last update failed
             self._write(version)
         named = {"new_version": str(version), "abort_all_requests": False}
         self._http.post("update_weight_version", named)
@@ -243,9 +242,13 @@ class SglangServer:
 
     @contextmanager
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
-        """Pause generation, and resume it. "in_place" lets requests keep their keys and values if
-        no cache is cleared, "retract" computes them again, "abort" ends requests. Raises
-        ConfigError for "in_place" and "retract" with pipeline stages.
+        """Pause generation, and resume it afterwards.
+
+        Args:
+            mode: "in_place" lets requests keep their keys and values if no cache is cleared,
+                "retract" recomputes them, "abort" ends requests.
+
+        Raises ConfigError for "in_place" and "retract" with pipeline stages.
         """
         if self._is_pipelined and mode != "abort":
             raise ConfigError(
@@ -259,7 +262,7 @@ class SglangServer:
             self._http.post("continue_generation", {})
 
     def _write(self, version: int, *, weight_version: str | None = None) -> None:
-        """Let workers hold a version, and nothing of older ones in their caches."""
+        """Let workers write a version, and drop from their caches what older ones computed."""
         clears = self._is_stale and self._clear_cache
         self._give(Order(version=version), flush_cache=clears, weight_version=weight_version)
         self._is_stale = False
@@ -267,7 +270,7 @@ class SglangServer:
     def _give(
         self, order: Order, *, flush_cache: bool = False, weight_version: str | None = None
     ) -> None:
-        """Hand an order to each worker. Raises EngineFailed, ConfigError if they take none."""
+        """Send an order to each worker. Raises EngineFailed, or ConfigError if they take none."""
         body = {
             "zmq_handles": {ORDER: order.model_dump_json()},
             "flush_cache": flush_cache,

@@ -1,8 +1,8 @@
-"""Hugging Face transformers models, as trainers and as engines, by the names of their checkpoints.
+"""Hugging Face transformers models, as sources and as targets, under checkpoint names.
 
-transformers keeps some weights in another shape than its checkpoints have them: experts stacked,
-gate beside up. Engines know the checkpoint's names. Here every checkpoint tensor is a view of the
-parameter that it is a part of, found by watching transformers' own conversion once.
+transformers keeps some weights in other shapes than its checkpoints: experts are stacked, gate and
+up are fused. Engines use the checkpoint's names. Here every checkpoint tensor is a view of the
+parameter that contains it, found by recording transformers' own conversion once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from deltasync.sync.target.routed import RoutedTarget
 
 
 class TransformersSource:
-    """A transformers model's weights by the names and shapes of its checkpoint: a `WeightSource`.
+    """A transformers model's weights, with the names and shapes of its checkpoint.
 
     Args:
-        model: The trainer's; read at every sync, never written.
+        model: The trainer's model; read at every sync, never written.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,9 +34,9 @@ class TransformersSource:
         self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
-        """Views of the model's parameters; the list of the last call if nothing moved.
+        """Return views of the model's parameters: the list of the last call if nothing moved.
 
-        Raises ConfigError, by name, for weights that transformers computes for a checkpoint.
+        Raises ConfigError with the name of a tensor that transformers computes for a checkpoint.
         """
         if (views := self._views.current()) is not self._known:
             self._known, self._tensors = views, tied_tensors(iter(views.items()))
@@ -44,10 +44,10 @@ class TransformersSource:
 
 
 def transformers_target(model: nn.Module) -> RoutedTarget:
-    """A transformers model as a target, by the names and shapes of its checkpoint.
+    """Return a transformers model as a target, with the names and shapes of its checkpoint.
 
     Args:
-        model: The engine's. It must keep its storage between syncs.
+        model: The engine's model. It must keep its storage between syncs.
     """
     views = _Views(model)
 
@@ -63,7 +63,7 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
 
 
 class _Views:
-    """Of a model's parameters by checkpoint name, made anew when storage was replaced."""
+    """Views of a model's parameters, by checkpoint name; rebuilt if storage was replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -77,7 +77,7 @@ class _Views:
 
 
 def _views_of(model: nn.Module) -> dict[str, Tensor]:
-    """Raises ConfigError for tensors of a checkpoint that are no view of one parameter."""
+    """Raises ConfigError for checkpoint tensors that are not a view of one parameter."""
     live = model.state_dict()
     parts, recording = _converted(model, live)
     refused = recording.refused | recording.uncovered

@@ -1,9 +1,8 @@
-"""vLLM's end of its weight transfer interface, and the trainer's, which does not import vLLM.
+"""Both ends of vLLM's weight transfer interface; the trainer's end does not import vLLM.
 
-An engine needs no more than `weight_transfer_config={"backend": "deltasync"}`: the entry point of
-this package registers the backend in each of vLLM's processes. The trainer drives it by an
-`EngineSync` of a `VllmServer` of any client of vLLM's four calls; there is one here for each way of
-running vLLM.
+An engine needs only `weight_transfer_config={"backend": "deltasync"}`: this package's entry point
+registers the backend in each of vLLM's processes. The trainer uses an `EngineSync` of a
+`VllmServer`, with a client for vLLM's calls. There is one client here for each way of running vLLM.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from deltasync.integrations.http import Http
 
 BACKEND = "deltasync"
 PauseMode = Literal["abort", "wait", "keep"]
-_SCHEDULING = ["scheduling"]  # vLLM's resume, but for an engine of which a part sleeps
+_SCHEDULING = ["scheduling"]  # resumes, unless a part of the engine sleeps
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process. Its plugin loader may call this twice."""
+    """Register the backend with vLLM in this process. vLLM's plugin loader may call this twice."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
@@ -31,9 +30,9 @@ def register() -> None:
 
 
 class Client(Protocol):
-    """The calls that reach every worker of a server, as vLLM's own clients have them.
+    """Calls that reach every worker of a server, with the names of vLLM's own clients.
 
-    And, for a `VllmServer` that clears caches, `clear_cache`.
+    A `VllmServer` that clears caches also needs `clear_cache`.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
@@ -48,7 +47,7 @@ class Client(Protocol):
 
 
 class OfflineClient:
-    """Of an `LLM` in this process. It generates only when asked to: there is nothing to pause."""
+    """Client of an `LLM` in this process, which generates only on request: no pause is needed."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -69,18 +68,18 @@ class OfflineClient:
         self._llm.shutdown_weight_transfer_engine()
 
     def clear_cache(self) -> None:
-        """Drop what weights have made: keys and values, cached or of requests, and encodings."""
+        """Drop what weights computed: keys and values, cached or of requests, and encodings."""
         _check_cleared(self._llm.reset_prefix_cache(True, True))
         self._llm.llm_engine.reset_encoder_cache()
 
 
 class AsyncClient:
-    """Of an `AsyncLLM`, from another thread than that of its event loop.
+    """Client of an `AsyncLLM`, for a thread other than that of its event loop.
 
     Args:
         engine: The AsyncLLM.
         loop: The loop that it runs in.
-        timeout_s: For each call, which raises TransportTimeout then.
+        timeout_s: For each call; a call that takes longer raises TransportTimeout.
     """
 
     def __init__(
@@ -108,13 +107,17 @@ class AsyncClient:
         self._wait(self._engine.shutdown_weight_transfer_engine())
 
     def clear_cache(self) -> None:
-        """As of `OfflineClient`. Requests go on, once their keys and values are computed again."""
+        """Like `OfflineClient.clear_cache`. Requests continue after a recomputation."""
         _check_cleared(self._wait(self._engine.reset_prefix_cache(True, True)))
         self._wait(self._engine.reset_encoder_cache())
 
     @contextmanager
     def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause generation, and resume it unless a part of the engine sleeps. `mode` as vLLM's."""
+        """Pause generation; resume it afterwards unless a part of the engine sleeps.
+
+        Args:
+            mode: As vLLM's.
+        """
         self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
         try:
             yield
@@ -130,11 +133,11 @@ class AsyncClient:
 
 
 class HttpClient:
-    """Of a `vllm serve` that was started with `VLLM_SERVER_DEV_MODE=1`.
+    """Client of a `vllm serve` that was started with `VLLM_SERVER_DEV_MODE=1`.
 
     Args:
-        url: Of the server: scheme, host and port.
-        api_key: If it wants one.
+        url: The server's scheme, host and port.
+        api_key: The server's key, if it needs one.
         timeout_s: For each call.
     """
 
@@ -159,11 +162,11 @@ class HttpClient:
         self._http.post("shutdown_weight_transfer_engine")
 
     def workers(self) -> int:
-        """How many processes of the server hold weights."""
+        """Return the number of server processes that hold weights."""
         return int(self._http.get("get_world_size")["world_size"])
 
     def clear_cache(self) -> None:
-        """As of `AsyncClient`."""
+        """Like `AsyncClient.clear_cache`."""
         answer = self._http.post(
             "reset_prefix_cache", reset_running_requests=True, reset_external=True
         )
@@ -172,7 +175,11 @@ class HttpClient:
 
     @contextmanager
     def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Pause generation, and resume it unless a part of the engine sleeps. `mode` as vLLM's."""
+        """Pause generation; resume it afterwards unless a part of the engine sleeps.
+
+        Args:
+            mode: As vLLM's.
+        """
         self._http.post("pause", mode=mode, clear_cache=False)
         try:
             yield
@@ -181,19 +188,19 @@ class HttpClient:
 
 
 class VllmServer:
-    """vLLM as a `Server`. It does not pause for an update.
+    """vLLM as a `Server`. It does not pause generation for an update; see `paused`.
 
     Args:
-        client: One of those above, or of vLLM's own, which have no `clear_cache`.
-        clear_cache: In each update, drop what the old weights have made: cached prefixes, keys and
-            values of requests that are kept, which are computed again, and encodings of images.
-            Otherwise prompts go on with keys and values of old weights for as long as vLLM keeps
-            them.
+        client: One of the clients above, or one of vLLM's own, which have no `clear_cache`.
+        clear_cache: In each update, drop what the old weights computed: cached prefixes, keys and
+            values of requests that are kept (vLLM recomputes them), and encodings of images.
+            Otherwise prompts continue with keys and values of old weights for as long as vLLM
+            keeps them.
     """
 
     def __init__(self, client: Client, *, clear_cache: bool = True) -> None:
         self._client = client
-        self._is_stale = False  # something may be cached of other weights
+        self._is_stale = False  # caches may hold results of older weights
         self._clear_cache: Callable[[], object] | None = None
         if clear_cache:
             self._clear_cache = getattr(client, "clear_cache", None)
@@ -207,7 +214,7 @@ class VllmServer:
         self._client.init_weight_transfer_engine({"connection": connection})
 
     def update(self, version: int, /) -> None:
-        """An update that breaks off is finished: workers that did not fail wait for that."""
+        """Also finish an update that breaks off: workers that did not fail wait for that."""
         self._is_stale = True
         try:
             self._client.start_weight_update()
@@ -216,13 +223,13 @@ class VllmServer:
         except BaseException as error:
             try:
                 self._client.finish_weight_update()
-            except Exception as other:  # nobody has begun it, or the server is gone
+            except Exception as other:  # it had not begun, or the server is gone
                 raise error from other
             raise
         self._clear()
 
     def name(self, version: int, /) -> None:
-        self._clear()  # unless the update has
+        self._clear()  # does nothing if the update has done it
         self._client.start_weight_update()
         self._client.finish_weight_update(weight_version=str(version))
 

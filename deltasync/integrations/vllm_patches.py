@@ -12,12 +12,12 @@ from torch import Tensor
 from deltasync.delta.patch import ChunkedPatch, DensePatch, Patch, SparsePatch
 from deltasync.errors import ConfigError
 
-_MOST = 1 << 31  # elements of which int32 indices know
+_MOST = 1 << 31  # elements that int32 indices can address
 
 
 @dataclass(frozen=True, slots=True)
 class VllmPatch:
-    """What vLLM's `SparseWeightPatch` is, without vLLM.
+    """The attributes of vLLM's `SparseWeightPatch`, without vLLM.
 
     Attributes:
         name: Checkpoint name of the parameter.
@@ -33,16 +33,16 @@ class VllmPatch:
 
 
 def to_vllm_patches(patches: Iterable[Patch]) -> Iterator[VllmPatch]:
-    """Patches that vLLM's `SparseNCCLTrainerWeightTransferEngine.send_weights` can send.
+    """Yield patches for vLLM's `SparseNCCLTrainerWeightTransferEngine.send_weights`.
 
-    vLLM marks what stays by NaN, so that a weight that has become NaN would not arrive.
+    vLLM uses NaN for "unchanged", so a weight that has become NaN would not arrive.
 
     Args:
-        patches: What `deltasync.diff` finds, of any kind.
+        patches: Patches of any kind, as `deltasync.diff` returns them.
 
     Raises:
-        ConfigError: A new value is NaN, the dtype is not floating, or the parameter has more than
-            2^31 elements. The text names it.
+        ConfigError: A new value is NaN, the dtype is not a floating one, or the parameter has more
+            than 2^31 elements. The message names the parameter.
     """
     for patch in patches:
         numel, (indices, values) = math.prod(patch.shape), _flat(patch)
@@ -54,7 +54,7 @@ def to_vllm_patches(patches: Iterable[Patch]) -> Iterator[VllmPatch]:
 
 
 def _flat(patch: Patch) -> tuple[Tensor, Tensor]:
-    """(positions, values) of all that it writes."""
+    """(positions, values) of everything that the patch writes."""
     match patch:
         case SparsePatch(indices=indices, values=values):
             return indices, values

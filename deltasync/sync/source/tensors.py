@@ -17,22 +17,22 @@ from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, ove
 from deltasync.errors import ConfigError
 
 Index: TypeAlias = tuple[int | slice, ...]
-"""Of a part of a tensor, as in `tensor[index]`; slices without steps."""
+"""Selects a part of a tensor, as in `tensor[index]`; slices have no steps."""
 
 NameMap: TypeAlias = Callable[[str, tuple[int, ...]], Mapping[str, Index] | None]
-"""From the name and full shape of a parameter to the checkpoint's tensors that it is made of."""
+"""Maps the name and full shape of a parameter to the checkpoint tensors that it contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """One tensor of a model and every name it goes by.
+    """One tensor of a model and all of its names.
 
     Attributes:
-        names: Its canonical name, then the names tied to it.
+        names: The canonical name, then the names tied to it.
         tensor: The live tensor, or the part of it that this trainer rank holds. Not owned.
-        shard: Which part; None for all of a tensor, and for a DTensor, which knows.
-        full_shape: Of the checkpoint tensor, where `shard` has its dimensions split: a rank that
-            fuses heads by groups holds a part of each group.
+        shard: Which part is held; None for a whole tensor, and for a DTensor, which says so itself.
+        full_shape: Shape of the checkpoint tensor, if `shard` views it in more dimensions: a rank
+            that fuses heads by groups holds a part of each group.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class NamedTensor:
     full_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a tensor without plain storage, or not what its shard says."""
+        """Raises ConfigError for a tensor without plain storage, or that contradicts its shard."""
         if not is_sharded(self.tensor):
             check_plain(self.tensor, self.name)
         if self.shard is None:
@@ -58,26 +58,23 @@ class NamedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint tensor."""
+        """Shape of the checkpoint tensor."""
         if self.full_shape is not None:
             return self.full_shape
         return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
 
 
 def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
-    """The part of a tensor that is held here, and its elements.
-
-    Raises ConfigError for odd DTensors.
-    """
+    """The part held here, and its elements. Raises ConfigError for unsupported DTensors."""
     if entry.shard is not None:
         return entry.shard, entry.tensor
     return ShardSpec.of(entry.tensor), local_of(entry.tensor)
 
 
 def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:
-    """Checkpoint tensors of which this one is made: views of as much as is held here.
+    """The checkpoint tensors that this one contains, as views of what is held here.
 
-    Those of which nothing is held are left out. Raises ConfigError for an odd index.
+    Leaves out tensors of which nothing is held. Raises ConfigError for an invalid index.
     """
     held, local = held_of(entry)
     if held.shape != entry.shape:
@@ -96,28 +93,28 @@ class WeightSource(Protocol):
     """The trainer's parameters, in checkpoint coordinates."""
 
     def tensors(self) -> list[NamedTensor]:
-        """The live tensors as they are now, tied ones once, always in the same order.
+        """Return the live tensors as they are now, tied ones once, always in the same order.
 
-        Called at every sync; storage may have been replaced since the last call. To return the
-        same list object again says that no tensor has moved and none was laid out anew.
+        Called at every sync; storage may have been replaced since the last call. Return the same
+        list object only if no tensor has changed its storage, shape, strides or dtype.
         """
         ...
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of an nn.Module, or of a rank's part of it.
+    """The parameters and persistent buffers of an nn.Module, or of the part that a rank holds.
 
-    These are the tensors of its `state_dict`, DTensors among them. Frozen ones are compared too: if
-    they do not change they cost one read. Tied tensors (the same storage under several names) are
-    sent once.
+    These are the tensors of its `state_dict`, including DTensors. Frozen tensors are compared too:
+    each sync reads them once. Tied tensors (the same storage under several names) are sent once.
 
     Args:
         module: The trainer's model; read at every sync, never written.
-        rename: Maps a name of the module to the checkpoint name that receivers know, for
-            wrappers that add a prefix; None to leave a tensor out.
-        name_map: Says which of the checkpoint's tensors a parameter is made of, where there are
-            several: stacked experts. It is given what `rename` returns, and returns the index of
-            each in the whole parameter, or None if it is one. What it leaves out is not sent.
+        rename: Maps a name in the module to the checkpoint name that receivers know, for
+            wrappers that add a prefix. If it returns None, the tensor is left out.
+        name_map: Splits parameters that contain several checkpoint tensors, such as stacked
+            experts. It gets the name from `rename` and returns the index of each checkpoint
+            tensor in the whole parameter, or None if the parameter is one checkpoint tensor.
+            What it leaves out is not sent.
     """
 
     def __init__(
@@ -134,7 +131,7 @@ class ModuleSource:
         self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
-        """The module's tensors as they are now: the list of the last call if nothing moved."""
+        """Return the module's tensors: the list of the last call if nothing moved."""
         _reshard(self._gathering)
         if self._watch is None or not self._watch.is_unmoved():
             self._gathering = _fsdp_modules(self._module)
@@ -146,8 +143,8 @@ class ModuleSource:
         return self._tensors
 
 
-# What a tensor has to keep beside its identity. Sizes are not among them: they are slow to ask for,
-# and follow from these unless a tensor is not contiguous.
+# What must not change in a tensor, besides its identity. Sizes are left out: reading them is slow,
+# and they follow from these facts unless a tensor is not contiguous.
 _FACTS: tuple[Callable[[Tensor], object], ...] = (
     Tensor.data_ptr,
     Tensor.numel,
@@ -158,18 +155,18 @@ _FACTS: tuple[Callable[[Tensor], object], ...] = (
 
 _LOCAL = attrgetter("_local_tensor")  # of a DTensor, which itself is nowhere
 
-# Modules that are looked at together: what is read of them stays in a core's own cache meanwhile.
+# Modules that are checked together: what is read of them stays in a core's cache meanwhile.
 _PART = 256
 
 
 class ModuleWatch:
-    """Says whether every tensor of a module is still where it was when this was made.
+    """Checks whether every tensor of a module is still where it was at construction.
 
-    At every sync, for models of tens of thousands of tensors: so all loops are in C, and no
-    objects are made that the garbage collector would have to look at.
+    It runs at every sync, for models with tens of thousands of tensors. Therefore all loops run in
+    C, and it creates no objects that the garbage collector would have to visit.
 
     Args:
-        module: Looked at anew by every call.
+        module: Every call checks its current tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -178,12 +175,12 @@ class ModuleWatch:
         self._parts = [_Part(owners[begin : begin + _PART]) for begin in begins]
 
     def is_unmoved(self) -> bool:
-        """Whether there are the same tensors in the same storage, laid out in the same way."""
+        """Whether the same tensors use the same storage with the same layout."""
         return all(part.is_unmoved() for part in self._parts)
 
 
 class Registered:
-    """Which parameters and buffers a module and those inside it have now."""
+    """The parameters and buffers that a module and its submodules have now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [
@@ -192,7 +189,7 @@ class Registered:
         ]
 
     def put_back(self) -> None:
-        """Let the module have these again."""
+        """Restore them in the module."""
         for owner, parameters, buffers, transient in self._owners:
             for held, before in ((owner._parameters, parameters), (owner._buffers, buffers)):
                 held.clear()
@@ -201,7 +198,7 @@ class Registered:
 
 
 class _Part:
-    """What a watch knows of some modules, without those inside them."""
+    """What a watch records of some modules, without their submodules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         dicts: list[dict[str, Any]] = []
@@ -234,14 +231,14 @@ class _Part:
 
 
 def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
-    """The same, with parameters taken apart that `name_map` knows."""
+    """The same tensors, with those split that `name_map` knows."""
     found: list[NamedTensor] = []
     for entry in tensors:
         places = name_map(entry.name, entry.shape)
         if places is not None and len(entry.names) > 1:
             raise ConfigError(
-                f"{entry.name!r} is tied to {entry.names[1]!r}, and `name_map` takes it apart: let "
-                "that return None for it"
+                f"{entry.name!r} is tied to {entry.names[1]!r}, but `name_map` splits it: return "
+                "None for it"
             )
         found += [entry] if places is None else parts_of(entry, places)
     often = [n for n, count in Counter(n for e in found for n in e.names).items() if count > 1]
@@ -251,7 +248,7 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
 
 
 def _box_of(name: str, index: Index, full: tuple[int, ...]) -> tuple[ShardSpec, tuple[int, ...]]:
-    """What `index` takes of a tensor, and in which shape. Raises ConfigError."""
+    """The part of a tensor that `index` selects, and its shape. Raises ConfigError."""
     slices = [slice(at, at + 1) if isinstance(at, int) and at >= 0 else at for at in index]
     slices += [slice(None)] * (len(full) - len(index))
     ranges = [
@@ -267,7 +264,7 @@ def _box_of(name: str, index: Index, full: tuple[int, ...]) -> tuple[ShardSpec, 
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:
-    """Those that FSDP2 shards. Does not import it for others."""
+    """The modules that FSDP2 shards. Does not import FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -275,7 +272,7 @@ def _fsdp_modules(module: nn.Module) -> list[Any]:
 
 
 def _reshard(modules: list[Any]) -> None:
-    """A forward pass without gradients leaves FSDP2's root gathered: copies of its parameters."""
+    """Reshard FSDP2's root: a forward pass without gradients leaves it gathered, as copies."""
     for module in modules:
         module.reshard()
 
@@ -283,7 +280,7 @@ def _reshard(modules: list[Any]) -> None:
 def named_tensors(
     module: nn.Module, rename: Callable[[str], str | None] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter and persistent buffer, under each name it goes by."""
+    """Yield (name, tensor) of every parameter and persistent buffer, under each of its names."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         transient = owner._non_persistent_buffers_set
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
@@ -299,14 +296,14 @@ def named_tensors(
 def places(
     module: nn.Module, rename: Callable[[str], str | None] | None = None
 ) -> list[tuple[object, ...]]:
-    """The name and storage of every tensor: equal lists mean that nothing moved."""
+    """The name and storage of every tensor; two equal lists mean that nothing moved."""
     return [(name, *identity(tensor)) for name, tensor in named_tensors(module, rename)]
 
 
 def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
-    """One entry for each distinct tensor, in order of first appearance.
+    """One entry per distinct tensor, in order of first appearance.
 
-    Raises ConfigError if a name leads to two tensors.
+    Raises ConfigError if two tensors have one name.
     """
     groups: dict[tuple[object, ...], list[str]] = {}
     tensors: list[Tensor] = []
@@ -316,7 +313,7 @@ def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
             check_plain(tensor, name)
         # Empty tensors share the null pointer without being tied.
         key = identity(tensor) if tensor.numel() else (name,)
-        if is_sharded(tensor):  # of which a rank may hold nothing
+        if is_sharded(tensor):  # a rank may hold nothing of it
             key = (id(tensor),)
         if owners.setdefault(name, key) != key:
             raise ConfigError(f"two tensors are named {name!r}; change `rename`")

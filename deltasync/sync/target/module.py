@@ -29,33 +29,34 @@ class WeightTarget(Protocol):
     """An engine rank's live weights, in checkpoint coordinates."""
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """What is held: names, full shapes, and the dtypes that the sender has to send."""
+        """Return what is held: names, full shapes, and the dtypes that the sender must send."""
         ...
 
     def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
         """Find the storage of each parameter of the sender's layout that is held here.
 
-        Returns it by the parameter's number. What was bound before is let go.
+        Returns:
+            The storage, by the parameter's number in `layout`. Replaces an earlier binding.
 
         Raises:
-            LayoutMismatch: A name, shape, dtype or tie does not fit, or two parameters that are not
-                tied share a byte of memory.
+            LayoutMismatch: A name, shape, dtype or tie does not match, or two parameters that are
+                not tied share memory.
         """
         ...
 
     def check_unmoved(self) -> None:
-        """Raises TargetMoved if live storage is not where `bind` found it."""
+        """Raise TargetMoved if live storage is not where `bind` found it."""
         ...
 
     def loader(self) -> Loader | None:
-        """What has to write a full sync, or None if that can go to what `bind` returned."""
+        """Return what must write a full sync, or None if it can use what `bind` returned."""
         ...
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        """Weights were written: bring up to date what the engine has derived from them.
+        """Update what the engine derives from its weights. Called after they were written.
 
         Args:
-            changed: Numbers of those that were, in the layout that was bound; None for all.
+            changed: Numbers of the parameters written, in the bound layout; None for all.
         """
         ...
 
@@ -64,9 +65,10 @@ class ModuleTarget:
     """The parameters and persistent buffers of an nn.Module, written in place.
 
     Args:
-        module: The engine's model. It must keep its storage between syncs; if it is replaced,
-            call the receiver's `invalidate`.
-        rename: Maps a name of the module to its checkpoint name; None to leave a tensor out.
+        module: The engine's model. It must keep its storage between syncs; if storage is
+            replaced, call the receiver's `invalidate`.
+        rename: Maps a name in the module to its checkpoint name. If it returns None, the tensor is
+            left out.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class ModuleTarget:
         self._watch = ModuleWatch(module)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """The module's tensors as they are now."""
+        """Return the module's tensors as they are now."""
         return tuple(_spec(tensor) for tensor in self._tensors())
 
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
@@ -93,7 +95,7 @@ class ModuleTarget:
         return dict(zip(numbers, live, strict=True))
 
     def check_unmoved(self) -> None:
-        """Compare every tensor's address, size, strides and dtype with those bound."""
+        """Raise TargetMoved if a tensor's address, size, strides or dtype has changed."""
         if self._watch.is_unmoved():
             return
         now = places(self._module, self._rename)
@@ -103,22 +105,22 @@ class ModuleTarget:
         self._watch = ModuleWatch(self._module)
 
     def loader(self) -> Loader | None:
-        """None: the module's tensors are the checkpoint's."""
+        """Return None: the module's tensors are the checkpoint's."""
         return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        """Nothing is derived."""
+        """Do nothing: nothing is derived."""
 
     def _tensors(self) -> list[NamedTensor]:
         return tied_tensors(named_tensors(self._module, self._rename))
 
 
 def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSpec]) -> list[int]:
-    """The number in `layout` of each parameter `held` by a receiver.
+    """Return the number in `layout` of each parameter that a receiver holds.
 
     Raises:
-        LayoutMismatch: A held parameter is not in the layout, is there with another shape or dtype,
-            or is tied to others on one side only.
+        LayoutMismatch: A held parameter is missing from the layout, has another shape or dtype
+            there, or is tied to others on one side only.
     """
     numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
     found: list[int] = []
@@ -163,7 +165,7 @@ def _spec(tensor: NamedTensor) -> ParameterSpec:
 
 
 class EarlyCheck:
-    """A target's `check_unmoved`, made before it is asked for."""
+    """A target's `check_unmoved`, run before its result is needed."""
 
     def __init__(self, target: WeightTarget) -> None:
         self._target = target
@@ -172,11 +174,11 @@ class EarlyCheck:
 
     @property
     def is_made(self) -> bool:
-        """Whether it was, since `forget`."""
+        """Whether it has run since `forget`."""
         return self._made_at > -math.inf
 
     def make(self, *, max_age_s: float = 0.0) -> None:
-        """Check, unless that was done a moment ago. What is found is kept for `tell`."""
+        """Check, unless the last check is younger than `max_age_s`. Keep the result for `tell`."""
         now = time.monotonic()
         if now - self._made_at < max_age_s:
             return
@@ -192,16 +194,16 @@ class EarlyCheck:
             raise self._found
 
     def forget(self) -> None:
-        """What comes is to be checked anew."""
+        """Drop the result: the next `make` checks again."""
         self._made_at, self._found = -math.inf, None
 
 
 def refuse_overlap(specs: Sequence[ParameterSpec], live: Iterable[Live]) -> None:
-    """Raise LayoutMismatch for parameters over the same bytes: a write to one changes the other.
+    """Raise LayoutMismatch if parameters share bytes: a write to one would change the other.
 
     Args:
-        specs: What is held.
-        live: Where each of them is.
+        specs: The parameters that are held.
+        live: The storage of each of them.
     """
     names = (spec.name for spec in specs)
     if found := overlapping(zip(names, live, strict=True)):
@@ -210,6 +212,6 @@ def refuse_overlap(specs: Sequence[ParameterSpec], live: Iterable[Live]) -> None
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first few, for an error."""
+    """The first few names, for an error message."""
     shown = ", ".join(map(repr, names[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,4 +1,4 @@
-"""A target for engines whose weights are not where they were loaded: all are loaded each time."""
+"""A target for engines that move or compute their weights: each sync reloads all of them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from deltasync.wire.messages import ParameterSpec
 _SAMPLED = 16  # elements
 
 Reload = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Takes a whole checkpoint and works on it as when the engine was started."""
+"""Loads a whole checkpoint and processes it as at the engine's start."""
 
 
 class ReloadedTarget:
-    """An engine that packs, shuffles, quantises or computes what it loads: slow, but it may.
+    """An engine that packs, shuffles, quantises or computes what it loads. This is slow.
 
-    It keeps a copy of the checkpoint. Syncs are written to that, and digests are taken of it; then,
-    in the pause, the engine is given all of it. What travels is still what changed; the pause
-    grows with the model. What the engine makes of the checkpoint is its own affair;
-    `verify_reload` looks whether it makes the same of it each time.
+    The target keeps a copy of the checkpoint. Syncs are written to the copy, and digests are taken
+    of it; in the pause the engine loads all of it. Only changes are sent, but the pause grows with
+    the model. `verify_reload` checks that the engine makes the same of a checkpoint each time.
 
     Args:
         checkpoint: Names, shapes and dtypes of the tensors that `reload` takes.
-        reload: The engine's. Tensors that it is given are not its own.
-        module: The engine's model. What reloading puts elsewhere is written to where it was.
+        reload: The engine's reload. It does not own the tensors that it gets.
+        module: The engine's model. Tensors that a reload puts elsewhere are written back to their
+            old storage.
         device: Where the copy is kept.
     """
 
@@ -52,17 +52,17 @@ class ReloadedTarget:
             one.name: torch.empty(one.shape, dtype=one.dtype, device=device) for one in checkpoint
         }
         self._names = {one.name: one.names for one in checkpoint}
-        self._given = dict(self._names)  # under which of them the engine takes each
-        for tensor in self._copy.values():  # what no trainer has: the first sync is a full one
+        self._given = dict(self._names)  # the names by which the engine takes each
+        for tensor in self._copy.values():  # no trainer has these: the first sync is a full one
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
         self._loaded: list[CheckpointTensor] = []
 
     def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Say what the engine was loaded with, so that a trainer that holds it need not send it.
+        """Set the weights that the engine was loaded with; a trainer that holds them sends nothing.
 
-        Raises LayoutMismatch for a tensor of another shape or dtype than the trainer's, and
-        ConfigError for what the trainer alone has.
+        Raises LayoutMismatch for a tensor whose shape or dtype differs from the trainer's, and
+        ConfigError for tensors that only the trainer has.
         """
         own = {name: first for first, names in self._names.items() for name in names}
         found: dict[str, tuple[str, ...]] = {}
@@ -92,26 +92,26 @@ class ReloadedTarget:
 
     @refusing_failures()
     def verify_reload(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
-        """Reload other weights, then what is known once more: see `prove_reload`.
+        """Reload other weights, then the engine's own again: see `prove_reload`.
 
-        It takes a copy of all that the engine computes with, beside the other, for as long as it
-        runs. The engine must not run; it holds the same weights afterwards.
+        While it runs, this takes a second copy of everything that the engine computes with. The
+        engine must not run meanwhile; it holds the same weights afterwards.
 
         Args:
-            proof: Of the engine.
-            keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
+            proof: The proof for this engine.
+            keep: Patterns, as in `fnmatch`, of checkpoint tensors that may stay as they are.
 
         Raises:
-            ConfigError: By name, for what would be stale, or is different when the engine reloads
-                what it was started on, and for what the trainer does not send.
-            DirtyReceiver: The engine could not be put back.
+            ConfigError: Names what would be stale, what differs after the engine reloads its own
+                weights, and what the trainer does not send.
+            DirtyReceiver: The engine's weights could not be restored.
         """
         loaded = [one for one in self._loaded if not matches(one.name, keep)]
         refuse_unsent(proof, loaded, {name for names in self._names.values() for name in names})
         prove_reload(proof, self._copy, self._given, self._reload)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """The checkpoint's tensors."""
+        """Return the checkpoint's tensors."""
         return tuple(
             ParameterSpec(self._names[name], tuple(tensor.shape), dtype_of(tensor, name=name))
             for name, tensor in self._copy.items()
@@ -126,17 +126,17 @@ class ReloadedTarget:
         }
 
     def check_unmoved(self) -> None:
-        """The copy stays where it is."""
+        """Do nothing: the copy does not move."""
 
     def loader(self) -> Loader | None:
-        """None: the copy holds what was sent."""
+        """Return None: the copy holds what was sent."""
         return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        """Load all, into the storage where it was.
+        """Reload everything into its old storage.
 
-        Raises what the engine raises, and DirtyReceiver if nothing is known to load: the first sync
-        is undone, and what the engine held before is gone.
+        Raises what the engine raises, and DirtyReceiver if there is nothing known to load: the
+        first sync was undone, and the engine's earlier weights are gone.
         """
         if all(map(torch.equal, self._sample(), self._unknown)):
             raise DirtyReceiver(
@@ -146,6 +146,6 @@ class ReloadedTarget:
             self._reload(under(self._given, self._copy.items()))
 
     def _sample(self) -> list[Tensor]:
-        """A few bytes of each tensor."""
+        """A few bytes of every tensor."""
         tensors = self._copy.values()
         return [t.view(-1)[:_SAMPLED].view(torch.uint8).clone() for t in tensors]

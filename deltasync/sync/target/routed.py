@@ -1,4 +1,4 @@
-"""A target that reaches an engine's weights as the engine's own loader does."""
+"""A target that writes an engine's weights to where the engine's own loader puts them."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ from deltasync.sync.target.module import match_parameters, refuse_overlap, some_
 from deltasync.wire.messages import ParameterSpec
 
 Routes = tuple[Piece, ...]
-"""The pieces of one checkpoint tensor."""
+"""Where the pieces of one checkpoint tensor are kept."""
 
-_SHOWN = 5  # reasons in an error
-_BLOCK = 1 << 20  # elements that are compared together
+_SHOWN = 5  # reasons in an error message
+_BLOCK = 1 << 20  # elements that are compared at once
 
 
 class RoutedTarget:
     """An engine whose parameters are not the checkpoint's: fused, padded, split over ranks.
 
-    The engine's loader is run once on tensors without data, which shows where the elements of each
-    checkpoint tensor are kept; deltas are written there. That is proved before any of them: a
-    receiver joins by weights that have the trainer's digest when they are read back through the
-    routes, or by a full sync, which the loader itself writes and which is then read back.
+    The engine's loader runs once on tensors without data. This shows where the elements of each
+    checkpoint tensor are kept, which is where deltas are written. The routes are verified before
+    any delta: a receiver joins either with weights that have the trainer's digest when they are
+    read back through the routes, or by a full sync, which the loader itself writes and which is
+    then read back.
 
-    A loader that writes in another thread, through numpy or dlpack, is not seen to do so: it must
-    not be given here.
+    Do not use a loader that writes in another thread, or through numpy or dlpack: such writes
+    cannot be recorded.
 
     Args:
-        module: The engine's model. It must keep its storage between syncs; if it is released,
+        module: The engine's model. It must keep its storage between syncs; if storage is released,
             reloaded or replaced, call the receiver's `invalidate`.
         checkpoint: Names, shapes and dtypes of the tensors that `load` takes.
         load: The loader; by default the module's `load_weights`. It is called with a few tensors at
-            a time, in the engine's pause. Tensors are given in the dtype that the engine keeps.
-        finish: Called in the pause after every sync, full or not: brings up to date what the engine
-            derives from its weights. It must leave them where they were loaded.
-        upkeep: What `verify_routes` has found that must follow, for this module and checkpoint.
+            a time, in the engine's pause, in the dtypes that the engine keeps.
+        finish: Called in the pause after every sync, to update what the engine derives from its
+            weights. It must leave the weights where they were loaded.
+        upkeep: What `verify_routes` found must be updated, for this module and checkpoint.
         is_written: Whether a trainer has written the engine since it was started.
 
     Attributes:
-        upkeep: The same; `verify_routes` finds it.
+        upkeep: What must be updated after a sync; `verify_routes` finds it.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class RoutedTarget:
         self._known: tuple[ModuleWatch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """The checkpoint tensors that the loader takes something of.
+        """Return the checkpoint tensors of which the loader takes something.
 
         Raises:
-            ConfigError: Some have no route; the text says which, and why.
+            ConfigError: Tensors have no route; the message says which, and why.
         """
         return self._specs(self._recorded())
 
     def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
-        """Find each parameter of the layout in the engine. Raises as `parameters` too."""
+        """Find each parameter of the layout in the engine. Also raises what `parameters` does."""
         recording = self._recorded()
         held = self._specs(recording)
         numbers = match_parameters(held, layout)
@@ -118,23 +119,23 @@ class RoutedTarget:
         keep: Collection[str] = (),
         routes: Mapping[str, Routes] | None = None,
     ) -> None:
-        """Prove that what is written through routes reaches all that the engine computes with.
+        """Prove that writes through routes reach everything that the engine computes with.
 
-        What the engine holds of the checkpoint that it was started on is read back; then see
-        `prove_routes`. The engine must not run. It holds the same weights afterwards.
+        Reads back the checkpoint that the engine was started on, then runs `prove_routes`. The
+        engine must not run meanwhile. It holds the same weights afterwards.
 
         Args:
-            weights: That checkpoint.
-            proof: Makes what updates are held against. Without one nothing is found out about what
-                the engine derives from weights, or keeps a second time.
-            keep: Patterns of checkpoint tensors that may stay as they are, as of `fnmatch`.
-            routes: Those of this engine that were proved before, by name: what lies there may have
-                been written since, and is not read back.
+            weights: The checkpoint that the engine was started on.
+            proof: Creates what updates are compared with. Without it, nothing is known about what
+                the engine derives from its weights, or keeps a second time.
+            keep: Patterns, as in `fnmatch`, of checkpoint tensors that may stay as they are.
+            routes: Routes of this engine that were proved earlier, by name. What lies there may
+                have been written since, so it is not read back.
 
         Raises:
-            ConfigError: By name, for tensors that are not where the loader puts them, for such as
-                the trainer does not send, and for what would be stale.
-            DirtyReceiver: The engine could not be put back.
+            ConfigError: Names tensors that are not where the loader puts them, that the trainer
+                does not send, or that would be stale.
+            DirtyReceiver: The engine's weights could not be restored.
         """
         layout = self.parameters()
         numbers = {name: number for number, spec in enumerate(layout) for name in spec.names}
@@ -181,7 +182,7 @@ class RoutedTarget:
         return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
 
     def routes(self) -> dict[str, Routes]:
-        """Where the elements of each of `parameters` are kept, by each of its names."""
+        """Return where the elements of each of `parameters` are kept, by each of its names."""
         assert self._known is not None
         recording = self._known[1]
         specs = self._specs(recording)
@@ -194,8 +195,9 @@ class RoutedTarget:
 
     @refusing_failures()
     def verify_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
-        """The same for an engine of which nobody knows what it was loaded with: nothing is read
-        back. Here `keep` are the engine's own names. Raises as `verify_routes`.
+        """Like `verify_routes`, for an engine whose loaded weights are unknown: reads nothing back.
+
+        Here `keep` has the engine's own names. Raises as `verify_routes`.
         """
         self.bind(self.parameters())
         recording = self._recorded()
@@ -204,20 +206,20 @@ class RoutedTarget:
         self.upkeep = prove_routes(proof, recording, self._held)
 
     def check_unmoved(self) -> None:
-        """Compare the address, size, strides and dtype of every tensor of the module."""
+        """Raise TargetMoved if a tensor's address, size, strides or dtype has changed."""
         if not self._watch.is_unmoved():
             raise TargetMoved("storage of the engine was replaced; rejoin")
 
     def loader(self) -> Loader | None:
-        """The engine's own, which fills padding too."""
+        """Return the engine's own loader, which also fills padding."""
         return self
 
     def load(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        """Give the engine's loader what the sender calls by its names."""
+        """Pass tensors, by the sender's names, to the engine's loader under its own names."""
         self._load([(own, tensor) for name, tensor in weights for own in self._own_names[name]])
 
     def together(self) -> list[list[str]]:
-        """The groups that the loader needs in one call, of what is bound, by the sender's names."""
+        """Return the bound tensors that the loader needs in one call, by the sender's names."""
         names = {given: name for name, given in self._own_names.items()}
         assert self._known is not None
         recording = self._known[1]
@@ -225,7 +227,7 @@ class RoutedTarget:
         return [[name for name in group if name is not None] for group in groups]
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        """Bring up to date what is derived. Raises TargetMoved if that moves the weights."""
+        """Update what is derived. Raises TargetMoved if that moves the weights."""
         self._finish()
         if self.upkeep is not None:
             names = None if changed is None else {self._names[n] for n in changed}
@@ -243,7 +245,7 @@ class RoutedTarget:
         )
 
     def _recorded(self) -> Recording:
-        """Where things are now. Raises ConfigError unless that is known of everything."""
+        """The routes as of now. Raises ConfigError if a tensor has none."""
         if self._known is not None and self._known[0].is_unmoved():
             return self._known[1]
         with self._kept():
@@ -270,7 +272,7 @@ class RoutedTarget:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Put back what the loader replaces. Refuse it for parameters and buffers."""
+        """Restore what the loader replaces. Raise ConfigError if it replaced a tensor."""
         watch, reach, before = (
             ModuleWatch(self._module),
             Reach([("", self._module)]),
@@ -292,14 +294,14 @@ class RoutedTarget:
 
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
-    """To all of a checkpoint tensor as to any other, or to parts of it."""
+    """Access to a whole checkpoint tensor, or to the parts of it that are held."""
     if not spec.numel or (len(pieces) == 1 and pieces[0].is_whole(spec.numel)):
         return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
     return Part.of(pieces, live, name=spec.name)
 
 
 def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
-    """Whether what is held are these weights. In blocks, for the memory of positions."""
+    """Whether these weights are held. Compares in blocks, to bound the memory for positions."""
     wanted = tensor.reshape(-1)
     for start in range(0, spec.numel, _BLOCK):
         stop = min(start + _BLOCK, spec.numel)
