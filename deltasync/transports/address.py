@@ -1,4 +1,4 @@
-"""Where a sender listens, as its receivers are told it."""
+"""Where a sender listens, in a form that can be sent to its receivers."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
 """Payloads by one torch.distributed broadcast (gloo or NCCL), everything else over TCP.
 
-The process group is deltasync's own: the application's default group is neither used nor made.
-A frame with a payload takes one round over the control plane before its broadcast:
+The process group is deltasync's own: the application's default group is neither used nor created.
+Before its broadcast, a frame with a payload takes one round over the control plane:
 
     sender                                  receivers
-    FRAME(size) ------------------------->  find a buffer that nobody reads any more
+    FRAME(size) ------------------------->  find a buffer that is not being read
     pack        <---------------- READY --
     PACKED ------------------------------>
-    START(header) ----------------------->  broadcast; the frame is handed out when it has arrived
-    ABANDON ----------------------------->  or: leave the group; what has not arrived soon is lost
+    START(header) ----------------------->  broadcast; return the frame when it has arrived
+    ABANDON ----------------------------->  or: leave the group; what does not arrive soon is lost
 
-Nothing is broadcast before the payload is packed and every member is ready: a broadcast that waits
-for one of them would hold up the GPUs of all others. So whoever is ready stays in `receive` until
-START, or calls `progress` and is soon back; and who has a frame to hand out, or is reading one, is
-ready for the next only once that is packed.
+Nothing is broadcast before the payload is packed and every member is ready, because a broadcast
+that waits for one member would block the GPUs of all others. So a receiver that is ready stays in
+`receive` until START, or calls `progress` and soon returns. A receiver that still has a frame to
+return, or reads one, is ready for the next payload only when that is packed.
 
-`send` returns as soon as the broadcast has started: one payload travels while the next is packed
-and the last is read. Its end at the root proves no delivery; who needs proof asks for replies, as
-a sync does.
+`send` returns as soon as the broadcast has started: one payload is in flight while the next is
+packed and the last is read. The end of a broadcast at the root does not prove delivery; a caller
+that needs proof asks for replies, as a sync does.
 
-A group is formed in a round like this (GROUP, READY, START, READY) by the first payload. One that
-lost a member is abandoned, never repaired; the next payload forms a new one. The control plane can
-be signed with a secret; the payload and the back end's rendezvous belong on a trusted network.
+The first payload forms a group, in a similar round (GROUP, READY, START, READY). A group that lost
+a member is abandoned, never repaired; the next payload forms a new one. The control plane can be
+signed with a secret. The payload and the back end's rendezvous need a trusted network.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class Sender(SendTransport):
         """Listen on `host`, which receivers must be able to reach.
 
         Args:
-            host: Address of the interface to serve on.
-            port: 0 picks a free one; see `address`.
+            host: Address of the interface to listen on.
+            port: 0 chooses a free port; see `address`.
             backend: "gloo" for CPUs, "nccl" for GPUs.
             device: Where payloads live; by default the CPU or the current GPU.
-            secret: Sign the control plane; receivers must have the same. Without one there is a
-                warning unless `host` is of this machine alone.
+            secret: Signs the control plane; receivers must have the same secret. Without one, an
+                address that is not loopback logs a warning.
             max_payload_bytes: Larger payloads are refused.
         """
         check_secret(secret)
@@ -151,7 +151,7 @@ class Sender(SendTransport):
 
     @property
     def backend(self) -> Backend:
-        """What broadcasts; receivers must have the same."""
+        """The broadcasting library; receivers must use the same."""
         return self._backend
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
@@ -163,7 +163,7 @@ class Sender(SendTransport):
             return self._server.is_connected(peer)
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
-        """Waits for no peer: the first payload forms the group, and all must be receiving then."""
+        """Return at once: the first payload forms the group, and all must be receiving then."""
         with self._gate.entered():
             self._server.pump(0)
             failures = self._settle(self._slots, Deadline(timeout_s))
@@ -176,7 +176,7 @@ class Sender(SendTransport):
             return failures
 
     def buffer(self, num_bytes: int, *, timeout_s: float) -> Tensor:
-        """Waits until the payload before the last one has left."""
+        """Wait until the payload before the last one has left."""
         check_size(num_bytes, self._capabilities)
         with self._gate.entered():
             slot, deadline = self._slots[self._turn], Deadline(timeout_s)
@@ -186,7 +186,7 @@ class Sender(SendTransport):
             return slot.view(num_bytes)
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
-        """A payload is on its way to every peer when this returns."""
+        """Send a frame. When this returns, the payload is in flight, not delivered."""
         check_frame(frame, self._capabilities)
         deadline = Deadline(timeout_s)
         with self._gate.entered():
@@ -237,13 +237,13 @@ class Sender(SendTransport):
         return self._tickets
 
     def _check(self, failures: dict[int, TransportError]) -> None:
-        """Go on without those who failed, and say so."""
+        """Remove the peers that failed, and raise what they failed with."""
         self._remove(failures)
         if failures:
             raise failure(failures)
 
     def _remove(self, peers: Iterable[int]) -> None:
-        """Go on without `peers`; a group that has one of them is of no more use."""
+        """Remove `peers`; a group with one of them is abandoned."""
         gone = self._members & set(peers)
         if gone:
             self._members -= gone
@@ -256,7 +256,7 @@ class Sender(SendTransport):
         self._membership.leave()
 
     def _abandon(self) -> int:
-        """Leave the group and tell everybody to; returns the ticket of their answers."""
+        """Leave the group, and make all members leave. Returns the ticket of their answers."""
         ticket = self._next_ticket()
         self._announced = None
         if self._membership.group is not None or self._membership.join is not None:
@@ -267,7 +267,7 @@ class Sender(SendTransport):
     def _send_payload(
         self, header: bytes, payload: Tensor, deadline: Deadline
     ) -> dict[int, TransportError]:
-        """Start to bring `payload` to the members. Returns who failed, and why."""
+        """Start to broadcast `payload`. Returns the peers that failed, and why."""
         slot = self._slots[self._turn]
         failures = self._settle([slot], deadline) or self._server.losses(self._members)
         if failures or not self._members:
@@ -291,13 +291,13 @@ class Sender(SendTransport):
         return self._server.flush(self._members, deadline)
 
     def _announce(self, num_bytes: int, deadline: Deadline) -> tuple[int, int]:
-        """Let the members get ready for a payload. Returns its ticket and size."""
+        """Announce a payload to the members. Returns its ticket and size."""
         ticket = self._next_ticket()
         self._write(Kind.FRAME, FRAME.pack(ticket, num_bytes, bounded(deadline.remaining_s)))
         return ticket, num_bytes
 
     def _form_group(self, deadline: Deadline) -> dict[int, TransportError]:
-        """Form a group with the members of the epoch. Returns who could not, and why."""
+        """Form a group with the members of the epoch. Returns the peers that failed, and why."""
         ticket = self._next_ticket()
         name = f"{self._name}/{ticket}"
         size, backend = len(self._members) + 1, BACKENDS.index(self._backend)

@@ -1,8 +1,8 @@
-"""The receiver's end of the collective transport; the protocol is told in collective.py.
+"""The receiver's end of the collective transport; collective.py describes the protocol.
 
-Two frames at most wait here to be handed out. So a payload can be on its way while the one before
-is read, although nothing runs between two calls: whoever reads a frame calls `progress` meanwhile,
-and a frame that has arrived is kept back until the next payload has started, if that is about to.
+At most two frames wait here to be returned. So one payload can be in flight while the one before
+is read, although no code runs between two calls: the reader of a frame calls `progress` meanwhile,
+and a frame that has arrived is held back until the next payload has started, if that is imminent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from deltasync.transports.process_group import (
 )
 
 _ANSWER_TIMEOUT_S = 5.0
-# How long a frame that has arrived is kept back for a payload that was announced to be packed.
+# How long a frame that has arrived is held back for a payload that was announced as packed.
 _LINGER_S = 0.0005
 _MAX_AT_ONCE = 64  # messages that are obeyed by `progress`, or after a deadline
 
@@ -60,8 +60,8 @@ class _Announced:
 
     Attributes:
         num_bytes: Its length.
-        patience_s: How long it may be on its way.
-        is_packed: The sender waits for nothing but answers.
+        patience_s: How long it may be in flight.
+        is_packed: The sender waits only for answers.
         is_answered: It may start at any moment.
     """
 

@@ -1,23 +1,23 @@
 """Processes on one host: payloads in GPU memory, everything else over a unix socket.
 
 A slot is a buffer from cudaMalloc, outside torch's caching allocator (whose expandable segments
-have no handles), mapped by each receiver through CUDA's legacy IPC handles. With it goes an
-interprocess event that is recorded on the sender's stream when a payload is sent.
+have no handles). Each receiver maps it through CUDA's legacy IPC handles. Each slot has an
+interprocess event, which the sender records on its stream when it sends a payload.
 
     sender                                        receiver
     SEGMENT(GPU, memory, event) + pipe end ---->  map the memory, hold the pipe end
-    record event, FRAME(slot, ...) ------------>  poll the event on the host, hand the payload out
-                                                  next receive: record an event of its own
-          <------------------------- RELEASE ---  once that is done
+    record event, FRAME(slot, ...) ------------>  poll the event on the host, return the payload
+                                                  next receive: record its own event
+          <------------------------- RELEASE ---  when that event is done
     EOF of the pipe  <--------------------------  unmapped, or dead: cudaFree is allowed
 
-The receiver never makes a stream wait for an event of the sender, so that a sender that dies
-leaves nothing that hangs. Who owns what: a slot's memory and event are the sender's, and live
-until the last receiver has unmapped them; a payload is the receiver's until its next `receive`.
-After `connect`, `disconnect`, `close` or PeerLost the memory behind a payload is unmapped, and to
-touch it is an illegal access. What a dead process allocated, the driver frees. The socket lets in
-processes of the same user alone, and these trust each other: a payload is not copied before it is
-checked, so that a sender that wrote to it meanwhile could reach any memory of the receiver's GPU.
+The receiver never makes a stream wait for an event of the sender, so nothing hangs when a sender
+dies. Ownership: the sender owns a slot's memory and event, which live until the last receiver has
+unmapped them; a payload belongs to the receiver until its next `receive`. After `connect`,
+`disconnect`, `close` or PeerLost the memory behind a payload is unmapped, and touching it is an
+illegal access. The driver frees what a dead process allocated. The socket admits only processes of
+the same user, or of root, and these must trust each other: a payload is not copied before it is
+checked, so a sender that writes to it meanwhile could reach any memory of the receiver's GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _GRACE_S = 1.0  # what closing waits for payloads to be filled, and for receiver
 
 
 class _Exported:
-    """Memory that receivers map, and the event that says when it is filled."""
+    """Memory that receivers map, and the event that marks it as filled."""
 
     def __init__(self, gpu: Gpu, num_bytes: int) -> None:
         self._gpu = gpu
@@ -122,7 +122,7 @@ _retired_lock = threading.Lock()
 
 
 def _free_unmapped() -> bool:
-    """Free what nobody maps any more; whether all of it is freed."""
+    """Free what no receiver maps any more. Returns whether everything is freed."""
     with _retired_lock:
         for exported in list(_retired):
             if not exported.is_mapped():
@@ -132,7 +132,7 @@ def _free_unmapped() -> bool:
 
 
 class _Slot(Slot):
-    """A buffer from cudaMalloc. Its memory stays where it is until a larger payload comes."""
+    """A buffer from cudaMalloc. It is replaced only when a larger payload comes."""
 
     def __init__(self, index: int, gpu: Gpu) -> None:
         super().__init__(index, gpu.empty(0))
@@ -167,7 +167,7 @@ class _Slot(Slot):
             yield segment, descriptor
 
     def free(self) -> None:
-        """Freed at once if nobody maps it, else by a later call or with the process."""
+        """Free it at once if no receiver maps it, otherwise in a later call or with the process."""
         if self._current is not None:
             with _retired_lock:
                 _retired.append(self._current)
@@ -229,13 +229,13 @@ class _Imported:
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        """The lease is the parent's: the sender must not wait for a child. CUDA is left alone."""
+        """Close the lease, so that the sender does not wait for a child. CUDA is not touched."""
         lease, self._lease = self._lease, -1
         if lease >= 0:
             os.close(lease)
 
     def close(self) -> None:
-        """Unmap, when nothing that was enqueued here reads it any more."""
+        """Unmap, after the reads that were enqueued here."""
         try:
             self._gpu.synchronize(self.memory)
             if self._is_opened:
@@ -290,7 +290,7 @@ class Receiver(SlotReceiver):
                 raise
 
     def progress(self) -> None:
-        """Give the sender back what nothing on the GPU reads any more."""
+        """Release to the sender what nothing on the GPU reads any more."""
         with self._gate.entered():
             self._send_releases(Deadline(_RELEASE_TIMEOUT_S))
 
@@ -322,7 +322,7 @@ class Receiver(SlotReceiver):
         self._releases.append((mark, told))
 
     def _send_releases(self, deadline: Deadline) -> None:
-        """Give slots back whose reads are done."""
+        """Release slots whose reads are done."""
         while self._releases and self._releases[0][0].query():
             _, told = self._releases.popleft()
             # A sender that is gone may have sent more, which is still handed out.
@@ -330,7 +330,7 @@ class Receiver(SlotReceiver):
                 self._client.write(Kind.RELEASE, told.release, deadline)
 
     def _take_ready(self) -> Frame | None:
-        """The oldest frame that waits, if its payload is there."""
+        """The oldest waiting frame, if its payload has arrived."""
         if not self._waiting:
             return None
         told = self._waiting[0]
@@ -349,7 +349,7 @@ class Receiver(SlotReceiver):
         return Frame(told.header, self._fetch(payload, told))
 
     def _fetch(self, payload: Tensor, told: Announcement) -> Tensor:
-        """A copy on this GPU: patches are read several times, so that they cross over once."""
+        """A copy on this GPU. Patches are read several times; this way they cross the bus once."""
         if self._copy.numel() < payload.numel():
             self._copy = self._gpu.empty(payload.numel())
         copy = self._copy[: payload.numel()].copy_(payload)
@@ -357,7 +357,7 @@ class Receiver(SlotReceiver):
         return copy
 
     def _forget(self) -> None:
-        """Unmaps, after the reads that were enqueued, then ends the connection."""
+        """Unmap, after the reads that were enqueued, then close the connection."""
         self._held = None
         self._waiting.clear()
         self._releases.clear()

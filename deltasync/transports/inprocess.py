@@ -22,7 +22,7 @@ _PARENTS_OWN = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
 
 
 class _Link:
-    """One connection: what is under way in both directions, and why it ended."""
+    """One connection: frames in flight in both directions, and why it ended."""
 
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque()
@@ -31,7 +31,7 @@ class _Link:
 
 
 class Sender(SendTransport):
-    """The sender's end. Receivers of the same process are made by `receiver()`."""
+    """The sender's end. `receiver()` makes receivers in the same process."""
 
     def __init__(
         self, *, device: torch.device | str = "cpu", max_payload_bytes: int | None = None
@@ -61,7 +61,7 @@ class Sender(SendTransport):
         return self._capabilities
 
     def receiver(self) -> Receiver:
-        """A new receiver's end, not connected yet. May be called from any thread."""
+        """Return a new receiver's end, not connected yet. May be called from any thread."""
         return Receiver(self)
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
@@ -148,7 +148,7 @@ class Sender(SendTransport):
         return self._loss(peer) is not None or bool(self._links[peer].replies)
 
     def _reply(self, peer: int) -> bytes | TransportError:
-        """What `peer` replied, or why it did not; drops it if it is late."""
+        """The reply of `peer`, or why there is none; drops the peer if it is late."""
         loss = self._loss(peer)
         if 0 <= peer < len(self._links) and self._links[peer].replies:
             return self._links[peer].replies.popleft()
@@ -200,7 +200,7 @@ class Receiver(ReceiveTransport):
             raise TransportTimeout("nothing came in time")
 
     def progress(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         """Never waits."""
@@ -240,7 +240,7 @@ class Receiver(ReceiveTransport):
 
 
 def _clone(payload: Tensor | None) -> Tensor | None:
-    """A copy that another thread, on another stream, may read at once."""
+    """A copy that another thread may read at once, on another stream."""
     if payload is None:
         return None
     copy = payload.detach().clone()

@@ -1,8 +1,8 @@
 """Processes on one host: payloads in shared memory, everything else over a unix socket.
 
-A slot is a memfd, sealed against resizing and handed to each receiver once. `buffer` gives out
-the slot itself, and every receiver reads that same memory: packing is the only copy. The kernel
-frees it all with the last process, however that ends.
+A slot is a memfd, sealed against resizing and passed to each receiver once. `buffer` returns the
+slot itself, and every receiver reads that same memory: packing is the only copy. The kernel frees
+the memory with the last process, however that process ends.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Slot(Slot):
         return self.memory[:num_bytes]
 
     def filled(self) -> None:
-        """Nothing to do: what was written to host memory stands there."""
+        """Do nothing: host memory is written at once."""
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     @contextmanager
     def announced(self) -> Iterator[tuple[bytes, int]]:
@@ -101,7 +101,7 @@ class Receiver(SlotReceiver):
         forks.inert_in_children(self._forked)
 
     def receive(self, *, timeout_s: float) -> Frame:
-        """The payload is shared memory: no copy is made."""
+        """Return the next frame. Its payload is shared memory, not a copy."""
         deadline = Deadline(timeout_s)
         with self._gate.entered():
             self._let_go(deadline)
@@ -117,10 +117,10 @@ class Receiver(SlotReceiver):
                 raise
 
     def progress(self) -> None:
-        """Nothing is to be done: payloads come without any doing of this end."""
+        """Do nothing: payloads arrive without work at this end."""
 
     def _let_go(self, deadline: Deadline) -> None:
-        """Give the payload of the last frame back to the sender."""
+        """Release the payload of the last frame to the sender."""
         held, self._held = self._held, None
         if held is not None:
             # A sender that is gone may have sent more, which `next` still gives out.
@@ -161,7 +161,7 @@ class Receiver(SlotReceiver):
 
 
 def _create_segment(size: int) -> int:
-    """The descriptor of `size` zero bytes that can neither grow nor shrink."""
+    """Create a segment of `size` zero bytes that can neither grow nor shrink; its descriptor."""
     descriptor = os.memfd_create("deltasync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -173,10 +173,10 @@ def _create_segment(size: int) -> int:
 
 
 def _map_segment(descriptor: int, size: int) -> Tensor:
-    """uint8[size]: the memory behind `descriptor`, of which nothing is believed unchecked.
+    """Return uint8[size]: the memory behind `descriptor`, whose size and seals are checked.
 
-    A segment that could still shrink would let its owner kill this process with SIGBUS.
-    Mapped copy-on-write, so that a receiver that writes to a payload harms only itself.
+    If a segment could still shrink, its owner could kill this process with SIGBUS. The mapping is
+    copy-on-write, so a receiver that writes to a payload affects only itself.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
