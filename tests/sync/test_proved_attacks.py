@@ -248,6 +248,59 @@ def test_numbers_follow_what_is_reloaded() -> None:
         prove_reload(type("Engine", (Reloading,), {"made": once}), weights)
 
 
+class Filled(Layer):
+    """Makes some of its weights with values, and keeps a number that follows from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16), requires_grad=False)
+        self.kept = torch.ones(6, dtype=torch.bfloat16)
+
+    def work(self) -> None:
+        self.most = float(self.weight.max())
+        self.kept.copy_(self.sinks.data)
+
+
+class FilledOnce(Layer):
+    """Likewise, but fills it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.ones(6, dtype=torch.bfloat16)
+
+    def work(self) -> None:
+        self.most = float(self.weight.max())
+        if not hasattr(self, "is_worked_on"):
+            self.kept.copy_(self.sinks.data)
+        self.is_worked_on = True
+
+
+class ReloadingFilled(Reloading):
+    made = Filled
+
+
+class ReloadingFilledOnce(Reloading):
+    made = FilledOnce
+
+
+def test_weights_that_are_made_with_values_follow() -> None:
+    """A second instance holds its own memory for these, each time that it is started."""
+    before, after = checkpoint(0), checkpoint(1)
+    engine, target = prove(engines(Filled), before)
+    write(target, after, list(after))
+    for layer in list[Any](engine.layers):
+        assert torch.equal(layer.kept, layer.sinks)
+        assert layer.most == float(layer.weight.max())
+    prove_reload(ReloadingFilled, before)
+
+
+def test_what_is_made_with_values_and_computed_once_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'layers\.0\.kept'.*: the engine computes with it"):
+        prove(engines(FilledOnce), checkpoint())
+    with pytest.raises(ConfigError, match=r"'layers\.\d\.kept'.*: the engine computes with it"):
+        prove_reload(ReloadingFilledOnce, checkpoint())
+
+
 def test_numbers_that_lead_to_no_tensor_are_put_back() -> None:
     """Also if the proof refuses, or is broken off."""
 

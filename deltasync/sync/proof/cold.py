@@ -115,7 +115,9 @@ class ColdModel:
         stop: Collection[int],
         fill: Mapping[str, Tensor],
     ) -> Iterator[tuple[Reach, set[str]]]:
-        """Let some modules have memory meanwhile. What they are when it ends is forgotten.
+        """Let some modules have memory meanwhile. What is in it when it ends is forgotten.
+
+        What was made with values has memory already, and keeps what is written there.
 
         Args:
             roots, stop: As of `Reach`.

@@ -321,13 +321,14 @@ class Proof:
             kept: What the live one holds.
         """
         fresh = self._started(group, others(), kept)
-        if fresh.values:  # among them are counts, names, times: of no weights
-            again = self._started(group, others(), kept).values
+        if first := fresh.values:  # among them are counts, names, times: of no weights
             same = self._started(group, own(), kept).values
+            # The last start decides: what was made with values has the memory of all of them.
+            fresh = self._started(group, others(), kept)
             fresh.values = {
                 path: value
                 for path, value in fresh.values.items()
-                if is_same(again.get(path), value) and not is_same(same.get(path), value)
+                if is_same(first.get(path), value) and not is_same(same.get(path), value)
             }
         return fresh
 
