@@ -2,6 +2,7 @@
 
 * DeltaSyncError
   + ConfigError(ValueError)        fix the configuration or the call
+    - CallOrderError               this call has its place after another one; correct the order
   + WireError(ValueError)          the bytes are wrong: nothing of them was written
     - TruncatedFrame               fewer or more bytes than the frame declares
     - BadMagic                     not a deltasync frame
@@ -19,7 +20,7 @@
     - TargetMoved                  live storage was replaced between stage and commit; rejoin
     - VersionGap                   the delta does not fit the version held; rejoin
     - WrongStream                  the frame belongs to another training run; rejoin
-    - IllegalMessage               a message that its state does not allow; rejoin
+    - ProtocolViolation            the peer sent what does not belong there; rejoin
     - DigestMismatch               the weights are not what the sender says; rejoin
     - DirtyReceiver                a half-written or corrupted model; rejoin
     - Refused                      the sender turned it away; .kind, .message say why
@@ -43,6 +44,10 @@ class DeltaSyncError(Exception):
 
 class ConfigError(DeltaSyncError, ValueError):
     """The configuration or the call is wrong."""
+
+
+class CallOrderError(ConfigError):
+    """A call that makes no sense now, such as `commit` before `stage`."""
 
 
 class WireError(DeltaSyncError, ValueError):
@@ -135,8 +140,8 @@ class WrongStream(SyncError):
     """A message of another training run."""
 
 
-class IllegalMessage(SyncError):
-    """A message that the state does not allow."""
+class ProtocolViolation(SyncError):
+    """The peer sent a message that the protocol does not allow at this point."""
 
 
 class DigestMismatch(SyncError):

@@ -19,7 +19,7 @@ from deltasync.delta.host_rows import Lines
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import share_of
 from deltasync.delta.snapshot import Snapshot
-from deltasync.errors import ConfigError, DigestMismatch, IllegalMessage
+from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import FrameFile, appearing, write_frames
@@ -113,7 +113,7 @@ class PatchFile:
             else:
                 reader.take(frame)
         if reader.layout is None or reader.begin.base_version is None:
-            raise IllegalMessage("a patch file says what it fits on; this has no base_version")
+            raise ProtocolViolation("a patch file says what it fits on; this has no base_version")
         self.specs = {spec.name: spec for spec in reader.specs}
         self.layout = reader.specs
         self.base = int(reader.layout.digest, 16)

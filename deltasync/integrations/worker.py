@@ -16,7 +16,7 @@ from deltasync.delta.routes.loading import Loader
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
-    IllegalMessage,
+    ProtocolViolation,
     SyncAborted,
     TransportError,
     TransportTimeout,
@@ -183,7 +183,7 @@ class Worker:
             self.is_written = True
             written = self._written(self._staging)
         if written != version:
-            raise IllegalMessage(f"v{written} was written, v{version} was asked for")
+            raise ProtocolViolation(f"v{written} was written, v{version} was asked for")
 
     def _await(self, staging: StagingThread, version: int, deadline: float) -> None:
         """Wait until a version is staged, or this one is held."""

@@ -14,10 +14,10 @@ from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.routes.loading import Loading
 from deltasync.errors import (
+    CallOrderError,
     DeltaSyncError,
     DigestMismatch,
     DirtyReceiver,
-    IllegalMessage,
     LayoutMismatch,
     PeerLost,
     SyncAborted,
@@ -155,7 +155,7 @@ class WeightReceiver(Closing):
                 self._is_undivided = False
                 self._early.forget()
         if self._session.version is None:
-            raise IllegalMessage("invalidated while joining; call again")
+            raise SyncAborted("invalidated while joining; call again")
         return self._session.version
 
     def stage(self, *, timeout_s: float = 60.0) -> bool:
@@ -172,7 +172,7 @@ class WeightReceiver(Closing):
     def _stage(self, timeout_s: float) -> bool:
         with self._failing_safely(), self._stream.entered():
             if self._is_in_place:
-                raise IllegalMessage("a sync is written in place: call commit, in the pause")
+                raise CallOrderError("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
             self._look_after_attach()
             if self._session.state is ReceiverState.OUTSIDE:
@@ -195,7 +195,7 @@ class WeightReceiver(Closing):
         `is_dirty`. Writes and reads back; the ranks of an engine wait for each other.
 
         Raises:
-            IllegalMessage: Nothing is staged: call `stage` first. Membership goes on.
+            CallOrderError: Nothing is staged: call `stage` first. Membership goes on.
             ConfigError: Another thread commits or receives. It goes on.
             TargetMoved: Storage was replaced. A staged sync was not written; others leave it dirty.
             SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
@@ -221,7 +221,7 @@ class WeightReceiver(Closing):
             with self._lock:
                 begun, staging, state = self._session.begun, self._staging, self._session.state
                 if state is not ReceiverState.COMMITTING or begun is None or staging is None:
-                    raise IllegalMessage(f"commit while {state.name}; call stage first")
+                    raise CallOrderError(f"commit while {state.name}; call stage first")
                 self._write(begun.version, staging)
             if self._world > 1:
                 self._wait_for_engine(staging)
@@ -231,7 +231,7 @@ class WeightReceiver(Closing):
     def _check_staged(self) -> None:
         state = self._session.state
         if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
-            raise IllegalMessage(f"commit while {state.name}: nothing is staged; call stage first")
+            raise CallOrderError(f"commit while {state.name}: nothing is staged; call stage first")
 
     def digests(self) -> dict[str, int]:
         """The digest of each parameter held, by each of its names. Raises DirtyReceiver."""

@@ -10,9 +10,9 @@ from typing import Self
 import torch
 
 from deltasync.errors import (
+    CallOrderError,
     ConfigError,
     DeltaSyncError,
-    IllegalMessage,
     TransportClosed,
     TransportTimeout,
 )
@@ -102,13 +102,13 @@ class StagingThread:
     def commit(self) -> int:
         """`WeightReceiver.commit` in the calling thread; call it in the engine's pause.
 
-        Raises IllegalMessage when nothing is staged, ConfigError when another thread commits.
+        Raises CallOrderError when nothing is staged, ConfigError when another thread commits.
         """
         with self._turn:
             if self._is_committing:
                 raise ConfigError("a commit is under way; a StagingThread has one thread commit")
             if not self.is_staged():
-                raise IllegalMessage("nothing is staged; ask is_staged first")
+                raise CallOrderError("nothing is staged; ask is_staged first")
             self._is_committing = True
         try:
             return self._receiver.commit()

@@ -23,8 +23,8 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.errors import (
+    CallOrderError,
     ConfigError,
-    IllegalMessage,
     SyncAborted,
     TransportClosed,
     TransportTimeout,
@@ -171,7 +171,7 @@ def test_what_was_staged_is_not_written_once_the_engine_sleeps() -> None:
         assert staging.wait_staged(timeout_s=5)
         here.receiver.detach()
         assert not staging.is_staged()
-        with pytest.raises(IllegalMessage):
+        with pytest.raises(CallOrderError):
             staging.commit()
         with pytest.raises(SyncAborted):  # soon: nobody waits for an engine that sleeps
             sent.result(4)

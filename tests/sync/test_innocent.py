@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
-from deltasync.errors import ConfigError, IllegalMessage, SyncAborted
+from deltasync.errors import CallOrderError, ConfigError, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
 from deltasync.sync.protocol.session import ReceiverState
@@ -209,7 +209,7 @@ def test_a_commit_that_is_called_too_early_costs_nothing(kind: str) -> None:
 
     def call(going: str) -> None:
         if going == kind:
-            with pytest.raises(IllegalMessage, match="call stage first"):
+            with pytest.raises(CallOrderError, match="call stage first"):
                 receiver.commit()
             too_early.append(receiver.state.name)
 
@@ -221,7 +221,7 @@ def test_a_commit_that_is_called_too_early_costs_nothing(kind: str) -> None:
             for turn in range(3):
                 stats = sender.send_weights(timeout_s=5)
                 assert (stats.receivers, stats.joined, stats.lost) == (1, int(turn == 0), {})
-                with pytest.raises(IllegalMessage, match="call stage first"):
+                with pytest.raises(CallOrderError, match="call stage first"):
                     receiver.commit()  # between two syncs
                 step(source, torch.Generator().manual_seed(turn), 0.1)
             assert serving.result(5) == [1, 2, 3]

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deltasync.errors import DeltaSyncError, IllegalMessage, VersionGap, WrongStream
+from deltasync.errors import (
+    CallOrderError,
+    DeltaSyncError,
+    ProtocolViolation,
+    VersionGap,
+    WrongStream,
+)
 from deltasync.sync.protocol.session import (
     Member,
     ReceiverSession,
@@ -69,7 +75,7 @@ def test_a_whole_delta_sync() -> None:
 
 def test_a_full_sync_is_only_for_those_that_wait_for_one() -> None:
     session = ready(4)
-    with pytest.raises(IllegalMessage):
+    with pytest.raises(ProtocolViolation):
         session.on(begin(5, None))
     session = ReceiverSession("a")
     session.greet()
@@ -87,15 +93,15 @@ def test_a_full_sync_is_only_for_those_that_wait_for_one() -> None:
     [
         (begin(5, 3), VersionGap),
         (begin(6, 5), VersionGap),
-        (begin(4, 4), IllegalMessage),
+        (begin(4, 4), ProtocolViolation),
         (begin(5, 4, stream="another"), WrongStream),
-        (begin(5, 4, layout_hash="1" * 64), IllegalMessage),
-        (bucket(5, 0), IllegalMessage),
-        (Prepare(version=5, num_buckets=0), IllegalMessage),
-        (Commit(version=5), IllegalMessage),
-        (Finish(version=5, undo=()), IllegalMessage),
-        (layout(5), IllegalMessage),
-        (Welcome(full_sync=()), IllegalMessage),
+        (begin(5, 4, layout_hash="1" * 64), ProtocolViolation),
+        (bucket(5, 0), ProtocolViolation),
+        (Prepare(version=5, num_buckets=0), ProtocolViolation),
+        (Commit(version=5), ProtocolViolation),
+        (Finish(version=5, undo=()), ProtocolViolation),
+        (layout(5), ProtocolViolation),
+        (Welcome(full_sync=()), ProtocolViolation),
     ],
 )
 def test_what_a_ready_receiver_refuses(
@@ -112,12 +118,12 @@ def test_buckets_come_once_and_in_order() -> None:
     session = ready(1)
     session.on(begin(2, 1))
     for wrong in (bucket(2, 1), bucket(3, 0)):
-        with pytest.raises(IllegalMessage):
+        with pytest.raises(ProtocolViolation):
             session.on(wrong)
     session.on(bucket(2, 0))
-    with pytest.raises(IllegalMessage):
+    with pytest.raises(ProtocolViolation):
         session.on(bucket(2, 0))
-    with pytest.raises(IllegalMessage):
+    with pytest.raises(ProtocolViolation):
         session.on(Prepare(version=2, num_buckets=2))
 
 
@@ -180,7 +186,7 @@ def test_invalidate_forgets_the_version() -> None:
     session = ready(3)
     session.invalidate()
     assert (session.state, session.version) == (ReceiverState.OUTSIDE, None)
-    with pytest.raises(IllegalMessage):
+    with pytest.raises(ProtocolViolation):
         session.on(begin(4, 3))
 
 
@@ -208,7 +214,7 @@ def test_a_detached_receiver_stays_a_member_and_takes_no_sync(attached_after: in
         assert session.declined == (2 if number else None)
         if number and number == attached_after:
             session.attach()
-    with pytest.raises(IllegalMessage):
+    with pytest.raises(ProtocolViolation):
         session.on(Commit(version=2))
     session.on(Abort(version=2, reason=""))
     session.attach()
@@ -317,7 +323,7 @@ class SenderMachine(RuleBasedStateMachine):
             self.session.decide()
             assert self.session.version == version + 1
         else:
-            with pytest.raises(IllegalMessage):
+            with pytest.raises(CallOrderError):
                 self.session.decide()
             assert self.session.version == version
 

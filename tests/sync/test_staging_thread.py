@@ -24,8 +24,8 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
+    CallOrderError,
     ConfigError,
-    IllegalMessage,
     PeerLost,
     SyncAborted,
     TargetMoved,
@@ -192,7 +192,7 @@ def test_joining_by_digest_alone_stages_nothing() -> None:
         here.replica.load_state_dict(here.source.state_dict())
         assert here.send().result(5).full_synced == 0
         assert not staging.wait_staged(timeout_s=0.05)
-        with pytest.raises(IllegalMessage, match="nothing is staged"):
+        with pytest.raises(CallOrderError, match="nothing is staged"):
             staging.commit()
         here.nudge()
         sent = here.send()
@@ -312,7 +312,7 @@ def test_a_commit_that_fails_reaches_the_engine_and_the_next_sync_works() -> Non
         sent = here.send()
         assert staging.wait_staged(timeout_s=5)
         here.receiver.invalidate()
-        with pytest.raises(IllegalMessage):
+        with pytest.raises(CallOrderError):
             staging.commit()
         with pytest.raises(SyncAborted):
             sent.result(10)

@@ -17,9 +17,9 @@ from deltasync.delta.apply import apply_patch, check_indices
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.patch import Run, SparsePatch
 from deltasync.errors import (
-    IllegalMessage,
     InvalidIndices,
     InvalidTable,
+    ProtocolViolation,
     TruncatedFrame,
     UnknownCodec,
 )
@@ -261,7 +261,7 @@ def test_w16_buckets_out_of_sequence(sequences: list[int]) -> None:
     session = staging()
     for sequence in sequences[:-1]:
         session.on(bucket(sequence))
-    with exactly(IllegalMessage):
+    with exactly(ProtocolViolation):
         session.on(bucket(sequences[-1]))
 
 
@@ -270,7 +270,7 @@ def test_w16_another_number_of_buckets_than_prepare_says(num_buckets: int) -> No
     session = staging()
     for sequence in (0, 1):
         session.on(bucket(sequence))
-    with exactly(IllegalMessage):
+    with exactly(ProtocolViolation):
         session.on(m.Prepare(version=8, num_buckets=num_buckets))
     session.on(m.Prepare(version=8, num_buckets=2))
     assert session.state is ReceiverState.PREPARED

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.errors import IllegalMessage, PeerLost, TransportTimeout
+from deltasync.errors import PeerLost, ProtocolViolation, TransportTimeout
 from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -224,7 +224,7 @@ def test_w20_a_lane_carries_nothing_else(said: Message) -> None:
             rank.send(Attempt(number=1))
         ranks[0].send(BEGIN)
         ranks[1].send(said)
-        with pytest.raises(IllegalMessage):
+        with pytest.raises(ProtocolViolation):
             taken(lanes)
 
 

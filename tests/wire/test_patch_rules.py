@@ -12,7 +12,7 @@ import torch
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
-    IllegalMessage,
+    ProtocolViolation,
     SyncError,
     TruncatedFrame,
     VersionGap,
@@ -123,14 +123,14 @@ def test_w21_bytes_after_the_end_are_refused(frames: list[Frame], tmp_path: Path
         ("layout", {"version": 5}, VersionGap),
         ("layout", {"stream_id": "other"}, WrongStream),
         ("begin", {"stream_id": "other"}, WrongStream),
-        ("begin", {"layout_hash": "0" * 64}, IllegalMessage),
+        ("begin", {"layout_hash": "0" * 64}, ProtocolViolation),
         ("begin", {"base_version": 5}, VersionGap),
-        ("begin", {"version": 0}, IllegalMessage),
-        ("bucket", {"version": 9}, IllegalMessage),
-        ("bucket", {"sequence": 1}, IllegalMessage),
-        ("prepare", {"version": 9}, IllegalMessage),
-        ("prepare", {"num_buckets": 2}, IllegalMessage),
-        ("sealed", {"version": 9}, IllegalMessage),
+        ("begin", {"version": 0}, ProtocolViolation),
+        ("bucket", {"version": 9}, ProtocolViolation),
+        ("bucket", {"sequence": 1}, ProtocolViolation),
+        ("prepare", {"version": 9}, ProtocolViolation),
+        ("prepare", {"num_buckets": 2}, ProtocolViolation),
+        ("sealed", {"version": 9}, ProtocolViolation),
     ],
 )
 def test_w22_frames_that_do_not_belong_together(
@@ -145,7 +145,7 @@ def test_w22_a_patch_file_has_a_base(
 ) -> None:
     full = altered(frames, "begin", base_version=None)
     assert read(full).sealed is not None  # as frames that go one way it is a full sync
-    with pytest.raises(IllegalMessage, match="base_version"):
+    with pytest.raises(ProtocolViolation, match="base_version"):
         apply_to(checkpoint, full, tmp_path)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deltasync.errors import IllegalMessage, Refused, TransportTimeout
+from deltasync.errors import ProtocolViolation, Refused, TransportTimeout
 from deltasync.sync.protocol.frames import opened
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
@@ -113,7 +113,7 @@ class ReceiverLinks:
         match message:
             case Attempt(number=number):
                 if number <= self._attempts[lane]:
-                    raise IllegalMessage(f"attempt {number} after {self._attempts[lane]}")
+                    raise ProtocolViolation(f"attempt {number} after {self._attempts[lane]}")
                 if lane == 0:
                     self._told = number
                 else:
@@ -127,7 +127,7 @@ class ReceiverLinks:
             case Bucket() | Prepare() | Abort():
                 self._ended[lane] = not isinstance(message, Bucket)
             case _ if lane:
-                raise IllegalMessage(f"{message.kind} on lane {lane}")
+                raise ProtocolViolation(f"{message.kind} on lane {lane}")
         is_current = self._attempts[lane] == self._attempts[0] and not self._is_aborted
         return lane == 0 or (is_current and not isinstance(message, Abort))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bucket import BucketReader, ReadBucket
-from deltasync.errors import IllegalMessage, TruncatedFrame
+from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter, inflated, opened
 from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.sync.source.plan import Plan
@@ -124,7 +124,7 @@ class OneWayReader:
             case Sealed():
                 self._seal(message)
             case _:
-                raise IllegalMessage(f"{message.kind} has no place in frames that go one way")
+                raise ProtocolViolation(f"{message.kind} has no place in frames that go one way")
         return None
 
     def check_sealed(self) -> None:
@@ -147,7 +147,7 @@ class OneWayReader:
 
     def _begin(self, begin: Begin) -> None:
         if self.layout is None or self.begin is not None:
-            raise IllegalMessage("begin where a layout, or what comes after begin, has its place")
+            raise ProtocolViolation("begin where a layout, or what follows begin, has its place")
         # What a sender would have said before: whether a full sync follows.
         full = () if begin.base_version is not None else (self._session.engine,)
         self._session.on(Welcome(full_sync=full))
@@ -158,5 +158,5 @@ class OneWayReader:
         begun = self._session.begun
         is_due = self._session.state is ReceiverState.PREPARED and self.sealed is None
         if begun is None or not is_due or sealed.version != begun.version:
-            raise IllegalMessage(f"sealed while {self._session.state.name}")
+            raise ProtocolViolation(f"sealed while {self._session.state.name}")
         self.sealed = sealed

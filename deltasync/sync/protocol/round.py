@@ -304,4 +304,4 @@ def _reason(reply: Message | DeltaSyncError) -> str:
         case DeltaSyncError():
             return f"{type(reply).__name__}: {reply}"
         case _:
-            return f"IllegalMessage: answered with {reply.kind}"
+            return f"ProtocolViolation: answered with {reply.kind}"

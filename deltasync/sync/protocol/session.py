@@ -28,7 +28,13 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.errors import DirtyReceiver, IllegalMessage, VersionGap, WrongStream
+from deltasync.errors import (
+    CallOrderError,
+    DirtyReceiver,
+    ProtocolViolation,
+    VersionGap,
+    WrongStream,
+)
 from deltasync.wire.messages import (
     Abort,
     Begin,
@@ -115,7 +121,7 @@ class ReceiverSession:
         if self._is_declined(message):
             return
         if self.detached and not isinstance(message, Upcoming | Abort | Finish):
-            raise IllegalMessage(
+            raise ProtocolViolation(
                 f"{message.kind} while the weights are detached, as when an engine sleeps: wake it "
                 "up, or attach them, before a sync"
             )
@@ -145,7 +151,7 @@ class ReceiverSession:
             case Abort() if self.state in (ReceiverState.READY, ReceiverState.WAITING):
                 self.declined = None  # or the sender broke off before it began
             case _:
-                raise IllegalMessage(f"{message.kind} while {self.state.name}")
+                raise ProtocolViolation(f"{message.kind} while {self.state.name}")
 
     def _is_declined(self, message: Message) -> bool:
         """Whether it is of a sync that began while the weights were detached: a member sits that
@@ -180,7 +186,7 @@ class ReceiverSession:
     def committed(self) -> None:
         """The version is written and read back."""
         if self.state is not ReceiverState.COMMITTING:
-            raise IllegalMessage(f"committed while {self.state.name}")
+            raise CallOrderError(f"committed while {self.state.name}")
         self.state = ReceiverState.COMMITTED
         self.dirty = self.half_written = False
         if self.world == 1 and self.begun is not None:  # there is nobody to wait for
@@ -257,15 +263,15 @@ class ReceiverSession:
         if self._offered is None or begin.stream_id != self._offered.stream_id:
             raise WrongStream(f"begin of stream {begin.stream_id}: not the run that was joined")
         if begin.layout_hash != self._layout_hash:
-            raise IllegalMessage("begin of another layout than the one that was joined")
+            raise ProtocolViolation("begin of another layout than the one that was joined")
         if begin.base_version is None and self.state is not ReceiverState.WAITING:
-            raise IllegalMessage("a full sync that was not asked for")
+            raise ProtocolViolation("a full sync that was not asked for")
         if begin.base_version is not None and (
             self.state is not ReceiverState.READY or begin.base_version != self.version
         ):
             raise VersionGap(held=self.version, base=begin.base_version, offered=begin.version)
         if begin.base_version is not None and begin.version <= begin.base_version:
-            raise IllegalMessage(f"v{begin.version} does not follow v{begin.base_version}")
+            raise ProtocolViolation(f"v{begin.version} does not follow v{begin.base_version}")
         self._resume, self.state = self.state, ReceiverState.STAGING
         self.undone = self._has_written = False
         self.begun, self._next_bucket, self._ended = begin, [0] * self.lanes, frozenset()
@@ -273,13 +279,13 @@ class ReceiverSession:
     def _bucket(self, bucket: Bucket, lane: int) -> None:
         expected = self._next_bucket[lane]
         if bucket.sequence != expected or lane in self._ended:
-            raise IllegalMessage(f"bucket {bucket.sequence} instead of {expected}")
+            raise ProtocolViolation(f"bucket {bucket.sequence} instead of {expected}")
         self._next_bucket[lane] += 1
 
     def _prepare(self, prepare: Prepare, lane: int) -> None:
         arrived = self._next_bucket[lane]
         if prepare.num_buckets != arrived or lane in self._ended:
-            raise IllegalMessage(f"{arrived} buckets arrived, {prepare.num_buckets} were sent")
+            raise ProtocolViolation(f"{arrived} buckets arrived, {prepare.num_buckets} were sent")
         self._ended |= {lane}
         if len(self._ended) == self.lanes:
             self.state = ReceiverState.PREPARED
@@ -358,7 +364,7 @@ class SenderSession:
         """A new version was taken from the source; nobody holds it yet."""
         self._require(SenderPhase.IDLE)
         if self.members:
-            raise IllegalMessage("members would miss the version")
+            raise CallOrderError("members would miss the version")
         self.version += 1
 
     def admit(self, members: Iterable[Member]) -> None:
@@ -370,7 +376,7 @@ class SenderSession:
         """A sync to `version` begins."""
         self._require(SenderPhase.IDLE)
         if version < self.version:
-            raise IllegalMessage(f"v{version} after v{self.version}")
+            raise CallOrderError(f"v{version} after v{self.version}")
         self.participants = {member.peer: member for member in participants}
         self._done, self.failures, self._offered = set(), {}, version
         self.phase = SenderPhase.STAGING
@@ -383,15 +389,15 @@ class SenderSession:
     def failed(self, peer: int, reason: str) -> None:
         """A participant failed, in whatever phase."""
         if self.phase is SenderPhase.IDLE:
-            raise IllegalMessage("no sync is under way")
+            raise CallOrderError("no sync is under way")
         self.failures.setdefault(self.participants[peer].peer, reason)
         self._done.discard(peer)
 
     def decide(self) -> None:
-        """The version is final. Raises IllegalMessage unless every participant has prepared."""
+        """The version is final. Raises CallOrderError unless every participant has prepared."""
         self._require(SenderPhase.STAGING)
         if not self.participants or self._done != set(self.participants):
-            raise IllegalMessage("not every participant has prepared")
+            raise CallOrderError("not every participant has prepared")
         self.phase, self.version, self._done = SenderPhase.DECIDED, self._offered, set()
 
     def abort(self, asleep: Collection[int] = ()) -> list[Member]:
@@ -433,4 +439,4 @@ class SenderSession:
 
     def _require(self, phase: SenderPhase) -> None:
         if self.phase is not phase:
-            raise IllegalMessage(f"legal while {phase.name}, not while {self.phase.name}")
+            raise CallOrderError(f"legal while {phase.name}, not while {self.phase.name}")
