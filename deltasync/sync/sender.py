@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from deltasync.errors import (
@@ -23,7 +23,7 @@ from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.link import SenderLink
-from deltasync.sync.protocol.lobby import Lobby, greet_back
+from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
@@ -300,17 +300,14 @@ class WeightSender(Closing):
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
             self._lost |= self._lobby.refused()
-            greeted = greet_back(
-                self._link,
-                joiners,
-                layout.specs,
-                self._weights.digests,
-                stream_id=self.stream_id,
-                version=self.version,
-            )
-            self._lost |= greeted.lost
-            self._session.admit(greeted.agreed)
-            differ = greeted.differ
+            joining = Joining(self._link, joiners)
+            digests = self._weights.digests
+            kinds = joining.introduce(layout.specs, digests, self.stream_id, self.version)
+            self._weights.learn_digests(kinds)
+            joining.welcome(self._weights.digests)
+            self._lost |= joining.lost
+            self._session.admit(joining.agreed)
+            differ = joining.differ
             while differ and not done.result.decided:
                 done.result = self._run(self._weights.full(), differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
@@ -319,7 +316,7 @@ class WeightSender(Closing):
                 if peer not in self._session.members:
                     self._lobby.forget(peer)
         done.full_synced = len(differ)
-        done.joined = len(greeted.agreed) + done.full_synced
+        done.joined = len(joining.agreed) + done.full_synced
         return done
 
     def _captured_layout(self) -> SentLayout:
@@ -431,24 +428,15 @@ class WeightSender(Closing):
             stream.join()
 
 
-@contextmanager
-def one_call(sender: WeightSender, timeout_s: float) -> Iterator[None]:
-    """Make what is done inside one call of `send_weights` for the other ranks of the trainer.
+def one_call(sender: WeightSender, timeout_s: float) -> AbstractContextManager[None]:
+    """What is done inside is one call of `send_weights` to the other ranks of the trainer.
 
     They take part until it ends, and learn how. Raises SyncAborted if one does not come.
     """
-    group = sender._group
-    if group is None or group.is_called:
-        yield
-        return
-    sender._done, group.timeout_s = None, timeout_s
-    group.begin_call()
-    try:
-        yield
-    except BaseException as error:
-        group.end_call(sender.version, None, error)
-        raise
-    group.end_call(sender.version, sender._done, None)
+    if sender._group is None:
+        return nullcontext()
+    sender._done = None
+    return sender._group.one_call(lambda: (sender.version, sender._done), timeout_s=timeout_s)
 
 
 def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
@@ -457,9 +445,7 @@ def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...
     Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
     """
     with sender._caller.call():
-        if sender._group is not None and not sender._group.is_called:
-            sender._group.timeout_s = timeout_s
-        return sender._weights.declared()
+        return sender._weights.declared(timeout_s=timeout_s)
 
 
 def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:

@@ -475,6 +475,24 @@ def test_who_joins_later_is_known_by_the_digests_of_all_ranks() -> None:
         assert bits_equal(source, old)
 
 
+def test_ranks_are_asked_for_digests_once_as_receivers_of_a_new_kind_join() -> None:
+    source = model(1)
+    with trainer_of(source, rows_of(source, 2)) as here:
+        asked: list[orders.Said] = []
+        here.hub.before = lambda order: asked.append(order) if order.kind == "ask" else None
+        joined(here, model(2))
+        for engine in ("first", "second"):
+            for rank in range(2):
+                part = rank_of(model(3), rank)
+                here.add(RoutedTarget(part, CHECKPOINT), engine=engine, rank=rank, world=2)
+        here.wait(5)
+        assert here.send().full_synced == 4
+        assert len(asked) == 1
+        change(here, 1)
+        assert here.send().receivers == 5
+        assert len(asked) == 1
+
+
 ORDERS = [
     orders.Declare,
     orders.Capture,

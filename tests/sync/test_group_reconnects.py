@@ -15,7 +15,6 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_no_more() -> None:
     hub = inprocess.Sender()
     group = GroupCalls(TrainerGroup(hub, 3))
-    group.timeout_s = 0.2
 
     def come(rank: int) -> inprocess.Receiver:
         link = hub.receiver()
@@ -24,16 +23,16 @@ def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_n
         return link
 
     first, second = come(1), come(2)
-    group.begin_call()
+    group.gather(timeout_s=0.2)
     group.order(orders.Declare(call=1))
     first.close()
     second.close()
     come(1)
     with pytest.raises(SyncAborted, match="rank 2 of the trainer did not come"):
-        group.gather()  # which has heard of rank 1's new connection
+        group.gather(timeout_s=0.2)  # which has heard of rank 1's new connection
     with pytest.raises(SyncAborted, match="a rank of the trainer is gone"):
         group.order(orders.Declare(call=1))
     come(1)
     come(2)
-    group.gather()
+    group.gather(timeout_s=0.2)
     group.order(orders.Declare(call=1))

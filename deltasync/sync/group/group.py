@@ -1,9 +1,10 @@
-"""The ranks of a trainer, as the one sees them that speaks for all."""
+"""Rank 0's link to the other ranks of a trainer: calls, orders, answers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
@@ -40,20 +41,18 @@ class GroupCalls:
         group: The ranks.
 
     Attributes:
-        timeout_s: For each wait.
         exchanged_bytes: Said among ranks in the last call, both ways.
         captures: By rank, what its snapshot goes back to.
         addresses: By rank, where it sends from, if that can be told.
-        is_called: Whether a call is under way.
     """
 
     def __init__(self, group: TrainerGroup) -> None:
         self.world, self.exchanged_bytes = group.world, 0
         self._link = group.link
-        self.timeout_s = 60.0
+        self._timeout_s = 60.0
         self.captures: dict[int, str | None] = {}
         self.addresses: dict[int, Address | None] = {}
-        self.is_called = False
+        self._is_called = False  # whether a call is under way
         self._peers: dict[int, int] = {}  # by rank
         self._epoch: tuple[int, ...] = ()
         self._call = 1
@@ -64,26 +63,66 @@ class GroupCalls:
         """Which call of `send_weights` this is, or the next one."""
         return self._call
 
-    def begin_call(self) -> None:
-        """Begin a call. Raises as `gather`; that was the call then."""
+    @contextmanager
+    def one_call(
+        self, outcome: Callable[[], tuple[int, SyncStats | None]], *, timeout_s: float
+    ) -> Iterator[None]:
+        """What is done inside is one call of `send_weights`, in which all ranks take part.
+
+        A call inside another one is part of that.
+
+        Args:
+            outcome: Asked as the call ends: the version that receivers hold, and what was counted.
+                The other ranks return that, or raise what this one raises.
+            timeout_s: For each wait on the other ranks.
+
+        Raises SyncAborted if a rank does not come, or is gone as the call ends.
+        """
+        if self._is_called:
+            yield
+            return
+        self._begin_call(timeout_s)
+        try:
+            yield
+        except BaseException as error:
+            with suppress(SyncAborted):  # whoever is gone learns it otherwise
+                self._end_call(outcome()[0], None, f"{type(error).__name__}: {error}")
+            raise
+        self._end_call(*outcome(), "")
+
+    def _begin_call(self, timeout_s: float) -> None:
+        """Raises as `gather`; that was the call then."""
         self.exchanged_bytes = 0
         try:
-            self.gather()
+            self.gather(timeout_s=timeout_s)
         except BaseException:
             self._send_away()
             self._call += 1
             raise
-        self.is_called = True
+        self._is_called = True
 
-    def gather(self) -> None:
-        """Wait until all ranks are in the next call. Raises SyncAborted if they do not come."""
-        deadline = time.monotonic() + self.timeout_s
+    def _end_call(self, version: int, stats: SyncStats | None, why: str) -> None:
+        try:
+            done = orders.Done(call=self._call, version=version, stats=stats, error=why[:4096])
+            self.order(done)
+        finally:
+            self._call, self._is_called = self._call + 1, False
+
+    def gather(self, *, timeout_s: float) -> None:
+        """Wait until all ranks are in the next call, unless one is under way.
+
+        Raises SyncAborted if they do not come in `timeout_s`, which later waits have too.
+        """
+        if self._is_called:
+            return
+        self._timeout_s = timeout_s
+        deadline = time.monotonic() + timeout_s
         self._listen(0.0)
         while missing := self._missing():
             rest = deadline - time.monotonic()
             if rest <= 0:
                 late = f"rank {missing[0]} of the trainer"
-                raise SyncAborted(f"{late} did not come in {self.timeout_s} s")
+                raise SyncAborted(f"{late} did not come in {self._timeout_s} s")
             self._listen(rest)
         peers = tuple(self._peers[rank] for rank in range(1, self.world))
         if peers != self._epoch:
@@ -97,7 +136,7 @@ class GroupCalls:
         self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:
-            self._link.send(Frame(header), timeout_s=self.timeout_s)
+            self._link.send(Frame(header), timeout_s=self._timeout_s)
         except BaseException as error:
             self._send_away()  # who has got the order would answer
             if isinstance(error, TransportError):
@@ -118,17 +157,6 @@ class GroupCalls:
         if problems:
             raise SyncAborted(f"{'; '.join(problems)}; nothing is lost, send again")
         return found
-
-    def end_call(self, version: int, stats: SyncStats | None, error: BaseException | None) -> None:
-        """End the call. Whoever is gone learns it otherwise."""
-        why = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
-        try:
-            self.order(orders.Done(call=self._call, version=version, stats=stats, error=why))
-        except SyncAborted:
-            if error is None:
-                raise
-        finally:
-            self._call, self.is_called = self._call + 1, False
 
     def close(self) -> None:
         """End the connections to all ranks."""
@@ -160,7 +188,7 @@ class GroupCalls:
 
     def _open(self, peers: tuple[int, ...]) -> None:
         self._epoch, self._is_owed = (), False
-        if failed := self._link.open_epoch(peers, timeout_s=self.timeout_s):
+        if failed := self._link.open_epoch(peers, timeout_s=self._timeout_s):
             why = "; ".join(map(str, failed.values()))
             self._send_away()
             raise SyncAborted(f"a rank of the trainer is gone: {why}")
@@ -169,7 +197,7 @@ class GroupCalls:
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
         """By rank."""
         try:
-            replies = self._link.collect_replies(timeout_s=self.timeout_s)
+            replies = self._link.collect_replies(timeout_s=self._timeout_s)
         except BaseException:
             self._send_away()
             raise

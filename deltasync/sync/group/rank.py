@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from deltasync.delta.shard import ShardSpec
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -20,10 +19,9 @@ from deltasync.errors import (
 )
 from deltasync.sync.group import orders
 from deltasync.sync.group.lane_sender import LaneSender
-from deltasync.sync.group.weights import Declaration
+from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.agreement import Digests
 from deltasync.sync.protocol.links import rest_of
 from deltasync.sync.source.plan import Delta, Plan
 from deltasync.sync.source.tensors import WeightSource
@@ -31,7 +29,6 @@ from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.wire.messages import digest_text, parameter_specs
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
@@ -223,21 +220,15 @@ class TrainerRank(Closing):
         if self._declared is None:
             raise SyncAborted("this rank was started anew, and has not said what it holds")
         self._captured = self._delta = self._base = None
-        specs = parameter_specs(order.parameters)
+        specs, boxes = share_of_rank(order, self._rank, self._declared)
         self._num_parameters = len(specs)
-        boxes = dict(self._declared.boxes)
-        for number in np.flatnonzero(orders.copies_of(order.withheld[self._rank])).tolist():
-            del boxes[specs[number].name]
-        for number, offset, size in order.shares[self._rank]:
-            name = specs[number].name
-            boxes[name] = ShardSpec(boxes[name].shape, offset, size)
         self._weights.capture_as(specs, boxes)
         self._captured = order.capture
 
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
         plan = self._weights.full()
         return orders.SnapshotState(
-            digests=_told(self._weights.digests, copies),
+            digests=digests_told(self._weights.digests, copies),
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
             snapshot_bytes=self._weights.snapshot_bytes,
@@ -277,7 +268,7 @@ class TrainerRank(Closing):
         )
         self._weights.release()
         return orders.Sent(
-            digests=() if sent.lost else _told(plan.ledger, order.copies),
+            digests=() if sent.lost else digests_told(plan.ledger, order.copies),
             num_buckets=sent.num_buckets,
             payload_bytes=sent.payload_bytes,
             bucket_bytes=sent.bucket_bytes,
@@ -322,9 +313,3 @@ class TrainerRank(Closing):
             raise
         finally:
             self._weights.stream.join()
-
-
-def _told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:
-    """The digests of the whole, and of what was asked for."""
-    copies = [None, *map(orders.copies_of, asked)]
-    return tuple(digest_text(held.digest_of(one)) for one in copies)

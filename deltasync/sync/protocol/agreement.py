@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from deltasync.sync.protocol.session import Member
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 
+Copies = NDArray[np.uint64]
+"""uint64[parameters]: how often some ranks hold each parameter."""
+
 
 class Digests(Protocol):
     """The digests of a version, wherever they are kept."""
@@ -28,7 +32,7 @@ class Digests(Protocol):
         """Of the whole model."""
         ...
 
-    def digest_of(self, copies: NDArray[np.uint64] | None) -> int:
+    def digest_of(self, copies: Copies | None) -> int:
         """Of uint64[parameters] copies of each parameter together; None for one of each."""
         ...
 
@@ -39,7 +43,7 @@ Parts = Mapping[int, int]
 
 def copies(
     specs: Sequence[ParameterSpec], held: Iterable[tuple[Collection[int] | None, Parts]]
-) -> NDArray[np.uint64]:
+) -> Copies:
     """uint64[parameters]: how often some ranks of an engine hold each parameter, all together.
 
     Args:
@@ -70,41 +74,53 @@ def copies(
     return times.astype(np.uint64)
 
 
+@dataclass(frozen=True, slots=True)
+class DigestCheck:
+    """Receivers whose digests prove together that they hold a version.
+
+    Attributes:
+        peers: One receiver; or the ranks of an engine that hold parts.
+        copies: uint64[parameters]: how often they hold each parameter; None for once, all of them.
+    """
+
+    peers: frozenset[int]
+    copies: Copies | None
+
+
+def digest_checks(members: Iterable[Member], num_parameters: int) -> list[DigestCheck]:
+    """What is compared of members, given all ranks of their engines."""
+    together: dict[str | int, list[Member]] = defaultdict(list)
+    for member in members:
+        together[member.peer if member.copies is None else member.engine].append(member)
+    return [
+        DigestCheck(frozenset(m.peer for m in ranks), _copies_of(ranks[0], num_parameters))
+        for ranks in together.values()
+    ]
+
+
 def peers_with_wrong_digest(
-    members: Iterable[Member], digests: Mapping[int, int], version: Digests, num_parameters: int
+    checks: Iterable[DigestCheck], digests: Mapping[int, int], version: Digests
 ) -> set[int]:
     """Peers that do not hold, or would not arrive at, a version.
 
     Args:
-        members: All ranks of some engines.
-        digests: What they said, by peer. Ranks that prove themselves together are left out if one
-            of them said nothing.
-        version: Its digests.
-        num_parameters: Of the layout.
+        checks: Of the members in question.
+        digests: What they said, by peer. A check is left out if one of its peers said nothing.
+        version: The digests of the version.
     """
     wrong: set[int] = set()
-    together: dict[str, list[Member]] = defaultdict(list)
-    for member in members:
-        if member.copies is not None:
-            together[member.engine].append(member)
-        elif member.peer in digests:
-            held = _once(member.holds, num_parameters)
-            if digests[member.peer] != version.digest_of(held):
-                wrong.add(member.peer)
-    for group in together.values():
-        peers = {member.peer for member in group}
-        assert group[0].copies is not None
-        if peers <= digests.keys():
-            found = sum(digests[peer] for peer in peers) & MASK
-            if found != version.digest_of(group[0].copies):
-                wrong |= peers
+    for check in checks:
+        if check.peers <= digests.keys():
+            found = sum(digests[peer] for peer in check.peers) & MASK
+            if found != version.digest_of(check.copies):
+                wrong |= check.peers
     return wrong
 
 
-def _once(numbers: Collection[int] | None, num_parameters: int) -> NDArray[np.uint64] | None:
-    """uint64[parameters]: one copy of each of these; None for all."""
-    if numbers is None:
-        return None
+def _copies_of(member: Member, num_parameters: int) -> Copies | None:
+    """What a member holds, or its engine together; None for one copy of everything."""
+    if member.copies is not None or member.holds is None:
+        return member.copies
     copies = np.zeros(num_parameters, np.uint64)
-    copies[list(numbers)] = 1
+    copies[list(member.holds)] = 1
     return copies

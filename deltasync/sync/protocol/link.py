@@ -89,7 +89,7 @@ class SenderLink:
         except TransportError:
             return {}
         said = {peer: _decoded(data) for peer, data in replies.items() if isinstance(data, bytes)}
-        return {p: f"{m.error}: {m.reason}" for p, m in said.items() if isinstance(m, Failed)}
+        return {peer: reason_of(m) for peer, m in said.items() if isinstance(m, Failed)}
 
     def is_connected(self, peer: int) -> bool:
         return self._transport.is_connected(peer)
@@ -102,6 +102,17 @@ class SenderLink:
 
     def close(self) -> None:
         self._transport.close()
+
+
+def reason_of(reply: Message | DeltaSyncError, *, answered: str = "answered") -> str:
+    """Why a peer failed: what it said, what it did not answer, or `answered` with another kind."""
+    match reply:
+        case Failed(error=error, reason=reason):
+            return f"{error}: {reason}"
+        case DeltaSyncError():
+            return f"{type(reply).__name__}: {reply}"
+        case _:
+            return f"ProtocolViolation: {answered} with {reply.kind}"
 
 
 def _decoded(data: bytes) -> Message | WireError:

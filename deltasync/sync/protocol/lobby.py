@@ -6,10 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, replace
 
 from deltasync.errors import (
     ConfigError,
@@ -20,8 +17,15 @@ from deltasync.errors import (
     UnsupportedVersion,
     WireError,
 )
-from deltasync.sync.protocol.agreement import Digests, copies, peers_with_wrong_digest
-from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.agreement import (
+    Copies,
+    DigestCheck,
+    Digests,
+    copies,
+    digest_checks,
+    peers_with_wrong_digest,
+)
+from deltasync.sync.protocol.link import SenderLink, reason_of
 from deltasync.sync.protocol.session import Member
 from deltasync.sync.source.layout import SentLayout, check_engine
 from deltasync.wire.frame import FORMAT_VERSION
@@ -190,7 +194,7 @@ class Lobby:
 
     def refuse(self, peer: int, error: DeltaSyncError) -> None:
         """Say why, and end the connection."""
-        self._last_refusal = f"{type(error).__name__}: {error}"[:_MAX_REFUSAL]
+        self._last_refusal = reason_of(error)[:_MAX_REFUSAL]
         if not self._link.open([peer]):
             with suppress(TransportError):
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
@@ -214,9 +218,10 @@ def _memory_of(hello: Hello, num_bytes: int) -> int:
     return 4 * num_bytes + 64 * num_names + 160 * len(hello.parameters)
 
 
-@dataclass(slots=True)
-class Greeted:
-    """What came of greeting joiners back.
+class Joining:
+    """Engines on their way in: `introduce` the layout to them, then `welcome` them.
+
+    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
 
     Attributes:
         agreed: Members that hold the version already.
@@ -224,97 +229,80 @@ class Greeted:
         lost: Why the others are gone, by member.
     """
 
-    agreed: list[Member] = field(default_factory=list)
-    differ: list[Member] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
+    def __init__(self, link: SenderLink, joiners: Sequence[Member]) -> None:
+        self._link, self._here = link, list(joiners)
+        self._told: dict[int, Held] = {}
+        self._checks: list[DigestCheck] = []
+        self.agreed: list[Member] = []
+        self.differ: list[Member] = []
+        self.lost: dict[str, str] = {}
 
+    def introduce(
+        self, specs: tuple[ParameterSpec, ...], held: Digests, stream_id: str, version: int
+    ) -> list[Copies | None]:
+        """Send the layout, and hear what each holds.
 
-def greet_back(
-    link: SenderLink,
-    joiners: Sequence[Member],
-    specs: tuple[ParameterSpec, ...],
-    held: Digests,
-    *,
-    stream_id: str,
-    version: int,
-) -> Greeted:
-    """Tell joiners the layout and learn whose weights are those of a version.
+        Returns the copies of which `welcome` compares digests.
+        """
+        layout = Layout(
+            stream_id=stream_id,
+            version=version,
+            parameters=entries(specs),
+            digest=digest_text(held.total),
+        )
+        self._open()
+        if not self._here:
+            return []
+        with suppress(TransportError):  # then a reply is missing
+            self._link.send(layout)
+        replies = self._link.replies()
+        self._told = {p: reply for p, reply in replies.items() if isinstance(reply, Held)}
+        silent = {m: replies[m.peer] for m in self._here if m.peer not in self._told}
+        why = {m: reason_of(said, answered="answered the layout") for m, said in silent.items()}
+        self._leave_out(why)
+        self._note_parts(specs)
+        self._checks = digest_checks(self._here, len(specs))
+        return [check.copies for check in self._checks]
 
-    One rank that disagrees or is lost counts for its whole engine. Nobody is dropped here.
-    """
-    done = Greeted()
-    layout = Layout(
-        stream_id=stream_id,
-        version=version,
-        parameters=entries(specs),
-        digest=digest_text(held.total),
-    )
-    here = _open(link, joiners, done)
-    if not here:
-        return done
-    with suppress(TransportError):  # then a reply is missing
-        link.send(layout)
-    replies = link.replies()
-    here = _without(here, {m: _problem(replies[m.peer]) for m in here}, done)
-    here = _with_parts(here, replies, specs, done)
-    said = {peer: reply for peer, reply in replies.items() if isinstance(reply, Held)}
-    digests = {m.peer: int(said[m.peer].digest, 16) for m in here}
-    wrong = peers_with_wrong_digest(here, digests, held, len(specs))
-    wrong |= {peer for peer, reply in said.items() if reply.half_written}
-    differ = {m.engine for m in here if m.peer in wrong}
-    here = _open(link, here, done)
-    if here:
-        with suppress(TransportError):  # who was lost is found out by the next round
-            link.send(Welcome(full_sync=tuple(sorted(differ))))
-    done.agreed = [m for m in here if m.engine not in differ]
-    done.differ = [m for m in here if m.engine in differ]
-    return done
+    def welcome(self, version: Digests) -> None:
+        """Tell them whose weights are not those of the version, and need a full sync."""
+        digests = {peer: int(held.digest, 16) for peer, held in self._told.items()}
+        wrong = peers_with_wrong_digest(self._checks, digests, version)
+        wrong |= {peer for peer, held in self._told.items() if held.half_written}
+        differ = {m.engine for m in self._here if m.peer in wrong}
+        self._open()
+        if self._here:
+            with suppress(TransportError):  # who was lost is found out by the next round
+                self._link.send(Welcome(full_sync=tuple(sorted(differ))))
+        self.agreed = [m for m in self._here if m.engine not in differ]
+        self.differ = [m for m in self._here if m.engine in differ]
 
+    def _open(self) -> None:
+        """Speak to those that can be reached, whole engines only."""
+        while self._here and (failed := self._link.open([m.peer for m in self._here])):
+            self._leave_out({m: reason_of(failed[m.peer]) for m in self._here if m.peer in failed})
 
-def _open(link: SenderLink, members: Sequence[Member], done: Greeted) -> list[Member]:
-    """Speak to those that can be reached, whole engines only."""
-    here = list(members)
-    while here and (failed := link.open([m.peer for m in here])):
-        why = {m: str(failed[m.peer]) for m in here if m.peer in failed}
-        here = _without(here, why, done)
-    return here
+    def _leave_out(self, problems: Mapping[Member, str]) -> None:
+        self.lost |= {str(member): why for member, why in problems.items()}
+        gone = {member.engine for member in problems}
+        self._here = [member for member in self._here if member.engine not in gone]
 
-
-def _without(here: list[Member], problems: dict[Member, str], done: Greeted) -> list[Member]:
-    done.lost |= {str(member): why for member, why in problems.items() if why}
-    gone = {member.engine for member, why in problems.items() if why}
-    return [member for member in here if member.engine not in gone]
-
-
-def _with_parts(
-    here: list[Member],
-    replies: Mapping[int, Message | DeltaSyncError],
-    specs: Sequence[ParameterSpec],
-    done: Greeted,
-) -> list[Member]:
-    """Note what ranks hold in part; engines whose parts do not add up are left out."""
-    parts = {
-        member: dict(reply.parts)
-        for member in here
-        if isinstance(reply := replies[member.peer], Held) and reply.parts
-    }
-    problems: dict[Member, str] = {}
-    known: dict[str, NDArray[np.uint64]] = {}
-    for engine in {member.engine for member in parts}:
-        ranks = [member for member in parts if member.engine == engine]
-        try:
-            known[engine] = copies(specs, [(member.holds, parts[member]) for member in ranks])
-        except LayoutMismatch as error:
-            problems |= dict.fromkeys(ranks, f"LayoutMismatch: {error}")
-    joined = [replace(m, copies=known.get(m.engine)) if m in parts else m for m in here]
-    return _without(joined, problems, done)
-
-
-def _problem(reply: Message | DeltaSyncError) -> str:
-    match reply:
-        case Held():
-            return ""
-        case DeltaSyncError():
-            return f"{type(reply).__name__}: {reply}"
-        case _:
-            return f"answered the layout with {reply.kind}"
+    def _note_parts(self, specs: Sequence[ParameterSpec]) -> None:
+        """Note what ranks hold in part; engines whose parts do not add up are left out."""
+        parts = {
+            member: dict(reply.parts)
+            for member in self._here
+            if (reply := self._told[member.peer]).parts
+        }
+        problems: dict[Member, str] = {}
+        known: dict[str, Copies] = {}
+        for engine in {member.engine for member in parts}:
+            ranks = [member for member in parts if member.engine == engine]
+            try:
+                known[engine] = copies(specs, [(member.holds, parts[member]) for member in ranks])
+            except LayoutMismatch as error:
+                problems |= dict.fromkeys(ranks, reason_of(error))
+        self._here = [
+            replace(m, copies=known.get(m.engine)) if m in parts else m for m in self._here
+        ]
+        self._leave_out(problems)

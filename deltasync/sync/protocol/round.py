@@ -10,9 +10,9 @@ from typing import Protocol
 
 from deltasync.delta.apply import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
-from deltasync.sync.protocol.agreement import peers_with_wrong_digest
+from deltasync.sync.protocol.agreement import digest_checks, peers_with_wrong_digest
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
-from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.link import SenderLink, reason_of
 from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
 from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.plan import Plan
@@ -114,6 +114,7 @@ class Round:
         """Do the round. The result says whether the version was decided."""
         self._session.begin(participants, version=version)
         self._version = version
+        self._checks = digest_checks(participants, len(self._layout.specs))
         try:
             self._stage(stream_id)
             if self._session.failures:
@@ -128,7 +129,7 @@ class Round:
     def _stage(self, stream_id: str) -> None:
         began = time.perf_counter()
         for peer, error in self._link.open(list(self._session.participants)).items():
-            self._session.failed(peer, str(error))
+            self._session.failed(peer, reason_of(error))
         if self._session.failures:
             return
         emitter = Emitter(
@@ -187,7 +188,7 @@ class Round:
             if peer in self._session.failures:
                 continue
             if not isinstance(reply, Prepared) or reply.version != self._version:
-                self._session.failed(peer, _reason(reply))
+                self._session.failed(peer, reason_of(reply))
                 if isinstance(reply, Failed) and reply.error == DETACHED:
                     self._result.asleep.add(peer)
             else:
@@ -205,7 +206,7 @@ class Round:
         digests: dict[int, int] = {}
         for peer, reply in self._replies():
             if not isinstance(reply, Committed) or reply.version != self._version:
-                self._session.failed(peer, _reason(reply))
+                self._session.failed(peer, reason_of(reply))
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
@@ -258,8 +259,7 @@ class Round:
         self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
     ) -> None:
         """Go on with those whose digests prove that they hold the version."""
-        members, count = self._session.participants.values(), len(self._layout.specs)
-        wrong = peers_with_wrong_digest(members, digests, self._plan.ledger, count)
+        wrong = peers_with_wrong_digest(self._checks, digests, self._plan.ledger)
         for peer in digests:
             if peer in wrong:
                 self._session.failed(peer, f"DigestMismatch: {complaint}")
@@ -291,17 +291,7 @@ class Round:
         if not lost:
             raise error
         for peer in lost:
-            self._session.failed(peer, f"{type(error).__name__}: {error}")
+            self._session.failed(peer, reason_of(error))
 
     def _lost(self) -> list[int]:
         return [peer for peer in self._session.participants if not self._link.is_connected(peer)]
-
-
-def _reason(reply: Message | DeltaSyncError) -> str:
-    match reply:
-        case Failed(error=error, reason=reason):
-            return f"{error}: {reason}"
-        case DeltaSyncError():
-            return f"{type(reply).__name__}: {reply}"
-        case _:
-            return f"ProtocolViolation: answered with {reply.kind}"

@@ -64,7 +64,7 @@ class StreamedWeights(LocalWeights):
             for _ in rest:  # other ranks may take part in gathering them
                 pass
 
-    def declared(self) -> tuple[ParameterSpec, ...]:
+    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return self._held.specs
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:

@@ -14,7 +14,7 @@ from deltasync.delta.shard import ShardSpec
 from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError
 from deltasync.sync.options import SenderOptions, leaves_out
-from deltasync.sync.protocol.agreement import Digests
+from deltasync.sync.protocol.agreement import Copies, Digests
 from deltasync.sync.source.layout import SentLayout, SourceLayout, source_specs, specs_of
 from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
@@ -44,7 +44,7 @@ class Weights(Protocol):
         """The largest copy that a rank keeps."""
         ...
 
-    def declared(self) -> tuple[ParameterSpec, ...]:
+    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """What the source holds, in the dtypes that it has. Raises SyncAborted, ConfigError."""
         ...
 
@@ -53,6 +53,10 @@ class Weights(Protocol):
 
         Raises ConfigError or WireError where the two do not fit; then nothing has changed.
         """
+        ...
+
+    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
+        """From now on `digests`, and those of plans, include these. Raises SyncAborted."""
         ...
 
     def delta(self, base_version: int) -> Delta:
@@ -101,6 +105,9 @@ class LocalWeights(Weights):
     def snapshot_bytes(self) -> int:
         return self._held.num_bytes
 
+    def learn_digests(self, kinds: Collection[Copies | None]) -> None:
+        """The ledger knows all."""
+
     def begin(self, on_source_read: Callable[[], None] | None) -> None:
         """A call begins. See `WeightSender.send_weights`."""
         self._on_source_read, self.is_released = on_source_read, False
@@ -137,7 +144,7 @@ class OwnWeights(LocalWeights):
         self.source = _Kept(source, options) if options.leave_out else source
         self._is_looked_up = False
 
-    def declared(self) -> tuple[ParameterSpec, ...]:
+    def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return source_specs(self.source.tensors())
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:

@@ -1,0 +1,201 @@
+"""What the ranks of a trainer hold, as rank 0 knows it: plain data and arithmetic, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltasync.delta.shard import ShardSpec, share_out
+from deltasync.errors import SyncAborted
+from deltasync.sync.group import orders
+from deltasync.sync.protocol.agreement import Copies, Digests
+from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.source.layout import source_specs
+from deltasync.sync.source.tensors import NamedTensor, held_of
+from deltasync.wire.digest import MASK
+from deltasync.wire.messages import ParameterSpec, digest_text, entries, parameter_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a rank holds.
+
+    Attributes:
+        specs: In the dtypes that its source has.
+        boxes: What it holds of each parameter, by canonical name.
+        trained: Names of the parameters that the optimizer changes.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    boxes: dict[str, ShardSpec]
+    trained: frozenset[str]
+
+    @classmethod
+    def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
+        """Of a source. Raises ConfigError for tensors that cannot be sent."""
+        boxes = {entry.name: held_of(entry)[0] for entry in tensors}
+        trained = frozenset(entry.name for entry in tensors if entry.tensor.requires_grad)
+        return cls(source_specs(tensors), boxes, trained)
+
+    @classmethod
+    def told(cls, said: orders.Declared) -> Declaration:
+        """As another rank has said it. Raises WireError, ConfigError."""
+        specs = parameter_specs(said.parameters)
+        boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
+        named = zip(specs, said.trained, strict=True)
+        return cls(specs, boxes, frozenset(spec.name for spec, is_trained in named if is_trained))
+
+    def said(self) -> orders.Declared:
+        """For the rank that speaks for all."""
+        return orders.Declared(
+            parameters=entries(self.specs),
+            boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
+            trained=tuple(spec.name in self.trained for spec in self.specs),
+        )
+
+
+def all_specs(declarations: Iterable[Declaration]) -> tuple[ParameterSpec, ...]:
+    """The parameters of all ranks, each once."""
+    known: dict[str, ParameterSpec] = {}
+    for declaration in declarations:
+        known = {spec.name: spec for spec in declaration.specs} | known
+    return tuple(known.values())
+
+
+def capture_order(
+    declarations: Sequence[Declaration], specs: tuple[ParameterSpec, ...], *, call: int, name: str
+) -> tuple[dict[str, ShardSpec], orders.Capture]:
+    """Share out what ranks hold, so that each element is sent once.
+
+    Args:
+        declarations: Of all ranks.
+        specs: The layout.
+        call, name: Of the order.
+
+    Returns what rank 0 sends, by canonical name, and the order to the others.
+    """
+    boxes = [declaration.boxes for declaration in declarations]
+    shares = share_out(boxes, {spec.name: spec.dtype.item_size for spec in specs})
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
+    parts = tuple(
+        tuple((numbers[n], box.offset, box.size) for n, box in share.items() if box != own[n])
+        for own, share in zip(boxes, shares, strict=True)
+    )
+    withheld = np.zeros((len(boxes), len(specs)), np.uint64)
+    for rank, (own, share) in enumerate(zip(boxes, shares, strict=True)):
+        withheld[rank, [numbers[name] for name in own.keys() - share.keys()]] = 1
+    order = orders.Capture(
+        call=call,
+        capture=name,
+        parameters=entries(specs),
+        shares=parts,
+        withheld=tuple(map(orders.runs_of, withheld)),
+    )
+    return shares[0], order
+
+
+def share_of_rank(
+    order: orders.Capture, rank: int, declared: Declaration
+) -> tuple[tuple[ParameterSpec, ...], dict[str, ShardSpec]]:
+    """The layout that an order names, and what a rank sends of it, by canonical name."""
+    specs = parameter_specs(order.parameters)
+    boxes = dict(declared.boxes)
+    for number in numbers_of(order.withheld[rank]):
+        del boxes[specs[number].name]
+    for number, offset, size in order.shares[rank]:
+        name = specs[number].name
+        boxes[name] = ShardSpec(boxes[name].shape, offset, size)
+    return specs, boxes
+
+
+def digests_told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:
+    """A rank's answer: the digest of all that it holds, then those that were asked for."""
+    copies = [None, *map(orders.copies_of, asked)]
+    return tuple(digest_text(held.digest_of(one)) for one in copies)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDigests:
+    """The digests that all ranks add up to.
+
+    Attributes:
+        own: Of rank 0.
+        others: Of the other ranks together, by `key` of the copies.
+    """
+
+    own: Digests
+    others: Mapping[bytes, int]
+
+    @property
+    def total(self) -> int:
+        return self.digest_of(None)
+
+    def digest_of(self, copies: Copies | None) -> int:
+        """Raises SyncAborted for copies that the other ranks were not asked about."""
+        others = self.others.get(key(copies))
+        if others is None:
+            raise SyncAborted("the ranks have told no digest of this kind of receiver; send again")
+        return (self.own.digest_of(copies) + others) & MASK
+
+
+class OtherRanks:
+    """What ranks 1 and up have said of what they hold and send.
+
+    Attributes:
+        asked: Copies of parameters of which they tell digests; the first, None, is the whole model.
+        snapshots: What each said of its snapshot, by rank.
+        digests: Of all their snapshots together, by `key` of the copies.
+        sent: The same of what they have sent last, which `digests` are once that is decided.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Copies | None] = [None]
+        self.snapshots: Mapping[int, orders.SnapshotState] = {}
+        self.digests: dict[bytes, int] = {}
+        self.sent: dict[bytes, int] = {}
+
+    def asked_with(self, kinds: Iterable[Copies | None]) -> list[Copies | None]:
+        """What to ask for, so that digests of these kinds become known; `asked` if they are."""
+        return list({key(copies): copies for copies in (*self.asked, *kinds)}.values())
+
+    def hold(self, asked: list[Copies | None], answers: Mapping[int, orders.SnapshotState]) -> None:
+        """They have answered what their snapshots hold."""
+        self.asked, self.snapshots = asked, answers
+        self.digests = _added(asked, answers.values())
+
+    def have_sent(self, answers: Mapping[int, orders.Sent]) -> SentBuckets:
+        """They have answered what they have sent. Returns that of all of them."""
+        sent = SentBuckets()
+        for rank, said in answers.items():
+            lost = {receiver: f"rank {rank} of the trainer: {why}" for receiver, why in said.lost}
+            sent.add(SentBuckets(said.num_buckets, said.payload_bytes, said.bucket_bytes, lost))
+        self.sent = {} if sent.lost else _added(self.asked, answers.values())
+        return sent
+
+
+def key(copies: Copies | None) -> bytes:
+    """Names copies in a dictionary."""
+    return b"" if copies is None else copies.tobytes()
+
+
+def runs_of(asked: Iterable[Copies | None]) -> tuple[orders.CopyRuns, ...]:
+    """What is asked for beside the whole model, as it stands in an order."""
+    return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
+
+
+def numbers_of(runs: orders.CopyRuns) -> set[int]:
+    """The parameters that have a copy."""
+    return set(np.flatnonzero(orders.copies_of(runs)).tolist())
+
+
+def _added(
+    asked: Sequence[Copies | None],
+    answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
+) -> dict[bytes, int]:
+    """The digests that ranks have told, each added up, by `key`."""
+    return {
+        key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
+        for place, copies in enumerate(asked)
+    }
