@@ -31,7 +31,7 @@ from deltasync.sync.sender import (
     one_call,
 )
 from deltasync.sync.source.tensors import WeightSource
-from deltasync.sync.stats import SyncStats
+from deltasync.sync.stats import SyncStats, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -337,7 +337,7 @@ class EngineSync(Closing):
 
     def _check_complete(self, stats: SyncStats) -> None:
         if stats.receivers < self._workers:
-            why = "; ".join(f"{who}: {what}" for who, what in stats.lost.items()) or "refused"
+            why = reasons(stats.lost) or "refused"
             raise SyncAborted(
                 f"{stats.receivers} of {self._workers} workers hold v{stats.version} ({why}); the "
                 "next sync covers the others"

@@ -25,7 +25,7 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
-from deltasync.sync.stats import SyncStats
+from deltasync.sync.stats import SyncStats, reasons
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.address import Address, LinkName
@@ -299,7 +299,7 @@ def _sent(sender: WeightSender, engines: Collection[str], timeout_s: float) -> S
     sender.wait_for_receivers(len(engines), timeout_s=timeout_s)
     stats = sender.send_weights(timeout_s=timeout_s)
     if stats.receivers < len(engines):
-        why = "; ".join(f"{who}: {what}" for who, what in stats.lost.items()) or "refused"
+        why = reasons(stats.lost) or "refused"
         raise SyncAborted(
             f"{stats.receivers} of {len(engines)} rollout workers hold v{stats.version} ({why}); "
             "the next sync covers the others"

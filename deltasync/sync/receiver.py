@@ -74,8 +74,9 @@ class WeightReceiver(Closing):
         self.options = options or ReceiverOptions()
         self._target = target
         self._links = ReceiverLinks([transport, *lanes], self.options.max_payload_bytes)
+        self._num_links = 1 + len(lanes)
         self._engine, self._rank, self._world = engine, rank, world
-        self._session = ReceiverSession(engine, world, len(self._links))
+        self._session = ReceiverSession(engine, world, self._num_links)
         self._session.dirty = self._session.half_written = half_written
         self._stream = OwnStream()
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
@@ -362,8 +363,8 @@ class WeightReceiver(Closing):
 
     def _reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""
-        staging, lanes = self._staging, len(self._links)
-        if isinstance(staging, Loading) and staging.is_crowded(lanes):
+        staging = self._staging
+        if isinstance(staging, Loading) and staging.is_crowded(self._num_links):
             return [reader.reached for reader in self._readers]
         return []
 
@@ -393,7 +394,7 @@ class WeightReceiver(Closing):
         self._weights.synchronize()
         self._weights = BoundWeights(specs, flats, self.options, self._stream)
         self._is_unproved = False
-        self._readers = [BucketReader(specs) for _ in range(len(self._links))]
+        self._readers = [BucketReader(specs) for _ in range(self._num_links)]
         self._session.set_layout_hash(messages.layout_hash(specs))
         self._reply(self._weights.held(half_written=self._session.half_written))
 

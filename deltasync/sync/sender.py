@@ -30,7 +30,7 @@ from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.plan import Delta, Plan
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
-from deltasync.sync.stats import SyncStats
+from deltasync.sync.stats import SyncStats, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -85,7 +85,7 @@ class WeightSender(Closing):
         transport: SendTransport,
         *,
         options: SenderOptions | None = None,
-        on_phase: Callable[[SyncPhase], None] = lambda phase: None,
+        on_phase: Callable[[SyncPhase], None] | None = None,
         admits: Callable[[str], bool] = lambda engine: True,
         group: TrainerGroup | None = None,
     ) -> None:
@@ -224,11 +224,11 @@ class WeightSender(Closing):
                 self._part_with("a rank of the trainer has lost its snapshot", members)
             delta = self._sync_members() if self._session.members else None
             if on_source_read is not None and (delta is None or not self._session.members):
-                why = self._reasons() or "no receiver is a member"
+                why = reasons(self._lost) or "no receiver is a member"
                 raise SyncAborted(f"{why}; the next sync covers this one")
             engines = self._newcomers()
             if self.were_asleep and not engines:
-                raise ConfigError(f"no weights were sent ({self._reasons()})")
+                raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
             if self.were_asleep:
                 self._forget(*self._session.members.values())
             if not self._session.members:
@@ -358,6 +358,8 @@ class WeightSender(Closing):
         """An engine of which a rank has gone is no member any more."""
         members = list(self._session.members.values())
         gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
+        if not gone:
+            return
         lost = [m for m in members if m.engine in gone]
         said = self._link.last_words([m.peer for m in lost])
         for member in lost:
@@ -376,13 +378,10 @@ class WeightSender(Closing):
             self._session.members.pop(member.peer)
             self._link.drop(member.peer)
 
-    def _reasons(self) -> str:
-        return "; ".join(f"{who}: {why}" for who, why in self._lost.items())
-
     def _nobody(self) -> NoReceivers | SyncAborted:
         if self._lost:
             return SyncAborted(
-                f"no receiver is left ({self._reasons()}); the next sync covers this one"
+                f"no receiver is left ({reasons(self._lost)}); the next sync covers this one"
             )
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
 

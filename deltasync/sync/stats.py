@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+
+def reasons(lost: Mapping[str, str]) -> str:
+    """One text of `SyncStats.lost`; empty if nothing was lost."""
+    return "; ".join(f"{who}: {why}" for who, why in lost.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

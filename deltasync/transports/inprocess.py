@@ -15,7 +15,7 @@ from torch import Tensor
 from deltasync.errors import PeerLost, TransportClosed, TransportError, TransportTimeout
 from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import Deadline, check_frame, check_size, failure
+from deltasync.transports.control.connection import check_frame, check_size, failure
 
 _CLOSED = "this end of the transport was closed"
 _PARENTS_OWN = f"this end of the transport cannot be used: {forks.PARENTS_OWN}"
@@ -66,7 +66,7 @@ class Sender(SendTransport):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._changed:
-            self._wait(lambda: bool(self._greetings), Deadline(timeout_s))
+            self._wait(lambda: bool(self._greetings), timeout_s)
             greetings = list(self._greetings)
             self._greetings.clear()
             return greetings
@@ -107,9 +107,8 @@ class Sender(SendTransport):
             raise failure(losses)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        deadline = Deadline(timeout_s)
         with self._changed:
-            self._wait(lambda: all(self._is_settled(peer) for peer in self._epoch), deadline)
+            self._wait(lambda: all(self._is_settled(peer) for peer in self._epoch), timeout_s)
             return {peer: self._reply(peer) for peer in self._epoch}
 
     def drop(self, peer: int) -> None:
@@ -131,9 +130,9 @@ class Sender(SendTransport):
         if self._closed:
             raise TransportClosed(self._closed)
 
-    def _wait(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         self._check_open()
-        self._changed.wait_for(lambda: bool(self._closed) or condition(), deadline.remaining_s)
+        self._changed.wait_for(lambda: bool(self._closed) or condition(), timeout_s)
         self._check_open()
 
     def _loss(self, peer: int) -> PeerLost | None:

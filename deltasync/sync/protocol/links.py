@@ -49,22 +49,19 @@ class ReceiverLinks:
         self._late: set[int] = set()  # waited for in vain, and silent since
         self._kept: dict[int, Frame] = {}  # by lane: what has come before its turn
 
-    def __len__(self) -> int:
-        return len(self._links)
-
     def connect(self, hello: Hello, *, timeout_s: float) -> None:
         """Connect all of them anew, the first one last. Raises TransportTimeout, PeerLost."""
         deadline = Deadline(timeout_s)
-        self._attempts, self._ended = [0] * len(self), [True] * len(self)
+        self._attempts, self._ended = [0] * len(self._links), [True] * len(self._links)
         self._told, self._is_aborted = 0, False
         self._late.clear()
         self._kept.clear()
-        if len(self) > 1:
+        if len(self._links) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
                 lane = messages.encode(messages.Lane(connection=connection))
                 link.connect(lane, timeout_s=deadline.remaining_s)
-            lanes = {"connection": connection, "lanes": len(self) - 1}
+            lanes = {"connection": connection, "lanes": len(self._links) - 1}
             hello = hello.model_copy(update=lanes)
         self._links[0].connect(messages.encode(hello), timeout_s=deadline.remaining_s)
 
@@ -80,9 +77,12 @@ class ReceiverLinks:
 
         Raises WireError, and Refused when the trainer turns this receiver away.
         """
-        deadline = Deadline(timeout_s)
+        end = time.monotonic() + timeout_s
         while True:
-            lane, frame = self._next(deadline, reached)
+            if len(self._links) == 1:
+                lane, frame = 0, self._links[0].receive(timeout_s=rest_of(end))
+            else:
+                lane, frame = self._next(Deadline(rest_of(end)), reached)
             message, payload = opened(frame, max_payload_bytes=self._max_payload_bytes)
             if isinstance(message, messages.Refused):
                 raise Refused(kind=message.error, message=message.reason)
@@ -136,7 +136,7 @@ class ReceiverLinks:
         now = self._attempts[0]
         lanes = [
             lane
-            for lane in range(1, len(self))
+            for lane in range(1, len(self._links))
             if self._attempts[lane] < now or (self._attempts[lane] == now and not self._ended[lane])
         ]
         return sorted([0, *lanes], key=lambda lane: (lane <= self._last, lane))

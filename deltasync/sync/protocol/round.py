@@ -100,21 +100,21 @@ class Round:
         layout: SentLayout,
         *,
         compression: Compression,
-        on_phase: Callable[[SyncPhase], None] = lambda phase: None,
-        packed: Callable[[], None] = lambda: None,
+        packed: Callable[[], None],
+        on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
         self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
+        self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
         self._is_answering = self._has_asked = False
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
         self._session.begin(participants, version=version)
         self._version = version
-        self._checks = digest_checks(participants, len(self._layout.specs))
         try:
             self._stage(stream_id)
             if self._session.failures:
@@ -151,7 +151,7 @@ class Round:
             self._peer_ranks.start(
                 receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
             )
-        self._on_phase(self._phase(is_decided=False))
+        self._report_phase(is_decided=False)
         self._send_buckets(emitter)
         if not self._session.failures:
             self._is_answering = self._has_asked = True
@@ -194,23 +194,31 @@ class Round:
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
-        self._judge(digests, self._session.prepared, "it would not arrive at our weights")
+        checks = digest_checks(self._session.participants.values(), len(self._layout.specs))
+        wrong = peers_with_wrong_digest(checks, digests, self._plan.ledger)
+        for peer in digests:
+            if peer in wrong:
+                self._session.failed(peer, "DigestMismatch: it would not arrive at our weights")
+            else:
+                self._session.prepared(peer)
+        self._digests = digests
 
     def _commit(self) -> None:
         began = time.perf_counter()
         self._session.decide()
         self._result.decided = True
         self._send_decided(Commit(version=self._version))
-        self._on_phase(self._phase(is_decided=True))
+        self._report_phase(is_decided=True)
         self._plan.decided()  # while the receivers write
-        digests: dict[int, int] = {}
         for peer, reply in self._replies():
             if not isinstance(reply, Committed) or reply.version != self._version:
                 self._session.failed(peer, reason_of(reply))
+            elif int(reply.digest, 16) != self._digests[peer]:  # which was that of our weights
+                why = "DigestMismatch: it read back other weights than ours"
+                self._session.failed(peer, why)
             else:
-                digests[peer] = int(reply.digest, 16)
+                self._session.committed(peer)
                 self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
-        self._judge(digests, self._session.committed, "it read back other weights than ours")
         self._send_decided(Finish(version=self._version, undo=self._session.undone()))
         self._result.commit_s = time.perf_counter() - began
         self._drop(self._session.finish())
@@ -246,25 +254,17 @@ class Round:
             self._result.left.add(member.peer)
             self._link.drop(member.peer)
 
-    def _phase(self, *, is_decided: bool) -> SyncPhase:
+    def _report_phase(self, *, is_decided: bool) -> None:
+        if self._on_phase is None:
+            return
         plan = self._plan
         staged_bytes = staged_bytes_of(
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
             part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
         )
-        return SyncPhase(self._version, is_decided, plan.base_version is None, staged_bytes)
-
-    def _judge(
-        self, digests: dict[int, int], accept: Callable[[int], None], complaint: str
-    ) -> None:
-        """Go on with those whose digests prove that they hold the version."""
-        wrong = peers_with_wrong_digest(self._checks, digests, self._plan.ledger)
-        for peer in digests:
-            if peer in wrong:
-                self._session.failed(peer, f"DigestMismatch: {complaint}")
-            else:
-                accept(peer)
+        is_full = plan.base_version is None
+        self._on_phase(SyncPhase(self._version, is_decided, is_full, staged_bytes))
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
         replies = self._link.replies()
