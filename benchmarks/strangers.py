@@ -34,7 +34,8 @@ from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.control.connection import Kind
-from deltasync.wire.messages import Hello, encode
+from deltasync.wire.frame import encode
+from deltasync.wire.messages import Hello
 
 SECRET = b"only of the trainer and its engine"
 _TIMEOUT_S, _PATIENCE_S = 20.0, 120.0

@@ -29,7 +29,8 @@ from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message, decode
+from deltasync.wire.frame import decode
+from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message
 from deltasync.wire.table import ROW, RowKind, Rows, read_table
 
 _HEADER_RULES: dict[type[DeltaSyncError], str] = {

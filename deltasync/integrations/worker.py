@@ -29,7 +29,8 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.module import WeightTarget
 from deltasync.sync.target.routed import RoutedTarget, Routes
-from deltasync.wire.messages import Failed, encode
+from deltasync.wire.frame import encode
+from deltasync.wire.messages import Failed
 
 _TURN_S = 0.05
 _WELCOME_S = 1.0

@@ -1,30 +1,71 @@
-"""A frame's header: magic, format version, lengths, checksum. Joins and splits bytes, bounded.
+"""A frame's header as bytes: magic, format version, lengths, checksum, and the message in it.
 
-docs/wire-format.md, section 1.
+docs/wire-format.md, section 1. Whatever is read is bounded, and checked before it is used.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from typing import Annotated
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from deltasync.errors import (
     BadMagic,
     ChecksumMismatch,
     LimitExceeded,
+    MalformedMessage,
     TruncatedFrame,
     UnsupportedVersion,
 )
+from deltasync.wire.messages import Bucket, Message
 
 MAGIC = b"DSYN"
 FORMAT_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_FAULTS = 64  # of one message, spelled out
 
 _PREFIX = struct.Struct("<4sHHI")
 _CHECKSUM = struct.Struct("<I")
 _PAYLOAD = struct.Struct("<Q")
 HEADER_BYTES = _PREFIX.size + _CHECKSUM.size + _PAYLOAD.size
+_MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def encode(message: BaseModel, *, payload_bytes: int = 0) -> bytes:
+    """The header of a frame that carries `message`."""
+    return join_header(message.model_dump_json().encode(), payload_bytes=payload_bytes)
+
+
+def decode(header: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Message, int]:
+    """The message in a header, and how many payload bytes belong to it.
+
+    Raises:
+        WireError: A rule of sections 1 and 2 is broken.
+    """
+    data, payload_bytes = split_header(header, max_payload_bytes=max_payload_bytes)
+    try:
+        message = _MESSAGE.validate_json(data)
+    except ValidationError as error:
+        raise MalformedMessage(_first_fault(error)) from error
+    if not isinstance(message, Bucket):
+        if payload_bytes:
+            raise MalformedMessage(f"a {message.kind} carries no payload")
+    elif message.raw_bytes > max_payload_bytes:
+        raise LimitExceeded(f"bucket of {message.raw_bytes} bytes, {max_payload_bytes} accepted")
+    elif message.compression == "none" and message.raw_bytes != payload_bytes:
+        raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
+    return message, payload_bytes
+
+
+def _first_fault(error: ValidationError) -> str:
+    if error.error_count() > MAX_FAULTS:
+        return f"{error.error_count()} members that do not belong there"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where or 'message'}: {first['msg']}"
 
 
 def join_header(message: bytes, *, payload_bytes: int = 0) -> bytes:

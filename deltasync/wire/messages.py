@@ -1,7 +1,6 @@
 """Every message of a sync, as frozen models that accept nothing they do not know.
 
-docs/wire-format.md, section 2. `encode` and `decode` go between a message and the bytes of a
-frame's header.
+docs/wire-format.md, section 2. `wire.frame` turns them into bytes and back.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from pydantic import (
     FailFast,
     Field,
     TypeAdapter,
-    ValidationError,
     model_validator,
 )
 
 from deltasync import dtypes
-from deltasync.errors import ConfigError, LimitExceeded, MalformedMessage, UnknownDtype
-from deltasync.wire import frame
+from deltasync.errors import ConfigError, UnknownDtype
 from deltasync.wire.compression import Compression
 
 MAX_DIMENSIONS = 64
@@ -32,7 +29,6 @@ MAX_NUMEL = 1 << 62
 MAX_WORLD = 1 << 16
 MAX_NAME = 4096
 MAX_SHOWN = 80  # characters of a name that is refused
-MAX_FAULTS = 64  # of one message, spelled out
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -331,43 +327,6 @@ Message = (
     | Failed
     | Refused
 )
-_MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
-
-
-def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
-    """The header of a frame that carries `message`."""
-    return frame.join_header(message.model_dump_json().encode(), payload_bytes=payload_bytes)
-
-
-def decode(
-    header: bytes, *, max_payload_bytes: int = frame.MAX_PAYLOAD_BYTES
-) -> tuple[Message, int]:
-    """The message in a header, and how many payload bytes belong to it.
-
-    Raises:
-        WireError: A rule of sections 1 and 2 is broken.
-    """
-    data, payload_bytes = frame.split_header(header, max_payload_bytes=max_payload_bytes)
-    try:
-        message = _MESSAGE.validate_json(data)
-    except ValidationError as error:
-        raise MalformedMessage(_first_fault(error)) from error
-    if not isinstance(message, Bucket):
-        if payload_bytes:
-            raise MalformedMessage(f"a {message.kind} carries no payload")
-    elif message.raw_bytes > max_payload_bytes:
-        raise LimitExceeded(f"bucket of {message.raw_bytes} bytes, {max_payload_bytes} accepted")
-    elif message.compression == "none" and message.raw_bytes != payload_bytes:
-        raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
-    return message, payload_bytes
-
-
-def _first_fault(error: ValidationError) -> str:
-    if error.error_count() > MAX_FAULTS:
-        return f"{error.error_count()} members that do not belong there"
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where or 'message'}: {first['msg']}"
 
 
 def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:

@@ -14,6 +14,7 @@ from deltasync.files.patch_file import write_patch
 from deltasync.sync.protocol.frames import inflated
 from deltasync.transports.base import Frame
 from deltasync.wire import messages as m
+from deltasync.wire.frame import decode, encode
 from deltasync.wire.table import ROW
 from tests.files.saved import model, save, stepped
 from tests.golden.make_golden import BUCKETS, FOLDER, MESSAGES
@@ -26,11 +27,11 @@ def plain(tmp_path: Path) -> Path:
     write_patch(old, Checkpoint(save(stepped(model()), tmp_path / "new")), tmp_path / "zstd")
     frames = []
     for frame in FrameFile(tmp_path / "zstd"):
-        message, _ = m.decode(frame.header)
+        message, _ = decode(frame.header)
         if isinstance(message, m.Bucket) and frame.payload is not None:
             raw = inflated(message, frame.payload)
             message = message.model_copy(update={"compression": "none"})
-            frame = Frame(m.encode(message, payload_bytes=len(raw)), raw)
+            frame = Frame(encode(message, payload_bytes=len(raw)), raw)
         frames.append(frame)
     write_frames(frames, tmp_path / "plain")
     return tmp_path / "plain"

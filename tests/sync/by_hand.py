@@ -27,7 +27,7 @@ from deltasync.errors import (
 )
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import join_header
+from deltasync.wire.frame import decode, encode, join_header
 from deltasync.wire.messages import (
     Begin,
     Bucket,
@@ -38,8 +38,6 @@ from deltasync.wire.messages import (
     ParameterSpec,
     Prepare,
     Welcome,
-    decode,
-    encode,
     entries,
     layout_hash,
 )

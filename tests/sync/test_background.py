@@ -33,7 +33,7 @@ from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.hook import StepHook
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.wire import messages
+from deltasync.wire.frame import decode
 from tests.cli.command import hearing_signals
 from tests.sync.harness import (
     Fleet,
@@ -62,7 +62,7 @@ class Gate(ThroughReceiver):
 
     def receive(self, *, timeout_s: float) -> Frame:
         frame = super().receive(timeout_s=timeout_s)
-        if messages.decode(frame.header)[0].kind == self.kind:
+        if decode(frame.header)[0].kind == self.kind:
             self.reached.set()
             assert self.is_open.wait(30)
             if self.breaks:

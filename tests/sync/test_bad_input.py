@@ -35,7 +35,7 @@ from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
 from deltasync.wire.compression import compress
-from deltasync.wire.frame import join_header
+from deltasync.wire.frame import decode, encode, join_header
 from deltasync.wire.messages import (
     Abort,
     Committed,
@@ -45,8 +45,6 @@ from deltasync.wire.messages import (
     Message,
     Prepared,
     Upcoming,
-    decode,
-    encode,
     entries,
 )
 from tests.sync.by_hand import (

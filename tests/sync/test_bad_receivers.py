@@ -19,17 +19,8 @@ from deltasync.errors import (
 )
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.transports.base import ReceiveTransport
-from deltasync.wire.frame import FORMAT_VERSION, join_header
-from deltasync.wire.messages import (
-    Failed,
-    Held,
-    Hello,
-    Message,
-    Refused,
-    decode,
-    encode,
-    entries,
-)
+from deltasync.wire.frame import FORMAT_VERSION, decode, encode, join_header
+from deltasync.wire.messages import Failed, Held, Hello, Message, Refused, entries
 from tests.sync.by_hand import (
     SPECS,
     model,

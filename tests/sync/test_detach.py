@@ -32,7 +32,8 @@ from deltasync.errors import (
 from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import Finish, encode
+from deltasync.wire.frame import encode
+from deltasync.wire.messages import Finish
 from tests.sync.by_hand import STAGED, Hand, commit, prepare
 from tests.sync.harness import Serving, bits_equal, random_model, step, until
 

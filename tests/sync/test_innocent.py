@@ -20,7 +20,7 @@ from deltasync.sync.sender import WeightSender
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.messages import decode
+from deltasync.wire.frame import decode
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import (
     Model,

@@ -15,7 +15,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted, TransportError
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.messages import decode
+from deltasync.wire.frame import decode
 from tests.sync.harness import Model, Serving, ThroughSender, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)

@@ -30,7 +30,8 @@ from deltasync.sync.group import orders
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
-from deltasync.wire.messages import Hello, Layout, ParameterSpec, decode, encode, entries
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Hello, Layout, ParameterSpec, entries
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 

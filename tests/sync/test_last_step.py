@@ -14,7 +14,7 @@ from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, 
 from deltasync.errors import SyncAborted
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.wire.messages import decode
+from deltasync.wire.frame import decode
 from tests.sync.harness import Receivers, ThroughSender, bits_equal, random_model, step, until
 
 pytestmark = pytest.mark.timeout(120)

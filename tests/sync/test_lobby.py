@@ -16,7 +16,8 @@ from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.lobby import Lobby
 from deltasync.testing.links import background
 from deltasync.transports import inprocess
-from deltasync.wire.messages import Failed, Hello, Refused, decode, encode
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Failed, Hello, Refused
 from tests.sync.harness import until
 
 pytestmark = pytest.mark.timeout(60)

@@ -35,7 +35,7 @@ from deltasync.errors import (
 from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.wire.messages import decode
+from deltasync.wire.frame import decode
 from tests.sync.harness import Model, ThroughReceiver, bits_equal, until
 
 pytestmark = pytest.mark.timeout(30)

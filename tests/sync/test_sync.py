@@ -38,7 +38,7 @@ from deltasync.errors import (
 from deltasync.sync.protocol.session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
-from deltasync.wire.messages import decode
+from deltasync.wire.frame import decode
 from tests.sync.harness import (
     Fleet,
     Model,

@@ -26,6 +26,7 @@ from deltasync.errors import (
 from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.wire import messages as m
 from deltasync.wire.digest import digest_at, seed
+from deltasync.wire.frame import decode
 from deltasync.wire.table import ROW
 from tests.golden.make_golden import FOLDER, MESSAGES
 from tests.wire import reference
@@ -245,10 +246,10 @@ def staging() -> ReceiverSession:
     session = ReceiverSession("e")
     session.greet()
     for name in ("layout", "welcome"):
-        session.on(m.decode((FOLDER / f"{name}.bin").read_bytes())[0])
+        session.on(decode((FOLDER / f"{name}.bin").read_bytes())[0])
     session.version = 7
     session.set_layout_hash(MESSAGES["begin"]["layout_hash"])
-    session.on(m.decode((FOLDER / "begin.bin").read_bytes())[0])
+    session.on(decode((FOLDER / "begin.bin").read_bytes())[0])
     return session
 
 

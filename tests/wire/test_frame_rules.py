@@ -23,7 +23,7 @@ from deltasync.errors import (
 )
 from deltasync.wire import messages as m
 from deltasync.wire.compression import compress, decompress
-from deltasync.wire.frame import join_header, split_header
+from deltasync.wire.frame import decode, join_header, split_header
 from tests.golden.make_golden import MESSAGES, bucket_message, text_of
 from tests.wire import reference, strategies
 from tests.wire.raises import exactly
@@ -118,7 +118,7 @@ def test_w04_inflated_size_over_the_readers_limit() -> None:
         "compression": "zstd",
     }
     with exactly(LimitExceeded):
-        m.decode(header_of(bucket, payload_bytes=10), max_payload_bytes=1000)
+        decode(header_of(bucket, payload_bytes=10), max_payload_bytes=1000)
 
 
 @pytest.mark.parametrize("at", [*range(12, 24), 24, -1])
@@ -132,7 +132,7 @@ def test_w05_checksum(at: int) -> None:
 @pytest.mark.parametrize("name", MESSAGES)
 def test_w06_only_a_bucket_has_a_payload(name: str) -> None:
     with exactly(MalformedMessage):
-        m.decode(header_of(MESSAGES[name], payload_bytes=8))
+        decode(header_of(MESSAGES[name], payload_bytes=8))
 
 
 @pytest.mark.parametrize("change", [-1, 1, 8])
@@ -156,21 +156,21 @@ def payload_for(message: dict[str, Any]) -> int:
 @pytest.mark.parametrize("kind", ["", "Commit", "commit ", "delta", None, 1, [], {}])
 def test_w07_unknown_kind(kind: Any) -> None:
     with exactly(MalformedMessage):
-        m.decode(header_of({"kind": kind, "version": 1}))
+        decode(header_of({"kind": kind, "version": 1}))
 
 
 @pytest.mark.parametrize(("name", "key"), MEMBERS)
 def test_w07_missing_member(name: str, key: str) -> None:
     message = {k: v for k, v in ALL[name].items() if k != key}
     with exactly(MalformedMessage):
-        m.decode(header_of(message))
+        decode(header_of(message))
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("key", ["extra", "Version", "", "model_config"])
 def test_w07_extra_member(name: str, key: str) -> None:
     with exactly(MalformedMessage):
-        m.decode(header_of(ALL[name] | {key: 1}))
+        decode(header_of(ALL[name] | {key: 1}))
 
 
 NULLABLE = {
@@ -204,7 +204,7 @@ def test_w07_member_of_another_type(name: str, key: str) -> None:
         message = ALL[name] | {key: value}
         if not fits(ALL[name], key, value):
             with exactly(MalformedMessage):
-                m.decode(header_of(message, payload_bytes=payload_for(message)))
+                decode(header_of(message, payload_bytes=payload_for(message)))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_w07_member_of_another_type(name: str, key: str) -> None:
 )
 def test_w07_text_that_is_no_message(text: bytes) -> None:
     with exactly(MalformedMessage):
-        m.decode(reference.header(text))
+        decode(reference.header(text))
 
 
 def layout_with(*entries: Any) -> bytes:
@@ -260,18 +260,18 @@ def layout_with(*entries: Any) -> bytes:
 )
 def test_w08_parameter_that_cannot_be(entries: list[Any]) -> None:
     with exactly(MalformedMessage):
-        m.decode(layout_with(*entries))
+        decode(layout_with(*entries))
 
 
 def test_w08_largest_shapes_that_can_be() -> None:
     shapes = [[1] * 64, [2**62], [2**31, 2**31], [0, 2**62, 1], []]
-    message, _ = m.decode(layout_with(*([[f"p{i}"], s, 1] for i, s in enumerate(shapes))))
+    message, _ = decode(layout_with(*([[f"p{i}"], s, 1] for i, s in enumerate(shapes))))
     assert isinstance(message, m.Layout)
     assert [spec.numel for spec in message.specs()] == [1, 2**62, 2**62, 0, 1]
 
 
 def test_w08_dtype_outside_the_table() -> None:
-    message, _ = m.decode(layout_with([["a"], [1], 200]))
+    message, _ = decode(layout_with([["a"], [1], 200]))
     assert isinstance(message, m.Layout)
     with exactly(UnknownDtype):
         message.specs()
@@ -288,7 +288,7 @@ def test_w08_dtype_outside_the_table() -> None:
 )
 def test_w08_lanes_and_a_connection_go_together(name: str, fields: dict[str, Any]) -> None:
     with exactly(MalformedMessage):
-        m.decode(header_of(MESSAGES[name] | fields))
+        decode(header_of(MESSAGES[name] | fields))
 
 
 RAW = bytes(range(256)) * 4
@@ -298,13 +298,13 @@ RAW = bytes(range(256)) * 4
 def test_w09_raw_bytes_differ_without_compression(payload_bytes: int) -> None:
     bucket = bucket_message([]) | {"raw_bytes": 1024}
     with exactly(MalformedMessage):
-        m.decode(header_of(bucket, payload_bytes=payload_bytes))
+        decode(header_of(bucket, payload_bytes=payload_bytes))
 
 
 @pytest.mark.parametrize("compression", ["", "lz4", "ZSTD", "gzip"])
 def test_w09_unknown_compression(compression: str) -> None:
     with exactly(MalformedMessage):
-        m.decode(header_of(bucket_message([]) | {"compression": compression}))
+        decode(header_of(bucket_message([]) | {"compression": compression}))
     with exactly(UnknownCodec):
         decompress(RAW, compression=compression, raw_bytes=len(RAW))
 

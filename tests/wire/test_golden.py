@@ -19,7 +19,7 @@ from deltasync.wire import messages
 from deltasync.wire.compression import decompress
 from deltasync.wire.digest import digest_run
 from deltasync.wire.digest import seed as seed_of
-from deltasync.wire.frame import HEADER_BYTES
+from deltasync.wire.frame import HEADER_BYTES, decode, encode
 from deltasync.wire.messages import Bucket, ParameterSpec
 from tests.golden import make_golden
 from tests.golden.make_golden import BUCKETS, DENSE, FOLDER, MESSAGES, Row
@@ -99,39 +99,39 @@ def test_the_script_overwrites_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message_decodes_to_its_members_and_encodes_to_its_bytes(name: str) -> None:
     data = golden(f"{name}.bin")
-    message, payload_bytes = messages.decode(data)
+    message, payload_bytes = decode(data)
     members = {key: tuples(value) for key, value in MESSAGES[name].items()}
     assert message.model_dump() == members
     assert payload_bytes == 0
-    assert messages.encode(message) == data
-    assert messages.encode(type(message)(**members)) == data
+    assert encode(message) == data
+    assert encode(type(message)(**members)) == data
 
 
 @pytest.mark.parametrize("name", BUCKETS)
 def test_bucket_decodes_to_its_rows_and_encodes_to_its_bytes(name: str) -> None:
     frame, rows = golden(f"bucket-{name}.bin"), BUCKETS[name]
     header, payload = split(frame)
-    message, payload_bytes = messages.decode(header)
+    message, payload_bytes = decode(header)
     assert isinstance(message, Bucket)
     assert payload_bytes == message.raw_bytes == len(payload)
     found = BucketReader(SPECS).read(torch.tensor(list(payload), dtype=torch.uint8), len(rows))
     assert as_lists(found) == as_lists(list(map(run_of, rows)))
-    assert messages.encode(message, payload_bytes=len(payload)) + pack(rows) == frame
+    assert encode(message, payload_bytes=len(payload)) + pack(rows) == frame
 
 
 def test_zstd_bucket_inflates_to_its_rows() -> None:
     header, payload = split(golden("bucket-zstd.bin"))
-    message, payload_bytes = messages.decode(header)
+    message, payload_bytes = decode(header)
     assert isinstance(message, Bucket)
     assert payload_bytes == len(payload)
     raw = decompress(payload, compression=message.compression, raw_bytes=message.raw_bytes)
     assert raw == split(golden("bucket-dense.bin"))[1]
     assert raw == pack(DENSE)
-    assert messages.encode(message, payload_bytes=len(payload)) == header
+    assert encode(message, payload_bytes=len(payload)) == header
 
 
 def test_layout_hash_is_that_of_the_golden_parameters() -> None:
-    layout, _ = messages.decode(golden("layout.bin"))
+    layout, _ = decode(golden("layout.bin"))
     assert isinstance(layout, messages.Layout)
     assert layout.specs() == SPECS
     assert messages.entries(SPECS) == layout.parameters

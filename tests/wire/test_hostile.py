@@ -23,6 +23,7 @@ from deltasync.errors import LimitExceeded, MalformedMessage, WireError
 from deltasync.testing.payloads import payloads
 from deltasync.wire import messages as m
 from deltasync.wire.compression import compress, decompress
+from deltasync.wire.frame import decode, encode
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW, read_table
 from tests.golden.make_golden import FOLDER, MESSAGES
 from tests.wire import reference, strategies
@@ -52,8 +53,8 @@ def peak_of(call: Callable[[], object]) -> int:
 @given(strategies.messages)
 def test_messages_survive_the_wire(message: m.Message) -> None:
     payload_bytes = strategies.payload_bytes_of(message)
-    header = m.encode(message, payload_bytes=payload_bytes)
-    assert m.decode(header) == (message, payload_bytes)
+    header = encode(message, payload_bytes=payload_bytes)
+    assert decode(header) == (message, payload_bytes)
 
 
 def test_every_kind_has_a_strategy() -> None:
@@ -69,25 +70,25 @@ def test_every_flipped_bit_of_a_header_is_refused(name: str) -> None:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(WireError):
-            m.decode(bytes(damaged))
+            decode(bytes(damaged))
 
 
 @given(strategies.messages, st.data())
 def test_a_damaged_byte_is_refused(message: m.Message, data: st.DataObject) -> None:
-    header = bytearray(m.encode(message, payload_bytes=strategies.payload_bytes_of(message)))
+    header = bytearray(encode(message, payload_bytes=strategies.payload_bytes_of(message)))
     header[data.draw(st.integers(0, len(header) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(WireError):
-        m.decode(bytes(header))
+        decode(bytes(header))
 
 
 @given(strategies.messages, st.data(), st.binary(min_size=1, max_size=40))
 def test_truncation_and_extension_are_refused(
     message: m.Message, data: st.DataObject, more: bytes
 ) -> None:
-    header = m.encode(message, payload_bytes=strategies.payload_bytes_of(message))
+    header = encode(message, payload_bytes=strategies.payload_bytes_of(message))
     for wrong in (header[: data.draw(st.integers(0, len(header) - 1))], header + more):
         with pytest.raises(WireError):
-            m.decode(wrong)
+            decode(wrong)
 
 
 PREFIXES = st.sampled_from(
@@ -97,7 +98,7 @@ PREFIXES = st.sampled_from(
 
 @given(PREFIXES, st.binary(max_size=300))
 def test_any_bytes_as_a_header(prefix: bytes, data: bytes) -> None:
-    assert peak_of(lambda: m.decode(prefix + data)) < SLACK
+    assert peak_of(lambda: decode(prefix + data)) < SLACK
 
 
 json_values = st.recursive(
@@ -114,16 +115,16 @@ def test_any_value_of_any_member(message: m.Message, value: Any, data: st.DataOb
     members[data.draw(st.sampled_from(sorted(members)))] = value
     header = reference.header(json.dumps(members).encode())
     try:
-        read, payload_bytes = m.decode(header)
+        read, payload_bytes = decode(header)
     except WireError:
         return
-    assert m.decode(m.encode(read, payload_bytes=payload_bytes)) == (read, payload_bytes)
+    assert decode(encode(read, payload_bytes=payload_bytes)) == (read, payload_bytes)
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1))
 def test_any_bytes_as_a_message(data: bytes, payload_bytes: int) -> None:
     header = reference.header(data, payload_bytes=payload_bytes)
-    assert peak_of(lambda: m.decode(header)) < SLACK
+    assert peak_of(lambda: decode(header)) < SLACK
 
 
 MANY = 100_000
@@ -148,13 +149,13 @@ LONG_TEXTS["depth"] = b'{"kind":"commit","version":' + b"[" * MANY + b"}"
 def test_reporting_many_faults_takes_memory_in_proportion(text: bytes) -> None:
     header = reference.header(text)
     with pytest.raises(MalformedMessage) as raised:
-        m.decode(header)
+        decode(header)
     assert len(str(raised.value)) < 200
     cause = raised.value.__cause__
     assert isinstance(cause, ValidationError)
     if text != LONG_TEXTS["extra members"]:
         assert cause.error_count() <= 3, "a list stops at its first fault"
-    assert peak_of(lambda: m.decode(header)) < 8 * len(header) + SLACK
+    assert peak_of(lambda: decode(header)) < 8 * len(header) + SLACK
 
 
 # Compression

@@ -14,6 +14,7 @@ from deltasync.errors import PeerLost, ProtocolViolation, TransportTimeout
 from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
+from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -24,8 +25,6 @@ from deltasync.wire.messages import (
     Lane,
     Message,
     Prepare,
-    decode,
-    encode,
 )
 
 HELLO = Hello(

@@ -26,6 +26,7 @@ from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire import messages as m
+from deltasync.wire.frame import decode, encode
 from tests.files.saved import model, save, stepped
 from tests.golden.make_golden import MESSAGES
 
@@ -43,7 +44,7 @@ def frames(checkpoint: Checkpoint, tmp_path: Path) -> list[Frame]:
     new = Checkpoint(save(stepped(model()), tmp_path / "new"))
     write_patch(checkpoint, new, tmp_path / "patch")
     found = list(FrameFile(tmp_path / "patch"))
-    assert [m.decode(frame.header)[0].kind for frame in found] == KINDS
+    assert [decode(frame.header)[0].kind for frame in found] == KINDS
     return found
 
 
@@ -58,10 +59,10 @@ def altered(frames: list[Frame], kind: str, **members: Any) -> list[Frame]:
     """The same, with other members in one message."""
     found = []
     for frame in frames:
-        message, payload_bytes = m.decode(frame.header)
+        message, payload_bytes = decode(frame.header)
         if message.kind == kind:
             message = message.model_copy(update=members)
-        found.append(Frame(m.encode(message, payload_bytes=payload_bytes), frame.payload))
+        found.append(Frame(encode(message, payload_bytes=payload_bytes), frame.payload))
     return found
 
 
@@ -99,8 +100,8 @@ def test_w21_nothing_is_left_out_doubled_or_moved(frames: list[Frame]) -> None:
 @pytest.mark.parametrize("kind", sorted(MESSAGES))
 def test_w21_nothing_else_comes_anywhere(kind: str, frames: list[Frame]) -> None:
     message = {name: value for name, value in MESSAGES[kind].items() if name != "kind"}
-    header = m.encode(m.decode(golden(kind))[0])
-    assert message.keys() <= m.decode(header)[0].model_dump().keys()
+    header = encode(decode(golden(kind))[0])
+    assert message.keys() <= decode(header)[0].model_dump().keys()
     for at in range(len(frames) + 1):
         with pytest.raises(DeltaSyncError):
             read([*frames[:at], Frame(header), *frames[at:]])
@@ -186,12 +187,12 @@ def test_w25_a_payload_that_is_not_compressed_is_read_too(
 ) -> None:
     from deltasync.sync.protocol.frames import inflated
 
-    bucket, _ = m.decode(frames[2].header)
+    bucket, _ = decode(frames[2].header)
     assert isinstance(bucket, m.Bucket)
     assert frames[2].payload is not None
     raw = inflated(bucket, frames[2].payload)
     plain = bucket.model_copy(update={"compression": "none"})
-    frames[2] = Frame(m.encode(plain, payload_bytes=len(raw)), raw)
+    frames[2] = Frame(encode(plain, payload_bytes=len(raw)), raw)
     apply_to(checkpoint, frames, tmp_path)
     new = stepped(model())
     found = Checkpoint(tmp_path / "out")

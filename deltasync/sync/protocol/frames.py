@@ -13,7 +13,8 @@ from deltasync.errors import TruncatedFrame
 from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression, compress, decompress
-from deltasync.wire.messages import Begin, Bucket, Message, Prepare, decode
+from deltasync.wire.frame import decode
+from deltasync.wire.messages import Begin, Bucket, Message, Prepare
 
 
 @dataclass(slots=True)

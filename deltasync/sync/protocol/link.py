@@ -11,7 +11,8 @@ from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError, WireError
 from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.messages import Failed, Message, decode, encode
+from deltasync.wire.frame import decode, encode
+from deltasync.wire.messages import Failed, Message
 
 _READING_S = 0.1
 

@@ -13,6 +13,7 @@ from deltasync.sync.protocol.frames import opened
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
 from deltasync.wire import messages
+from deltasync.wire.frame import encode
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -59,11 +60,11 @@ class ReceiverLinks:
         if len(self._links) > 1:
             connection = uuid.uuid4().hex
             for link in self._links[1:]:
-                lane = messages.encode(messages.Lane(connection=connection))
+                lane = encode(messages.Lane(connection=connection))
                 link.connect(lane, timeout_s=deadline.remaining_s)
             lanes = {"connection": connection, "lanes": len(self._links) - 1}
             hello = hello.model_copy(update=lanes)
-        self._links[0].connect(messages.encode(hello), timeout_s=deadline.remaining_s)
+        self._links[0].connect(encode(hello), timeout_s=deadline.remaining_s)
 
     def receive(
         self, *, timeout_s: float, reached: Sequence[tuple[int, int]] = ()
@@ -91,7 +92,7 @@ class ReceiverLinks:
 
     def reply(self, message: Message, *, timeout_s: float) -> None:
         """Answer the rank that speaks for the trainer. Raises PeerLost."""
-        self._links[0].reply(messages.encode(message), timeout_s=timeout_s)
+        self._links[0].reply(encode(message), timeout_s=timeout_s)
 
     def progress(self) -> None:
         """`ReceiveTransport.progress` of all that is awaited."""

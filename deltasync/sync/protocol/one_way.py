@@ -19,7 +19,7 @@ from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES, encode
 from deltasync.wire.messages import (
     Begin,
     Bucket,
@@ -30,7 +30,6 @@ from deltasync.wire.messages import (
     Sealed,
     Welcome,
     digest_text,
-    encode,
     entries,
     layout_hash,
 )
