@@ -74,9 +74,8 @@ class WeightReceiver(Closing):
         self.options = options or ReceiverOptions()
         self._target = target
         self._links = ReceiverLinks([transport, *lanes], self.options.max_payload_bytes)
-        self._num_links = 1 + len(lanes)
         self._engine, self._rank, self._world = engine, rank, world
-        self._session = ReceiverSession(engine, world, self._num_links)
+        self._session = ReceiverSession(engine, world, 1 + len(lanes))
         self._session.dirty = self._session.half_written = half_written
         self._stream = OwnStream()
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
@@ -364,11 +363,11 @@ class WeightReceiver(Closing):
     def _reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""
         staging = self._staging
-        if isinstance(staging, Loading) and staging.is_crowded(self._num_links):
+        if isinstance(staging, Loading) and staging.is_crowded(self._session.lanes):
             return [reader.reached for reader in self._readers]
         return []
 
-    def _obey(self, message: messages.Message, payload: Tensor, lane: int) -> None:
+    def _obey(self, message: messages.Message, payload: Tensor | None, lane: int) -> None:
         match message:
             case messages.Layout():
                 self._bind(message)
@@ -377,7 +376,7 @@ class WeightReceiver(Closing):
             case messages.Begin() if self._session.declined is None:
                 self._begin(message)
             case messages.Bucket() if self._session.declined is None:
-                self._stage_bucket(message, payload, self._readers[lane])
+                self._stage_bucket(message, payload, lane)
             case messages.Prepare() if self._session.declined is not None and not lane:
                 self._reply(asleep(message.version))
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
@@ -394,7 +393,7 @@ class WeightReceiver(Closing):
         self._weights.synchronize()
         self._weights = BoundWeights(specs, flats, self.options, self._stream)
         self._is_unproved = False
-        self._readers = [BucketReader(specs) for _ in range(self._num_links)]
+        self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
         self._session.set_layout_hash(messages.layout_hash(specs))
         self._reply(self._weights.held(half_written=self._session.half_written))
 
@@ -409,9 +408,9 @@ class WeightReceiver(Closing):
         if self._is_undivided:
             self._early.make(max_age_s=_EARLY_S)
 
-    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor, reader: BucketReader) -> None:
+    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor | None, lane: int) -> None:
         assert self._staging is not None
-        opened = reader.open(inflated(bucket, payload), bucket.num_rows)
+        opened = self._readers[lane].open(inflated(bucket, payload), bucket.num_rows)
         self._links.progress()
         self._staging.stage_bucket(opened)
         self._links.progress()

@@ -39,8 +39,18 @@ def encode(message: BaseModel, *, payload_bytes: int = 0) -> bytes:
     return join_header(message.model_dump_json().encode(), payload_bytes=payload_bytes)
 
 
-def decode(header: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Message, int]:
+def decode(
+    header: bytes,
+    *,
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    arrived_bytes: int | None = None,
+) -> tuple[Message, int]:
     """The message in a header, and how many payload bytes belong to it.
+
+    Args:
+        header: The header.
+        max_payload_bytes: The largest payload accepted.
+        arrived_bytes: Size of the payload that came with the header; None if it is not here yet.
 
     Raises:
         WireError: A rule of sections 1 and 2 is broken.
@@ -57,6 +67,8 @@ def decode(header: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tupl
         raise LimitExceeded(f"bucket of {message.raw_bytes} bytes, {max_payload_bytes} accepted")
     elif message.compression == "none" and message.raw_bytes != payload_bytes:
         raise MalformedMessage(f"{payload_bytes} payload bytes, {message.raw_bytes} declared raw")
+    if arrived_bytes not in (None, payload_bytes):
+        raise TruncatedFrame(f"payload of {arrived_bytes} bytes, {payload_bytes} were declared")
     return message, payload_bytes
 
 

@@ -9,12 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.errors import TruncatedFrame
 from deltasync.sync.source.plan import Plan
-from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression, compress, decompress
-from deltasync.wire.frame import decode
-from deltasync.wire.messages import Begin, Bucket, Message, Prepare
+from deltasync.wire.messages import Begin, Bucket, Prepare
 
 
 @dataclass(slots=True)
@@ -109,17 +106,10 @@ class Emitter:
         return Prepare(version=self._version, num_buckets=self.sent.num_buckets)
 
 
-def opened(frame: Frame, *, max_payload_bytes: int) -> tuple[Message, Tensor]:
-    """The message in a frame and uint8[n], the payload that belongs to it. Raises WireError."""
-    message, payload_bytes = decode(frame.header, max_payload_bytes=max_payload_bytes)
-    payload = torch.empty(0, dtype=torch.uint8) if frame.payload is None else frame.payload
-    if len(payload) != payload_bytes:
-        raise TruncatedFrame(f"payload of {len(payload)} bytes, {payload_bytes} were declared")
-    return message, payload
-
-
-def inflated(bucket: Bucket, payload: Tensor) -> Tensor:
+def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
     """uint8[raw_bytes]: a payload as it was packed. Raises WireError."""
+    if payload is None:
+        payload = torch.empty(0, dtype=torch.uint8)
     if bucket.compression == "none":
         return payload
     data = payload.cpu().numpy().data

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deltasync.errors import ProtocolViolation, Refused, TransportTimeout
-from deltasync.sync.protocol.frames import opened
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
 from deltasync.wire import messages
-from deltasync.wire.frame import encode
+from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -68,7 +67,7 @@ class ReceiverLinks:
 
     def receive(
         self, *, timeout_s: float, reached: Sequence[tuple[int, int]] = ()
-    ) -> tuple[int, Message, Tensor]:
+    ) -> tuple[int, Message, Tensor | None]:
         """(lane, message, payload): the next one that counts. See `ReceiveTransport.receive`.
 
         Args:
@@ -84,11 +83,15 @@ class ReceiverLinks:
                 lane, frame = 0, self._links[0].receive(timeout_s=rest_of(end))
             else:
                 lane, frame = self._next(Deadline(rest_of(end)), reached)
-            message, payload = opened(frame, max_payload_bytes=self._max_payload_bytes)
+            message, _ = decode(
+                frame.header,
+                max_payload_bytes=self._max_payload_bytes,
+                arrived_bytes=0 if frame.payload is None else len(frame.payload),
+            )
             if isinstance(message, messages.Refused):
                 raise Refused(kind=message.error, message=message.reason)
             if self._counts(lane, message):
-                return lane, message, payload
+                return lane, message, frame.payload
 
     def reply(self, message: Message, *, timeout_s: float) -> None:
         """Answer the rank that speaks for the trainer. Raises PeerLost."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.errors import ProtocolViolation, TruncatedFrame
-from deltasync.sync.protocol.frames import Emitter, inflated, opened
+from deltasync.sync.protocol.frames import Emitter, inflated
 from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
 from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES, encode
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
     Begin,
     Bucket,
@@ -104,10 +104,14 @@ class OneWayReader:
             WireError: The frame is damaged.
             SyncError: It is none that may come now.
         """
-        message, payload = opened(frame, max_payload_bytes=self._max_payload_bytes)
-        return message, self.obey(message, payload)
+        message, _ = decode(
+            frame.header,
+            max_payload_bytes=self._max_payload_bytes,
+            arrived_bytes=0 if frame.payload is None else len(frame.payload),
+        )
+        return message, self.obey(message, frame.payload)
 
-    def obey(self, message: Message, payload: Tensor) -> ReadBucket | None:
+    def obey(self, message: Message, payload: Tensor | None) -> ReadBucket | None:
         """The same, of a frame that was opened."""
         match message:
             case Layout():
