@@ -41,7 +41,6 @@ from deltasync.wire.messages import Hello, ParameterSpec, Upcoming
 class _Synced:
     """The members' part of a sync."""
 
-    base_version: int
     delta: Delta | None = None
     result: RoundResult = field(default_factory=RoundResult)
     diff_s: float = 0.0
@@ -250,7 +249,7 @@ class WeightSender(Closing):
     def _sync_members(self) -> _Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
         self._link.hint(Upcoming(version=self.version + 1), self._session.members)
-        done = _Synced(base_version=self.version)
+        done = _Synced()
         while self._session.members and not (done.result.decided or self._own.is_released):
             began = time.perf_counter()
             done.delta = self._weights.delta(self.version)
@@ -393,7 +392,7 @@ class WeightSender(Closing):
         held_bytes = found.held_bytes if found else 0
         return SyncStats(
             version=self.version,
-            base_version=delta.base_version if delta else None,
+            base_version=found.base_version if found else None,
             kind="delta" if delta else "full",
             receivers=self.num_receivers,
             joined=joined.joined,
