@@ -49,13 +49,11 @@ _MODEL = "qwen3-1.7b"
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Only to see that all runs.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Toy size: a smoke test.")]
 Record = Annotated[bool, typer.Option("--record", help="Keep the records in benchmarks/results.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a case, nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per case, nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Append the records to this file.")]
-Device = Annotated[
-    str | None, typer.Option(help="cuda or cpu. By default cuda where there is one.")
-]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda if there is one.")]
 Link = Annotated[
     str | None,
     typer.Option(help="local: one device (CUDA IPC); collective: two (NCCL), the default there."),
@@ -81,7 +79,7 @@ def cpu(
         list[str] | None, typer.Option(help=f"Some of: {', '.join(GROUPS)}. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure on the CPU, one thread a process; under eight minutes, under one with --quick."""
+    """Measure on the CPU, one thread per process; under eight minutes, under one with --quick."""
     groups = _chosen(only, GROUPS)
     results = _measure(groups, "quick" if quick else "full")
     if record:
@@ -130,10 +128,10 @@ def engines(
     device: Device = None,
     patch_file: Annotated[
         Path | None,
-        typer.Option(help="vLLM's checkpoint_weight_patch.py, where vLLM is not installed."),
+        typer.Option(help="vLLM's checkpoint_weight_patch.py, if vLLM is not installed."),
     ] = None,
 ) -> None:
-    """Measure changes into an engine's model against vLLM's own ways; where vLLM is installed."""
+    """Measure updates of an engine's model against vLLM's own methods."""
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
     results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
     kept = ENGINE_RECORDS[plan.device.type] if record else None
@@ -157,7 +155,7 @@ def sharded(
         typer.Option(help="local: trainers and engine ranks share GPUs; collective: none does."),
     ] = None,
 ) -> None:
-    """Measure trainers and engines of several ranks, on two GPUs or more, against gathering."""
+    """Measure trainers and engines with several ranks against gathering, on two GPUs or more."""
     try:
         plan = ShardedPlan.choose(_scale(quick=quick, tiny=tiny), geometry, device, link)
     except ValueError as error:
@@ -178,7 +176,7 @@ def verl(
     record: Record = False,
     tiny: Tiny = False,
 ) -> None:
-    """Measure the checkpoint engine for verl between two processes of this host, over gloo."""
+    """Measure the checkpoint engine for verl between two processes of one host, over gloo."""
     results = run_verl(VerlPlan.choose(_scale(quick=quick, tiny=tiny)))
     if record:
         VERL_RECORDS.unlink(missing_ok=True)
@@ -188,7 +186,7 @@ def verl(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="The file to write: see Costs.load.")] = Path(
+    out: Annotated[Path, typer.Option(help="The file to write, which Costs.load reads.")] = Path(
         "costs.json"
     ),
     geometry: Annotated[str | None, typer.Option(help="The model that is synced.")] = None,
@@ -208,20 +206,22 @@ def calibrate(
 
 @app.command()
 def soak(
-    syncs: Annotated[int, typer.Option(min=1, help="Those that break off included.")] = 2000,
+    syncs: Annotated[
+        int, typer.Option(min=1, help="Number of syncs, including those that break off.")
+    ] = 2000,
     kill_every: Annotated[
-        int, typer.Option(min=2, help="The engine is killed in every sync of such a number.")
+        int, typer.Option(min=2, help="Kill the engine in every n-th sync.")
     ] = 200,
     geometry: Annotated[
         str, typer.Option(help="The model that is synced; tiny for CPUs.")
     ] = DEFAULT_GEOMETRY,
     device: Device = None,
     link: Link = None,
-    seed: Annotated[int, typer.Option(help="Of changes, densities and moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Append that line to this file.")] = None,
 ) -> None:
-    """Sync for long, kill and restart the engine, and check bits, memory and descriptors."""
+    """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
     found = run_soak(Plan(_setup("full", geometry, device, link), syncs, kill_every, seed))
     line = json.dumps(found)
     if out is not None:
@@ -239,13 +239,13 @@ def soak(
 
 @app.command()
 def strangers(
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long it is attacked.")] = 600.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the attack.")] = 600.0,
     link: Annotated[str, typer.Option(help="collective, or local: a unix socket.")] = "collective",
     secret: Annotated[bool, typer.Option(help="Whether both ends have a secret.")] = True,
-    seed: Annotated[int, typer.Option(help="Of changes and attacks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
 ) -> None:
-    """Attack a live trainer, and check times of calls, memory, descriptors and its engine."""
+    """Attack a live trainer; check call times, memory, descriptors and its engine."""
     from benchmarks.strangers import Attack, run
 
     if link not in ("collective", "local"):

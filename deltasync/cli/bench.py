@@ -21,14 +21,14 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def bench(
-    numel: Annotated[str, typer.Option(help="Elements of the model, in bf16.")] = "64M",
-    density: Annotated[float, typer.Option(help="Share of them that changes.")] = 0.01,
+    numel: Annotated[str, typer.Option(help="Number of bf16 elements in the model.")] = "64M",
+    density: Annotated[float, typer.Option(help="Share of the elements that changes.")] = 0.01,
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Where both ends hold their weights.")
     ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Sync a model to a second process, and compare with sending all of it.
+    """Sync a model to a second process, and compare that with sending all of it.
 
     Both take turns, and every sync is verified. Other work on the machine blurs the times.
     """
@@ -47,7 +47,7 @@ def bench(
 
 
 def _count(numel: str) -> int:
-    """What "64M" says."""
+    """Parse a number such as "64M"."""
     found = re.fullmatch(r"([1-9]\d*)([KMG]?)", numel.upper(), flags=re.ASCII)
     if not found:
         raise typer.BadParameter(f"{numel!r} is not like 64M", param_hint="--numel")
@@ -55,7 +55,7 @@ def _count(numel: str) -> int:
 
 
 def _check(numel: int, density: float, device: str) -> None:
-    """Refuse now what would fail later."""
+    """Refuse at once what would fail later."""
     import torch
 
     if not 0 < density <= 1:

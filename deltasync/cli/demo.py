@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of GRPO.")] = 15,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed.")] = 0,
     lr: Annotated[
         float,
         typer.Option(help="Learning rate of GRPO; 1e-6 is usual, 1e-4 learns within 300 steps."),
     ] = 1e-6,
     transport: Annotated[
-        Literal["shared_memory", "gloo"], typer.Option(help="How the weights travel.")
+        Literal["shared_memory", "gloo"], typer.Option(help="Transport of the weights.")
     ] = "shared_memory",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a version, nothing else.")
+        bool, typer.Option("--json", help="Print one JSON object per version, nothing else.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for records, a plot, and first and last weights.")

@@ -46,13 +46,13 @@ def diff(
         Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
     ] = None,
     encodings: Annotated[
-        bool, typer.Option("--encodings", help="Bytes of more encodings, zstd among them; slower.")
+        bool, typer.Option("--encodings", help="Add bytes of more encodings, with zstd; slower.")
     ] = False,
     tensors: Annotated[
         bool,
         typer.Option(
             "--tensors",
-            help=f"All tensors, not the {_SHOWN} densest; all layers, not {_SHOWN_LAYERS}.",
+            help=f"List all tensors, not the {_SHOWN} densest; all layers, not {_SHOWN_LAYERS}.",
         ),
     ] = False,
     only: Only = None,
@@ -110,7 +110,7 @@ def layer_of(name: str) -> str:
 def _sizes(
     found: Mapping[str, Sparsity], num_bytes: int, item_sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """What follows from counts alone."""
+    """The sizes that follow from counts alone."""
     sparse = sum((4 + item_sizes[name]) * one.changed for name, one in found.items())
     return {"dense": num_bytes, "int32 + value": sparse}
 
@@ -124,7 +124,7 @@ def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts 10 behind 9."""
+    """A key that sorts 10 after 9."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

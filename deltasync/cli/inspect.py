@@ -34,7 +34,7 @@ def inspect(
     ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Take a frame or a patch file apart, and say what is wrong with it, and where.
+    """Show the parts of a frame or a patch file, and what is wrong with it, and where.
 
     Exits with 1 if it is damaged. Rules are those of docs/wire-format.md.
     """

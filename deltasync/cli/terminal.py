@@ -30,24 +30,24 @@ AsJson: TypeAlias = Annotated[
 ]
 Only: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--only", help="Tensors whose names fit, such as '*.mlp.*'; may be repeated."),
+    typer.Option("--only", help="Only tensors whose names match, such as '*.mlp.*'; repeatable."),
 ]
 Rename: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--rename",
         metavar="OLD=NEW",
-        help="Names that begin with OLD begin with NEW instead, in both; may be repeated.",
+        help="Replace the prefix OLD of names by NEW, in both; repeatable.",
     ),
 ]
 IgnoreMissing: TypeAlias = Annotated[
-    bool, typer.Option("--ignore-missing", help="Leave out tensors that only one of them has.")
+    bool, typer.Option("--ignore-missing", help="Skip tensors that only one of them has.")
 ]
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
 
 
 def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) -> Selection:
-    """What the options of these names ask for. Raises BadParameter."""
+    """Parse the options with these names. Raises BadParameter."""
     from deltasync.files.checkpoint import Selection
 
     pairs = [text.partition("=") for text in rename or ()]
@@ -59,7 +59,7 @@ def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) ->
 
 
 def tell_left_out(names: list[str]) -> None:
-    """Say on stderr what only one of two checkpoints has."""
+    """Report on stderr what only one of two checkpoints has."""
     if names:
         from deltasync.sync.target.module import some_of
 
@@ -68,7 +68,7 @@ def tell_left_out(names: list[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """One line, in which whatever a terminal obeys or does not show is written as an escape."""
+    """One line, with control and invisible characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -80,7 +80,7 @@ class _Console(Console):
 
 
 def make_console() -> Console:
-    """For results: stdout. What is piped is as wide everywhere, and has no colours."""
+    """The console for results, on stdout. Piped output has a fixed width and no colours."""
     is_piped = not sys.stdout.isatty()
     return _Console(
         highlight=False,
@@ -93,7 +93,7 @@ def make_console() -> Console:
 
 
 def print_json(found: dict[str, Any]) -> None:
-    """One object, on a line."""
+    """Print one object on one line."""
     print(json.dumps(found))
 
 
@@ -114,7 +114,7 @@ def make_table(*columns: str, names: int = 1) -> Table:
 
 @contextmanager
 def phases(num_bytes: int) -> Iterator[Phase]:
-    """Progress of what goes over `num_bytes` in each phase: on stderr, if that is a terminal."""
+    """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:10}"), BarColumn(), TimeRemainingColumn())
     with Progress(
@@ -150,6 +150,6 @@ def percent(share: float) -> str:
 
 
 def bar(console: Console, share: float, width: int = 16) -> str:
-    """A share of 0 to 1 as a bar; what is not 0 is seen."""
+    """A share of 0 to 1 as a bar; a share above 0 is visible."""
     full = round(share * width) or int(share > 0)
     return ("#" if console.options.ascii_only else "\u2588") * full

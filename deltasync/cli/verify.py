@@ -41,7 +41,7 @@ def verify(
     ignore_missing: IgnoreMissing = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether two checkpoints are equal bit for bit; exit with 1 if they are not.
+    """Check whether two checkpoints are equal bit for bit; exit with 1 if they are not.
 
     FIRST and SECOND are safetensors files, or folders of them.
     """

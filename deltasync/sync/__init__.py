@@ -1,0 +1,4 @@
+"""The public ends, WeightSender and WeightReceiver, and the rules of a sync.
+
+Begin with sender.py and receiver.py, then protocol/round.py.
+"""

@@ -1,1 +1,5 @@
-"""Frames and buffers between one sender and its receivers; knows no names, dtypes or versions."""
+"""How frames move between a sender and its receivers.
+
+Begin with base.py, the contract; inprocess.py is the simplest transport. To add one, pass
+deltasync.testing.transport.
+"""
