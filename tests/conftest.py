@@ -39,8 +39,10 @@ set_forkserver_preload(
     ]
 )
 
-# Before anything imports them: failures of the shipped contracts show the values they compared.
-pytest.register_assert_rewrite("deltasync.testing.transport", "deltasync.testing.links")
+# Before anything imports them: failures of the contracts show the values they compared.
+pytest.register_assert_rewrite(
+    "deltasync.testing.transport", "deltasync.testing.links", "tests.transports.slot_contract"
+)
 
 DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 

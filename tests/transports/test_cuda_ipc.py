@@ -6,11 +6,9 @@ import ctypes
 import errno
 import mmap
 import os
-import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -19,13 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync.errors import (
-    ConfigError,
-    PeerLost,
-    TransportError,
-    TransportTimeout,
-    TransportUnavailable,
-)
+from deltasync.errors import ConfigError, PeerLost, TransportTimeout, TransportUnavailable
 from deltasync.testing.links import (
     PATIENCE_S,
     PROMPT_S,
@@ -42,13 +34,18 @@ from deltasync.testing.links import (
 from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports import cuda_ipc, cuda_runtime
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
 from deltasync.transports.cuda_runtime import Gpu, IpcEvent, find_runtime
+from tests.transports.slot_contract import (
+    FRAME,
+    MEMORY_BYTES,
+    Liar,
+    SlotContract,
+    num_descriptors,
+)
 
 GRANULE_BYTES = 32 << 20
-FRAME = struct.Struct("<BxxxIQQ")
-SEGMENT = struct.Struct("<BxxxxxxxQ16s64s64s")
 
 
 # Host memory in the place of a GPU: a handle is the path of a memfd
@@ -171,11 +168,86 @@ class FarReceiver(cuda_ipc.Receiver):
         return FarGpu()
 
 
-class TestHostMemory(TransportContract):
+class Exported:
+    """Memory of a sender, leased to each receiver that is told of it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.exported = cuda_ipc._Exported(gpu, MEMORY_BYTES)
+
+    @contextmanager
+    def announced(self) -> Iterator[tuple[bytes, int]]:
+        with self.exported.lease() as descriptor:
+            yield b"".join(self.exported.handles), descriptor
+
+    def close(self) -> None:
+        assert not self.exported.is_mapped()  # receivers gave every lease back
+        self.exported.free()
+
+
+UUID = b"host memory here"
+NOWHERE = b"/proc/0/fd/0".ljust(64, b"\0")
+
+
+class TestHostMemory(SlotContract):
     def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
         path = tmp_path / "socket"
         sender = partial(HostSender, path, max_payload_bytes=max_payload_bytes)
-        return Ends(sender, partial(HostReceiver, path), crosses_processes=True)
+        receiver = partial(HostReceiver, path, max_payload_bytes=max_payload_bytes)
+        return Ends(sender, receiver, crosses_processes=True)
+
+    def memory(self) -> Exported:
+        return Exported(HostGpu())
+
+    def num_held(self) -> int:
+        cuda_ipc._free_unmapped()
+        return HostGpu.num_allocated + HostGpu.num_mapped + num_descriptors("pipe:")
+
+    @pytest.mark.timeout(60)
+    def test_receivers_of_other_processes_map_the_buffer(self, link: Link, apart: None) -> None:
+        self.test_the_buffer_is_what_receivers_read(link)
+        assert HostGpu.num_mapped == 2 * len(link.receivers)
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize(
+        "handles",
+        [bytes(16) + NOWHERE + NOWHERE, UUID + NOWHERE + NOWHERE, UUID + bytes(64) + bytes(64)],
+        ids=["another GPU", "freed memory", "no handles"],
+    )
+    def test_memory_that_cannot_be_mapped_is_unavailable(
+        self, liar: tuple[Liar, ReceiveTransport], handles: bytes
+    ) -> None:
+        liar[0].announce(rest=handles)
+        with within(PROMPT_S), pytest.raises(TransportUnavailable):
+            liar[1].receive(timeout_s=PATIENCE_S)
+        with pytest.raises(PeerLost):
+            liar[1].receive(timeout_s=PATIENCE_S)
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("kind", ["replaced", "many", "large"])
+    def test_what_waits_for_a_payload_is_bounded(
+        self, liar: tuple[Liar, ReceiveTransport], kind: str
+    ) -> None:
+        sender, receiver = liar
+        sender.memory.exported.mark.flag.fill_(0)  # type: ignore[attr-defined]
+        sender.announce()
+        sender.frame(0, 0, 10)
+        if kind == "replaced":
+            sender.announce()
+        for _ in range(300 if kind == "many" else 0):
+            sender.frame(0, 0, 10)
+        if kind == "large":
+            background(lambda: write_slowly(sender.connection, 70))
+        with within(PATIENCE_S), pytest.raises(PeerLost):
+            receiver.receive(timeout_s=PATIENCE_S)
+
+
+def write_slowly(connection: Connection, num_frames: int) -> None:
+    frame = FRAME.pack(0xFF, 0, 0, 0) + bytes(1 << 20)
+    for _ in range(num_frames):
+        connection.write(Kind.FRAME, frame)
+    while connection.is_writing:
+        connection.flush()
+        time.sleep(0.001)
 
 
 class TestHostMemoryFromAfar(TransportContract):
@@ -193,12 +265,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def link(path: Path) -> Iterator[Link]:
     """Checks, too, that all memory is freed and unmapped in the end."""
-    before = num_pipes()
+    before = num_descriptors("pipe:")
     with ExitStack() as stack:
         yield Link(Ends(partial(HostSender, path), partial(HostReceiver, path), True), stack)
     assert cuda_ipc._free_unmapped()
     assert HostGpu.num_allocated == HostGpu.num_mapped == 0
-    assert num_pipes() <= before
+    assert num_descriptors("pipe:") <= before
 
 
 @pytest.fixture
@@ -219,30 +291,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return set_stuck
 
 
-def num_pipes() -> int:
-    """Ends of pipes that this process holds."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/self/fd/{name}").startswith("pipe:")
-    return count
-
-
 # Memory
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.usefixtures("apart")
-def test_the_buffer_is_what_receivers_read(link: Link) -> None:
-    link.add(2)
-    link.open()
-    buffer = link.sender.buffer(1000, timeout_s=1)
-    first, second = link.exchange(Frame(b"x", buffer.fill_(1)))
-    assert first.payload is not None
-    assert second.payload is not None
-    buffer.fill_(2)  # against the rules, to see that the memory is one
-    assert int(first.payload[0]) == int(second.payload[999]) == 2
-    assert HostGpu.num_mapped == 2
 
 
 @pytest.mark.timeout(60)
@@ -268,15 +317,11 @@ def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_memory_grows_in_steps_and_is_announced_once(link: Link) -> None:
+def test_one_piece_of_memory_is_allocated_for_each_slot(link: Link) -> None:
     link.add(1)
     link.open()
-    addresses = set()
     for number in range(6):
-        buffer = link.sender.buffer(1000 * number + 1, timeout_s=1)
-        addresses.add(buffer.data_ptr())
-        link.exchange(Frame(b"x", buffer))
-    assert len(addresses) == 2
+        link.exchange(Frame(b"x", link.sender.buffer(1000 * number + 1, timeout_s=1)))
     assert HostGpu.num_allocated == 2
 
 
@@ -304,16 +349,6 @@ def test_memory_that_cannot_be_exported_is_freed(
     with pytest.raises(TransportUnavailable):
         link.sender.buffer(10, timeout_s=1)
     assert HostGpu.num_allocated == 0
-
-
-@pytest.mark.timeout(60)
-def test_what_was_sent_before_a_drop_arrives_although_a_payload_is_held(link: Link) -> None:
-    link.add(1)
-    link.open()
-    link.exchange(Frame(b"x", payload_of(100)))
-    link.sender.send(Frame(b"last words"), timeout_s=1)
-    link.sender.drop(link.peers[0])
-    assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
 
 
 # Events
@@ -353,20 +388,6 @@ def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
     link.sender.close()
     with within(PROMPT_S):
         assert isinstance(received[0].exception(PROMPT_S), PeerLost)
-
-
-@pytest.mark.timeout(60)
-def test_what_was_sent_arrives_after_the_sender_has_closed(link: Link) -> None:
-    link.add(1)
-    link.open()
-    frames = [Frame(b"%d" % number, payload_of(100, seed=number)) for number in range(2)]
-    for frame in frames:
-        link.sender.send(frame, timeout_s=1)
-    link.sender.close()
-    for frame in frames:
-        assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
-    with pytest.raises(PeerLost):
-        link.receivers[0].receive(timeout_s=1)
 
 
 @pytest.mark.timeout(60)
@@ -463,144 +484,26 @@ def test_handles_are_passed_by_value() -> None:
     assert bytes(cuda_runtime._MemoryHandle.from_buffer_copy(handle)) == handle
 
 
-# Peers that lie
-
-UUID = b"host memory here"
-NOWHERE = b"/proc/0/fd/0".ljust(64, b"\0")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("data", [b"", bytes(8), b"\x01" * 8, bytes(9), b"\xff" * 8])
-def test_letting_go_of_nothing_ends_the_connection(link: Link, path: Path, data: bytes) -> None:
-    good = link.add_echo()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(path))
-        liar = Connection(sock, is_server=False, kinds=set(Kind), max_message_bytes=1 << 20)
-        liar.write(Kind.GREETING, b"")
-        (peer,) = greeted(link.sender, 1)
-        assert link.sender.open_epoch([peer, good], timeout_s=1) == {}
-        for _ in range(2):
-            link.sender.send(Frame(b"x", payload_of(10)), timeout_s=1)
-        liar.write(Kind.RELEASE, data)
-        with within(PROMPT_S):
-            link.sender.buffer(10, timeout_s=PATIENCE_S)
-        assert not link.sender.is_connected(peer)
-        liar.read()
-        liar.close()
-    link.check([good])
-
-
-class Liar:
-    """A sender that says anything, with real memory behind it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.exported = cuda_ipc._Exported(HostGpu(), 4096)
-
-    def announce(
-        self, index: int = 0, num_bytes: int = 4096, *handles: bytes, cut: int | None = None
-    ) -> None:
-        handles = handles or self.exported.handles
-        segment = SEGMENT.pack(index, num_bytes, *handles)[:cut]
-        with self.exported.lease() as descriptor:
-            self.connection.write(Kind.SEGMENT, segment, descriptor)
-
-    def frame(self, slot: int, start: int, num_bytes: int, header: bytes = b"header") -> None:
-        self.connection.write(Kind.FRAME, FRAME.pack(slot, 1, start, num_bytes) + header)
-
-
-@pytest.fixture
-def liar(path: Path) -> Iterator[tuple[Liar, HostReceiver]]:
-    before = num_pipes()
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(path))
-        listener.listen()
-        receiver = stack.enter_context(closing(HostReceiver(path, max_payload_bytes=1 << 20)))
-        receiver.connect(b"", timeout_s=PATIENCE_S)
-        sock, _ = listener.accept()
-        connection = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
-        liar = Liar(connection)
-        yield liar, receiver
-        connection.close()
-        assert not liar.exported.is_mapped()  # the receiver gave every lease back
-        liar.exported.free()
-    assert HostGpu.num_allocated == HostGpu.num_mapped == 0
-    assert num_pipes() <= before
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("lie", "error"),
-    [
-        (lambda liar: liar.announce(2), PeerLost),
-        (lambda liar: liar.announce(0xFF), PeerLost),
-        (lambda liar: liar.announce(0, 0), PeerLost),
-        (lambda liar: liar.announce(0, 1 << 63), PeerLost),
-        (lambda liar: liar.announce(0, (1 << 20) + GRANULE_BYTES + 1), PeerLost),
-        (lambda liar: liar.announce(0, 4097), PeerLost),  # more than there is
-        (lambda liar: liar.announce(0, 4096, cut=-1), PeerLost),
-        (lambda liar: liar.announce(0, 4096, cut=0), PeerLost),
-        (lambda liar: liar.announce(0, 4096, bytes(16), NOWHERE, NOWHERE), TransportUnavailable),
-        (lambda liar: liar.announce(0, 4096, UUID, NOWHERE, NOWHERE), TransportUnavailable),
-        (lambda liar: liar.announce(0, 4096, UUID, bytes(64), bytes(64)), TransportUnavailable),
-        (lambda liar: liar.frame(0, 0, 10), PeerLost),  # no memory yet
-        (lambda liar: (liar.announce(), liar.frame(1, 0, 10)), PeerLost),
-        (lambda liar: (liar.announce(), liar.frame(0, 0, 4097)), PeerLost),
-        (lambda liar: (liar.announce(), liar.frame(0, 4090, 10)), PeerLost),
-        (lambda liar: (liar.announce(), liar.frame(0, 1 << 63, 1 << 63)), PeerLost),
-        (lambda liar: (liar.announce(), liar.frame(0, 0, 10, b"")), PeerLost),
-        (lambda liar: liar.connection.write(Kind.FRAME, b"short"), PeerLost),
-        (lambda liar: liar.connection.write(Kind.REPLY, b""), PeerLost),
-    ],
-)
-def test_a_sender_that_lies_is_lost(
-    liar: tuple[Liar, HostReceiver], lie: Callable[[Liar], object], error: type[TransportError]
-) -> None:
-    lie(liar[0])
-    with within(PROMPT_S), pytest.raises(error):
-        liar[1].receive(timeout_s=PATIENCE_S)
-    with pytest.raises(PeerLost):
-        liar[1].receive(timeout_s=PATIENCE_S)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["replaced", "many", "large"])
-def test_what_waits_for_a_payload_is_bounded(liar: tuple[Liar, HostReceiver], kind: str) -> None:
-    sender, receiver = liar
-    sender.exported.mark.flag.fill_(0)  # type: ignore[attr-defined]
-    sender.announce()
-    sender.frame(0, 0, 10)
-    if kind == "replaced":
-        sender.announce()
-    for _ in range(300 if kind == "many" else 0):
-        sender.frame(0, 0, 10)
-    if kind == "large":
-        background(lambda: write_slowly(sender.connection, 70))
-    with within(PATIENCE_S), pytest.raises(PeerLost):
-        receiver.receive(timeout_s=PATIENCE_S)
-
-
-def write_slowly(connection: Connection, num_frames: int) -> None:
-    frame = FRAME.pack(0xFF, 0, 0, 0) + bytes(1 << 20)
-    for _ in range(num_frames):
-        connection.write(Kind.FRAME, frame)
-    while connection.is_writing:
-        connection.flush()
-        time.sleep(0.001)
-
-
 # GPUs
 
 
 @pytest.mark.gpu
-class TestOneGpu(TransportContract):
+class TestOneGpu(SlotContract):
     """Receivers of this process read the memory as it is, those of others map it."""
 
     def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
         path = tmp_path / "socket"
         sender = partial(cuda_ipc.Sender, path, max_payload_bytes=max_payload_bytes)
-        return Ends(sender, partial(cuda_ipc.Receiver, path), crosses_processes=True)
+        receiver = partial(cuda_ipc.Receiver, path, max_payload_bytes=max_payload_bytes)
+        return Ends(sender, receiver, crosses_processes=True)
+
+    def memory(self) -> Exported:
+        return Exported(Gpu(None))
+
+    def num_held(self) -> int:
+        """The leases of mapped memory."""
+        cuda_ipc._free_unmapped()
+        return num_descriptors("pipe:")
 
 
 @pytest.mark.multigpu

@@ -1,0 +1,307 @@
+"""What every transport of `unix_socket` keeps: `TransportContract`, and the protocol of slots."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from deltasync.errors import PeerLost, TransportTimeout
+from deltasync.testing.links import (
+    PATIENCE_S,
+    PROMPT_S,
+    Link,
+    greeted,
+    payload_of,
+    same_frame,
+    send_for_ever,
+    within,
+)
+from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
+from deltasync.transports.base import Frame, ReceiveTransport
+from deltasync.transports.control.connection import Connection, Kind
+
+FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
+SEGMENT = struct.Struct("<BxxxxxxxQ")  # slot, bytes; what else a transport says follows
+MEMORY_BYTES = 4096  # behind a `Liar`
+
+
+class Memory(Protocol):
+    """Memory that receivers of one transport can map."""
+
+    def announced(self) -> AbstractContextManager[tuple[bytes, int]]:
+        """What a SEGMENT message says after slot and size, and its descriptor."""
+
+    def close(self) -> None:
+        """Free the memory. Fails if a receiver still maps it."""
+
+
+@dataclass(frozen=True)
+class Liar:
+    """A sender that says anything, with real memory behind it."""
+
+    connection: Connection
+    memory: Memory
+
+    def announce(
+        self,
+        index: int = 0,
+        num_bytes: int = MEMORY_BYTES,
+        rest: bytes | None = None,
+        cut: int | None = None,
+    ) -> None:
+        """Announce the memory; `rest` stands in for what the transport says of it."""
+        with self.memory.announced() as (real_rest, descriptor):
+            segment = SEGMENT.pack(index, num_bytes) + (real_rest if rest is None else rest)
+            self.connection.write(Kind.SEGMENT, segment[:cut], descriptor)
+
+    def frame(self, slot: int, start: int, num_bytes: int, header: bytes = b"header") -> None:
+        self.connection.write(Kind.FRAME, FRAME.pack(slot, 1, start, num_bytes) + header)
+
+
+LIES: dict[str, Callable[[Liar], object]] = {
+    "a third slot": lambda liar: liar.announce(2),
+    "the number for no slot": lambda liar: liar.announce(0xFF),
+    "no memory": lambda liar: liar.announce(0, 0),
+    "2**63 bytes": lambda liar: liar.announce(0, 1 << 63),
+    "over the limit": lambda liar: liar.announce(0, 1 << 40),
+    "more than there is": lambda liar: liar.announce(0, MEMORY_BYTES + 1),
+    "twice what there is": lambda liar: liar.announce(0, 2 * MEMORY_BYTES),
+    "a short segment": lambda liar: liar.announce(cut=-1),
+    "an empty segment": lambda liar: liar.announce(cut=0),
+    "a segment of other bytes": lambda liar: liar.announce(cut=5),
+    "a payload before its memory": lambda liar: liar.frame(0, 0, 10),
+    "a payload in another slot": lambda liar: (liar.announce(), liar.frame(1, 0, 10)),
+    "a payload larger than the slot": lambda liar: (
+        liar.announce(),
+        liar.frame(0, 0, MEMORY_BYTES + 1),
+    ),
+    "a payload across the end": lambda liar: (liar.announce(), liar.frame(0, 4090, 10)),
+    "a payload that overflows": lambda liar: (liar.announce(), liar.frame(0, 1 << 63, 1 << 63)),
+    "no header": lambda liar: (liar.announce(), liar.frame(0, 0, 10, b"")),
+    "a short frame": lambda liar: liar.connection.write(Kind.FRAME, b"short"),
+    "a short frame after memory": lambda liar: (
+        liar.announce(),
+        liar.connection.write(Kind.FRAME, b"short"),
+    ),
+    "a reply": lambda liar: liar.connection.write(Kind.REPLY, b""),
+}
+
+
+class SlotContract(TransportContract):
+    """The socket of `ends` is `tmp_path / "socket"`, and both ends take `max_payload_bytes`."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """MEMORY_BYTES that no slot owns."""
+
+    @abstractmethod
+    def num_held(self) -> int:
+        """Pieces of memory for slots that this process has allocated, mapped or has open."""
+
+    @pytest.fixture
+    def unchanged(self) -> Iterator[None]:
+        """Fails if the test leaves memory behind."""
+        before = self.num_held()
+        yield
+        give_up = time.monotonic() + PROMPT_S
+        while self.num_held() > before and time.monotonic() < give_up:  # threads are on their way
+            gc.collect()
+            time.sleep(0.01)
+        assert self.num_held() <= before
+
+    @pytest.fixture
+    def link(self, unchanged: None, tmp_path: Path) -> Iterator[Link]:
+        with ExitStack() as stack:
+            yield Link(self.ends(tmp_path, MAX_PAYLOAD_BYTES), stack)
+
+    @pytest.fixture
+    def liar(self, unchanged: None, tmp_path: Path) -> Iterator[tuple[Liar, ReceiveTransport]]:
+        """A sender that lies, and a receiver that is connected to it."""
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(tmp_path / "socket"))
+            listener.listen()
+            receiver = stack.enter_context(closing(self.ends(tmp_path, 1 << 20).receiver()))
+            receiver.connect(b"", timeout_s=PATIENCE_S)
+            sock, _ = listener.accept()
+            connection = Connection(
+                sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20
+            )
+            memory = self.memory()
+            yield Liar(connection, memory), receiver
+            connection.close()
+            memory.close()
+
+    # Memory
+
+    @pytest.mark.timeout(60)
+    def test_the_buffer_is_what_receivers_read(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        buffer = link.sender.buffer(1000, timeout_s=1)
+        address = buffer.data_ptr()
+        first, second = link.exchange(Frame(b"x", buffer.fill_(1)))
+        assert first.payload is not None
+        assert second.payload is not None
+        buffer.fill_(2)  # against the rules, to see that the memory is one
+        assert int(first.payload[0]) == int(second.payload[999]) == 2
+        link.exchange(Frame(b"x", link.sender.buffer(1000, timeout_s=1)))
+        link.exchange(Frame(b"header only"))
+        assert link.sender.buffer(1000, timeout_s=1).data_ptr() == address
+
+    @pytest.mark.timeout(60)
+    def test_slots_are_announced_once_and_grow(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        for _ in range(2):  # into both slots, since nobody reads meanwhile
+            link.sender.send(Frame(b"x", link.payload_of(10)), timeout_s=1)
+        for receiver in link.receivers * 2:
+            receiver.receive(timeout_s=PATIENCE_S)
+        gc.collect()
+        before = self.num_held()
+        for num_bytes in [10, 100, 1, 60_000] * 5:
+            frame = Frame(b"x", link.payload_of(num_bytes))
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+        assert self.num_held() == before
+        for num_bytes in (1 << 20, 3 << 20, 2 << 20, 5 << 20):
+            frame = Frame(b"x", link.payload_of(num_bytes))
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+        del frame
+        gc.collect()
+        assert self.num_held() == before
+
+    @pytest.mark.timeout(60)
+    def test_memory_grows_in_steps(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        addresses = set()
+        for number in range(6):
+            buffer = link.sender.buffer(1000 * number + 1, timeout_s=1)
+            addresses.add(buffer.data_ptr())
+            link.exchange(Frame(b"x", buffer))
+        assert len(addresses) == 2
+
+    @pytest.mark.timeout(60)
+    def test_any_part_of_the_buffer_may_be_sent(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        for part in (slice(0, 10), slice(5, 15)):
+            buffer = link.sender.buffer(100, timeout_s=1)
+            buffer.copy_(payload_of(100))
+            (got,) = link.exchange(Frame(b"x", buffer[part]))
+            assert same_frame(got, Frame(b"x", payload_of(100)[part]))
+
+    # Readers
+
+    @pytest.mark.timeout(60)
+    def test_who_holds_a_payload_for_ever_is_dropped(self, link: Link) -> None:
+        link.add(1)
+        good = link.add_echo()
+        holder = link.peers[0]
+        assert link.sender.open_epoch([holder, good], timeout_s=1) == {}
+        link.sender.send(Frame(b"hold this", link.payload_of(100)), timeout_s=1)
+        assert link.receivers[0].receive(timeout_s=PATIENCE_S).header == b"hold this"
+        link.sender.send(Frame(b"and this", link.payload_of(100)), timeout_s=1)
+        with within(PROMPT_S), pytest.raises(TransportTimeout):
+            link.sender.buffer(100, timeout_s=0.2)
+        assert not link.sender.is_connected(holder)
+        link.check([good])
+
+    @pytest.mark.timeout(60)
+    def test_what_was_sent_before_a_drop_arrives_although_a_payload_is_held(
+        self, link: Link
+    ) -> None:
+        link.add(1)
+        link.open()
+        link.exchange(Frame(b"x", link.payload_of(100)))
+        link.sender.send(Frame(b"last words"), timeout_s=1)
+        link.sender.drop(link.peers[0])
+        assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
+
+    @pytest.mark.timeout(60)
+    def test_what_was_sent_arrives_after_the_sender_has_closed(self, link: Link) -> None:
+        link.add(1)
+        link.open()
+        frames = [Frame(b"%d" % number, link.payload_of(100, seed=number)) for number in range(2)]
+        for frame in frames:
+            link.sender.send(frame, timeout_s=1)
+        link.sender.close()
+        for frame in frames:
+            assert same_frame(link.receivers[0].receive(timeout_s=1), frame)
+        with pytest.raises(PeerLost):
+            link.receivers[0].receive(timeout_s=1)
+
+    @pytest.mark.timeout(60)
+    def test_a_receiver_that_leaves_lets_go(self, link: Link) -> None:
+        link.add(2)
+        link.open()
+        for _ in range(2):
+            link.exchange(Frame(b"x", link.payload_of(100)))
+        link.receivers[0].close()
+        link.receivers[1].close()
+        with within(PROMPT_S):
+            link.sender.buffer(100, timeout_s=PATIENCE_S)
+
+    @pytest.mark.timeout(60)
+    def test_a_receiver_that_does_not_read_is_late(self, link: Link) -> None:
+        link.add(1)
+        assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+        frame = Frame(bytes(1 << 20))
+        with within(2 * PROMPT_S), pytest.raises(TransportTimeout):
+            send_for_ever(link, frame, timeout_s=0.3)
+        assert not link.sender.is_connected(link.peers[0])
+
+    # Peers that lie
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("data", [b"", bytes(8), b"\x01" * 8, bytes(9), b"\xff" * 8])
+    def test_letting_go_of_nothing_ends_the_connection(
+        self, link: Link, tmp_path: Path, data: bytes
+    ) -> None:
+        good = link.add_echo()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(tmp_path / "socket"))
+            liar = Connection(sock, is_server=False, kinds=set(Kind), max_message_bytes=1 << 20)
+            liar.write(Kind.GREETING, b"")
+            (peer,) = greeted(link.sender, 1)
+            assert link.sender.open_epoch([peer, good], timeout_s=1) == {}
+            for _ in range(2):
+                link.sender.send(Frame(b"x", link.payload_of(10)), timeout_s=1)
+            liar.write(Kind.RELEASE, data)
+            with within(PROMPT_S):
+                link.sender.buffer(10, timeout_s=PATIENCE_S)
+            assert not link.sender.is_connected(peer)
+            liar.read()  # the descriptors of what it was told of, to be closed with the rest
+            liar.close()
+        link.check([good])
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+    def test_a_sender_that_lies_is_lost(
+        self, liar: tuple[Liar, ReceiveTransport], lie: Callable[[Liar], object]
+    ) -> None:
+        lie(liar[0])
+        with within(PROMPT_S), pytest.raises(PeerLost):
+            liar[1].receive(timeout_s=PATIENCE_S)
+        with pytest.raises(PeerLost):
+            liar[1].receive(timeout_s=PATIENCE_S)
+
+
+def num_descriptors(prefix: str) -> int:
+    """Descriptors of this process whose target begins with `prefix`."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(prefix)
+    return count
