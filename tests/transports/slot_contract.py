@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import pytest
 
@@ -59,14 +59,19 @@ class Liar:
         num_bytes: int = MEMORY_BYTES,
         rest: bytes | None = None,
         cut: int | None = None,
-    ) -> None:
+    ) -> Self:
         """Announce the memory; `rest` stands in for what the transport says of it."""
         with self.memory.announced() as (real_rest, descriptor):
             segment = SEGMENT.pack(index, num_bytes) + (real_rest if rest is None else rest)
             self.connection.write(Kind.SEGMENT, segment[:cut], descriptor)
+        return self
 
-    def frame(self, slot: int, start: int, num_bytes: int, header: bytes = b"header") -> None:
-        self.connection.write(Kind.FRAME, FRAME.pack(slot, 1, start, num_bytes) + header)
+    def frame(self, slot: int, start: int, num_bytes: int, header: bytes = b"header") -> Self:
+        return self.write(Kind.FRAME, FRAME.pack(slot, 1, start, num_bytes) + header)
+
+    def write(self, kind: Kind, data: bytes) -> Self:
+        self.connection.write(kind, data)
+        return self
 
 
 LIES: dict[str, Callable[[Liar], object]] = {
@@ -75,26 +80,21 @@ LIES: dict[str, Callable[[Liar], object]] = {
     "no memory": lambda liar: liar.announce(0, 0),
     "2**63 bytes": lambda liar: liar.announce(0, 1 << 63),
     "over the limit": lambda liar: liar.announce(0, 1 << 40),
+    "just over the limit": lambda liar: liar.announce(0, (1 << 20) + (32 << 20) + 1),
     "more than there is": lambda liar: liar.announce(0, MEMORY_BYTES + 1),
     "twice what there is": lambda liar: liar.announce(0, 2 * MEMORY_BYTES),
     "a short segment": lambda liar: liar.announce(cut=-1),
     "an empty segment": lambda liar: liar.announce(cut=0),
     "a segment of other bytes": lambda liar: liar.announce(cut=5),
     "a payload before its memory": lambda liar: liar.frame(0, 0, 10),
-    "a payload in another slot": lambda liar: (liar.announce(), liar.frame(1, 0, 10)),
-    "a payload larger than the slot": lambda liar: (
-        liar.announce(),
-        liar.frame(0, 0, MEMORY_BYTES + 1),
-    ),
-    "a payload across the end": lambda liar: (liar.announce(), liar.frame(0, 4090, 10)),
-    "a payload that overflows": lambda liar: (liar.announce(), liar.frame(0, 1 << 63, 1 << 63)),
-    "no header": lambda liar: (liar.announce(), liar.frame(0, 0, 10, b"")),
-    "a short frame": lambda liar: liar.connection.write(Kind.FRAME, b"short"),
-    "a short frame after memory": lambda liar: (
-        liar.announce(),
-        liar.connection.write(Kind.FRAME, b"short"),
-    ),
-    "a reply": lambda liar: liar.connection.write(Kind.REPLY, b""),
+    "a payload in another slot": lambda liar: liar.announce().frame(1, 0, 10),
+    "a payload larger than its slot": lambda liar: liar.announce().frame(0, 0, MEMORY_BYTES + 1),
+    "a payload across the end": lambda liar: liar.announce().frame(0, MEMORY_BYTES - 6, 10),
+    "a payload that overflows": lambda liar: liar.announce().frame(0, 1 << 63, 1 << 63),
+    "no header": lambda liar: liar.announce().frame(0, 0, 10, b""),
+    "a short frame": lambda liar: liar.write(Kind.FRAME, b"short"),
+    "a short frame after memory": lambda liar: liar.announce().write(Kind.FRAME, b"short"),
+    "a reply": lambda liar: liar.write(Kind.REPLY, b""),
 }
 
 
