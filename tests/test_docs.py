@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +37,7 @@ from deltasync.transports import cuda_ipc
 from deltasync.transports.control import newcomers
 from deltasync.transports.control.endpoints import Server
 from tests.cli.command import call
+from tests.programs import run
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "site"
@@ -158,24 +156,6 @@ def has_subcommand(name: str) -> bool:
     return call(name, "--help").returncode == 0
 
 
-def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "MPLBACKEND": "agg",
-        "PYTHONPATH": str(ROOT),
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 def unknown_commands(block: Block) -> list[str]:
     found = []
     for words in commands(block):
@@ -188,6 +168,13 @@ def unknown_commands(block: Block) -> list[str]:
     return found
 
 
+# The imports of a block have to be its own: those of the process it is forked from are forgotten.
+FORGET = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "deltasync"]:
+    del sys.modules[name]
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 RUN = [b for b in blocks() if b.language == "python" and b.not_run is None]
 
 
@@ -195,7 +182,8 @@ RUN = [b for b in blocks() if b.language == "python" and b.not_run is None]
 def test_python_block_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code, encoding="utf-8")
-    result = run_python([str(script)], tmp_path)
+    environment = {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
+    result = run(FORGET, script, folder=tmp_path, environment=environment)
     assert result.returncode == 0, f"{block} failed:\n{result.stderr}"
 
 

@@ -62,27 +62,39 @@ def test_allowed_imports_pass(empty_package: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(
-    ("importer", "imported"),
-    [
-        ("wire/__init__.py", "deltasync.sync"),
-        ("wire/__init__.py", "torch"),
-        ("errors.py", "deltasync"),
-        ("dtypes.py", "torch.nn"),
-        ("delta/__init__.py", "deltasync.transports"),
-        ("transports/__init__.py", "deltasync.delta"),
-        ("sync/__init__.py", "deltasync.config"),
-        ("sync/__init__.py", "deltasync.testing"),
-        ("cli/__init__.py", "deltasync.testing"),
-        ("demo/__init__.py", "deltasync.cli"),
-        ("transports/__init__.py", "pickle"),
-        ("unplaced.py", "deltasync.errors"),
-    ],
-)
-def test_forbidden_import_is_found(empty_package: Path, importer: str, imported: str) -> None:
+FORBIDDEN = [
+    ("wire/__init__.py", "deltasync.sync"),
+    ("wire/__init__.py", "torch"),
+    ("errors.py", "deltasync"),
+    ("dtypes.py", "torch"),
+    ("delta/__init__.py", "deltasync.transports"),
+    ("transports/__init__.py", "deltasync.delta"),
+    ("sync/__init__.py", "deltasync.config"),
+    ("sync/__init__.py", "deltasync.testing"),
+    ("cli/__init__.py", "deltasync.testing"),
+    ("demo/__init__.py", "deltasync.cli"),
+    ("transports/__init__.py", "pickle"),
+]
+
+
+def test_forbidden_imports_are_found(empty_package: Path) -> None:
     package = empty_package / "deltasync"
     (package / "__init__.py").write_text("import deltasync.sync\n")
-    (package / importer).write_text(f"import {imported}\n")
+    for importer, imported in FORBIDDEN:
+        with (package / importer).open("a", encoding="utf-8") as file:
+            file.write(f"import {imported}\n")
+    result = lint_imports(empty_package)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stdout.count("BROKEN") == 4
+    for importer, imported in FORBIDDEN:
+        name = f"deltasync.{importer.removesuffix('.py').removesuffix('/__init__')}"
+        assert f"{name} -> {imported} (l." in result.stdout
+
+
+def test_a_module_without_a_place_is_found(empty_package: Path) -> None:
+    package = empty_package / "deltasync"
+    (package / "__init__.py").write_text("import deltasync.sync\n")
+    (package / "unplaced.py").write_text("import deltasync.errors\n")
     result = lint_imports(empty_package)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "BROKEN" in result.stdout

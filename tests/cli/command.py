@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from deltasync.cli import COMMANDS, main
+from tests.programs import redirect
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]
@@ -87,10 +88,7 @@ def _command(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
-        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, descriptor)
-        os.close(file)
+    redirect(Path(folder))
     sys.argv = [COMMAND[-1], *words]
     if limits:
         for name in COMMANDS[words[0]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.programs import run
 
 _WITHIN_ATEXIT = """
 import atexit
@@ -31,13 +30,7 @@ atexit.register(last)
 
 
 def test_a_sync_within_atexit_is_refused_before_the_engine_is_asked_for_anything() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHIN_ATEXIT],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(_WITHIN_ATEXIT)
     assert done.stdout == "ConfigError True\n", done.stderr
 
 
@@ -82,7 +75,5 @@ with sync:
 
 
 def test_a_child_asks_nothing_of_the_engine_and_does_not_resume_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=90, check=False
-    )
+    done = run(_FORKED)
     assert done.stdout == "True\nresumed by parent\n", done.stderr

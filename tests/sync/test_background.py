@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.cli.command import hearing_signals
+from tests.programs import run
 from tests.sync.harness import (
     Fleet,
     Model,
@@ -503,9 +502,7 @@ def last():
     print("synced")
 atexit.register(last)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(code)
     assert (done.returncode, done.stdout) == (0, "synced\n"), done.stderr
 
 

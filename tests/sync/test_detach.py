@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +33,8 @@ from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Finish
+from tests.programs import run
+from tests.sync import asleep
 from tests.sync.by_hand import STAGED, Hand, commit, prepare
 from tests.sync.harness import Serving, bits_equal, random_model, step, until
 
@@ -84,8 +85,7 @@ def engine(options: ReceiverOptions | None = None) -> Iterator[Engine]:
 @pytest.mark.parametrize("kind", ["staged", "in place"])
 def test_nothing_looks_at_weights_that_were_released(kind: str) -> None:
     """They cannot be read while the engine sleeps; a trainer sends all the time."""
-    command = [sys.executable, "-m", "tests.sync.asleep", "detach", kind, "3"]
-    done = subprocess.run(command, timeout=50, check=False, capture_output=True, text=True)
+    done = run(Path(asleep.__file__), "detach", kind, "3")
     assert done.returncode == 0, done.stderr
 
 

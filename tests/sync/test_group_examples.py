@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import closing
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import run_ranks
 from tests.sync.groups import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -21,11 +20,9 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.mark.parametrize("name", ["fsdp", "megatron"])
 def test_it_runs(name: str) -> None:
-    example = str(EXAMPLES / f"{name}.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    first, *others = done.stdout.splitlines()
+    done = run_ranks(EXAMPLES / f"{name}.py", 2)
+    assert [rank.returncode for rank in done] == [0, 0], done
+    first, *others = "".join(rank.stdout for rank in done).splitlines()
     assert first.startswith("v1: full")
     assert len(others) > 2
     for version, line in enumerate(others, start=2):

@@ -110,7 +110,7 @@ def test_a_receiver_that_hangs_holds_the_trainer_up_for_one_timeout(
     kind: str, tmp_path: Path
 ) -> None:
     """Stopped at every phase of joining and of a delta; the others get each version."""
-    source, folder, timeout_s = model(1), str(tmp_path), 3.0
+    source, folder, timeout_s = model(1), str(tmp_path), 1.5
     sender = WeightSender(ModuleSource(source), listen(kind, folder))
     phases = ["layout", *RECEIVER_PHASES]
     victims = [

@@ -4,8 +4,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,10 +42,10 @@ from deltasync.testing.links import (
 )
 from deltasync.testing.processes import Child, free_port, run_ranks
 from deltasync.testing.transport import TransportContract
-from deltasync.transports import collective
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
+from tests.programs import run
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:
@@ -147,15 +145,7 @@ slow_exit = SlowExit()
 def test_a_process_that_left_a_stuck_group_exits_well() -> None:
     port = free_port()
     with Child(stop_while_receiving, partial(Receiver, "127.0.0.1", port)):
-        root = str(Path(collective.__file__).parents[2])
-        done = subprocess.run(
-            [sys.executable, "-c", SEND_UNTIL_LATE, str(port)],
-            cwd=root,
-            timeout=80,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run(SEND_UNTIL_LATE, str(port))
     assert done.returncode == 0, done.stderr
 
 
