@@ -1,7 +1,7 @@
 """Python programs in processes of their own, forked from where torch is imported already.
 
 A fresh interpreter takes two seconds of a core for that. Apart from it, a program runs as in one:
-it is `__main__`, and ends as programs do, with `atexit` and without waiting for daemon threads.
+it is `__main__`, hears signals, and ends as programs do, with `atexit`.
 """
 
 from __future__ import annotations
@@ -9,67 +9,120 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Self
+from typing import TextIO
 
 from deltasync.testing.processes import free_port
 
+TIMEOUT_S = 100.0
+
 
 class Program:
-    """One program, alive at most as long as the `with` block."""
+    """One program in a session of its own, which is used as a `subprocess.Popen` with pipes.
+
+    Attributes:
+        stdout: What it and its children write.
+        stderr: Likewise.
+    """
 
     def __init__(
         self,
         program: str | Path,
         *arguments: str | Path,
         folder: Path | None = None,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a script, or what `python -c` takes, in `folder` and with nothing to read."""
-        self._words = [program, *arguments]
-        self._outputs = TemporaryDirectory()
-        self._process = multiprocessing.get_context("forkserver").Process(
+        """Start a script, or what `python -c` takes, in `folder`. It has nothing to read.
+
+        `environment` is added to that of this process. What is read from it while torch or
+        deltasync is imported has been read.
+        """
+        self.args = [program, *map(str, arguments)]
+        context = multiprocessing.get_context("forkserver")
+        readers, writers = zip(*[context.Pipe(duplex=False) for _ in range(2)], strict=True)
+        self._process = context.Process(
             target=_main,
             args=(
                 program,
-                list(map(str, arguments)),
+                self.args[1:],
                 folder or Path.cwd(),
                 os.environ | (environment or {}),
-                Path(self._outputs.name),
+                writers,
             ),
         )
         self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.stdout, self.stderr = map(_opened, readers)
+        for end in (*readers, *writers):
+            end.close()
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
-    def __exit__(self, *_: object) -> None:
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        """Its exit code."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = TIMEOUT_S) -> tuple[str, str]:
+        """What it and its children wrote; waits for the end of all."""
+        with ThreadPoolExecutor(2) as threads:
+            texts = [threads.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                out, errors = (text.result(timeout) for text in texts)
+            finally:
+                if not all(text.done() for text in texts):
+                    self.kill()
+        self.wait(timeout)
+        self.close()
+        return out, errors
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
         self._process.kill()
-        self._process.join()
-        self._outputs.cleanup()
 
-    def wait(self, *, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-        """Wait for the end; what the program wrote."""
-        self._process.join(timeout_s)
-        assert self._process.exitcode is not None, f"it still runs after {timeout_s} s"
-        texts = [Path(self._outputs.name, name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(self._words, self._process.exitcode, *texts)
+    def close(self) -> None:
+        """Stop reading."""
+        self.stdout.close()
+        self.stderr.close()
 
 
 def run(
     program: str | Path,
     *arguments: str | Path,
     folder: Path | None = None,
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a `Program` to its end."""
-    with Program(program, *arguments, folder=folder, environment=environment) as running:
-        return running.wait()
+    """Run a program to its end, and to that of what it started."""
+    return completed(Program(program, *arguments, folder=folder, environment=environment))
+
+
+def completed(program: Program) -> subprocess.CompletedProcess[str]:
+    """What became of a program, when it and what it started has ended."""
+    with ExitStack() as stack:
+        stack.callback(program.close)
+        stack.callback(program.kill)
+        out, errors = program.communicate()
+        return subprocess.CompletedProcess(program.args, program.wait(), out, errors)
 
 
 def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProcess[str]]:
@@ -80,22 +133,18 @@ def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProces
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
     }
+    ranks = [
+        Program(program, environment=shared | {"LOCAL_RANK": rank, "RANK": rank})
+        for rank in map(str, range(world_size))
+    ]
     with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                Program(program, environment=shared | {"LOCAL_RANK": rank, "RANK": rank})
-            )
-            for rank in map(str, range(world_size))
-        ]
-        return [rank.wait() for rank in ranks]
+        for rank in ranks:
+            stack.callback(rank.kill)
+        return [completed(rank) for rank in ranks]
 
 
-def redirect(outputs: Path) -> None:
-    """Let what this process writes go to files in `outputs`, from descriptors 1 and 2."""
-    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
-        file = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, descriptor)
-        os.close(file)
+def _opened(reader: Connection) -> TextIO:
+    return os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
 
 
 def _main(
@@ -103,12 +152,18 @@ def _main(
     arguments: list[str],
     folder: Path,
     environment: dict[str, str],
-    outputs: Path,
+    outputs: tuple[Connection, Connection],
 ) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     os.chdir(folder)
-    redirect(outputs)
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), descriptor)
+        output.close()
     main = sys.modules["__main__"] = ModuleType("__main__")
     name, text = "-c", str(program)
     if isinstance(program, Path):

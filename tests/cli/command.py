@@ -18,10 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from deltasync.cli import COMMANDS, main
-from tests.programs import redirect
+from tests.programs import Program, completed
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "deltasync.cli"]
+MAIN = "from deltasync.cli import main; main()"
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -60,6 +61,16 @@ def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+def start(*arguments: str | Path, **environment: str) -> Program:
+    """A command of `deltasync`, forked, that may start processes and be sent signals."""
+    return Program(MAIN, *arguments, environment=ENVIRONMENT | environment)
+
+
+def run_forked(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `start`, to the end of the command and of what it started."""
+    return completed(start(*arguments, **environment))
+
+
 def call(
     *arguments: str | Path, limits: Mapping[int, int] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -88,7 +99,10 @@ def _command(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    redirect(Path(folder))
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
     sys.argv = [COMMAND[-1], *words]
     if limits:
         for name in COMMANDS[words[0]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +13,11 @@ import pytest
 
 from deltasync.cli.probes.follower import followed, make_model
 from deltasync.errors import PeerLost
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run, wait_until_gone
+from tests.cli.command import call, run_forked, start, wait_until_gone
 
 
 def test_json_is_one_object_of_both_ways() -> None:
-    done = run(*COMMAND, "bench", "--numel", "300k", "--density", "0.02", "--json")
+    done = run_forked("bench", "--numel", "300k", "--density", "0.02", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
@@ -34,7 +33,7 @@ def test_json_is_one_object_of_both_ways() -> None:
 
 
 def test_what_is_piped_is_a_plain_table() -> None:
-    done = run(*COMMAND, "bench", "--numel", "100k")
+    done = run_forked("bench", "--numel", "100k")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
@@ -85,21 +84,15 @@ def test_a_second_process_that_cannot_follow_is_heard() -> None:
 def test_ctrl_c_and_sigterm_end_it_quietly(
     kill: Callable[[int, int], None], number: int, code: int
 ) -> None:
-    with hearing_signals(), TemporaryDirectory() as folder:
-        running = subprocess.Popen(
-            [*COMMAND, "bench", "--numel", "50M"],
-            env=ENVIRONMENT | {"TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    with TemporaryDirectory() as folder:
+        running = start("bench", "--numel", "50M", TMPDIR=folder)
         try:
             follower = wait_until_followed(running.pid)
             kill(running.pid, number)
             out, errors = running.communicate(timeout=30)
         finally:
             running.kill()
+            running.close()
         assert (running.returncode, out, errors) == (code, "", "")
         wait_until_gone(follower)
         assert not list(Path(folder).iterdir())

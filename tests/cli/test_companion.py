@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.cli.command import COMMAND, ENVIRONMENT, hearing_signals, wait_until_gone
+from tests.cli.command import ENVIRONMENT, MAIN, wait_until_gone
+from tests.programs import Program
 
 # Sends a signal to itself as soon as a second process runs, before anything else is done.
 SIGNALLED = """
@@ -33,21 +32,16 @@ BENCH, DOCTOR, DEMO = ["bench", "--numel", "1M"], ["doctor"], ["demo", "--quick"
 
 
 @contextmanager
-def running(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that hears signals, and whose files are looked for in a folder of its own."""
-    with hearing_signals(), TemporaryDirectory(prefix="") as folder:
-        process = subprocess.Popen(
-            words,
-            env=ENVIRONMENT | {"TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+def running(code: str, *words: str) -> Iterator[Program]:
+    """A command whose files are looked for in a folder of its own."""
+    with TemporaryDirectory(prefix="") as folder:
+        process = Program(code, *words, environment=ENVIRONMENT | {"TMPDIR": folder})
         try:
             yield process
         finally:
             process.kill()
-            process.communicate()
+            if not process.stdout.closed:
+                process.communicate()
         if process.returncode != -signal.SIGKILL:
             assert not list(Path(folder).iterdir())
 
@@ -76,7 +70,7 @@ def descendants(process: int) -> list[int]:
 def test_a_signal_as_soon_as_it_starts_leaves_no_process(
     words: list[str], number: int, code: int
 ) -> None:
-    with running(sys.executable, "-c", SIGNALLED, *words, str(int(number))) as process:
+    with running(SIGNALLED, *words, str(int(number))) as process:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == code
         (companion,) = errors.split()
@@ -86,7 +80,7 @@ def test_a_signal_as_soon_as_it_starts_leaves_no_process(
 @pytest.mark.parametrize("words", [BENCH, DOCTOR], ids=["bench", "doctor"])
 @pytest.mark.parametrize("moment", [0.5, 3.0])
 def test_what_is_killed_at_any_moment_leaves_no_process(words: list[str], moment: float) -> None:
-    with running(*COMMAND, *words) as process:
+    with running(MAIN, *words) as process:
         while not descendants(process.pid):
             assert process.poll() is None
             signal.sigtimedwait([], 0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run, wait_until_gone
+from tests.cli.command import COMMAND, call, run, run_forked, start, wait_until_gone
+from tests.programs import Program
 
 QUICK = ["demo", "--quick", "--json"]
 FIELDS = {
@@ -38,7 +38,7 @@ FIELDS = {
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run(*COMMAND, *QUICK, "--steps", "2", "--transport", transport, "--out", out)
+    done = run_forked(*QUICK, "--steps", "2", "--transport", transport, "--out", out)
     assert done.returncode == 0, done.stderr
     assert "equal in both processes" in done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -100,9 +100,7 @@ def test_without_typer_it_says_what_to_install() -> None:
 @pytest.mark.timeout(120)
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     with running_demo() as (trainer, rollout):
-        assert trainer.stdout is not None
         trainer.stdout.close()
-        assert trainer.stderr is not None
         assert "Traceback" not in trainer.stderr.read()
         assert trainer.wait(timeout=30) == 141
         wait_until_gone(rollout)
@@ -140,21 +138,13 @@ def test_the_trainer_says_when_the_rollout_process_died() -> None:
 
 
 @contextmanager
-def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.Popen[str], int]]:
+def running_demo(transport: str = "shared_memory") -> Iterator[tuple[Program, int]]:
     """A demo past its first delta, and the id of its rollout process."""
-    command = [*COMMAND, *QUICK, "--steps", "1000000", "--transport", transport]
     folder = tempfile.TemporaryDirectory()  # a killed trainer cannot clean up after itself
-    with hearing_signals():
-        trainer = subprocess.Popen(
-            command,
-            env=ENVIRONMENT | {"TMPDIR": folder.name},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+    words = [*QUICK, "--steps", "1000000", "--transport", transport]
+    trainer = start(*words, TMPDIR=folder.name)
     try:
         for _ in range(2):
-            assert trainer.stdout is not None
             assert trainer.stdout.readline()
         children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
         (rollout,) = map(int, children)
@@ -163,6 +153,4 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[subprocess.
         trainer.kill()
         trainer.wait()
         folder.cleanup()
-        for pipe in (trainer.stdout, trainer.stderr):
-            if pipe is not None:
-                pipe.close()
+        trainer.close()

@@ -18,7 +18,7 @@ import pytest
 
 from deltasync.cli.probes.checks import ENGINES, Check, Engine, engine_check, numbers, works
 from deltasync.cli.probes.trial import Trial
-from tests.cli.command import COMMAND, ROOT, run
+from tests.cli.command import COMMAND, ROOT, call, run, run_forked
 
 DOCTOR = [*COMMAND, "doctor"]
 ADVICE = re.compile(r"^ {20,}\S", flags=re.MULTILINE)
@@ -31,7 +31,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 
 
 def test_links_of_a_cpu_are_tried_and_work() -> None:
-    done = run(*DOCTOR, "--json")
+    done = run_forked("doctor", "--json")
     assert done.returncode == 0, done.stderr
     found = rows(done)
     assert [found[name]["ok"] for name in ("Python", "torch")] == [True, True]
@@ -45,7 +45,7 @@ def test_links_of_a_cpu_are_tried_and_work() -> None:
 def test_a_link_that_fails_says_why_and_another_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / (100 * "x")  # longer than the path of a socket may be
     folder.mkdir()
-    done = run(*DOCTOR, "--json", TMPDIR=str(folder))
+    done = run_forked("doctor", "--json", TMPDIR=str(folder))
     assert done.returncode == 0, done.stderr
     link = rows(done)["shared_memory"]
     assert link["ok"] is False
@@ -72,7 +72,7 @@ def test_what_is_piped_has_no_colours_and_each_no_has_advice(tmp_path: Path) -> 
 
 
 def test_an_unknown_option_gets_one_line() -> None:
-    done = run(*DOCTOR, "--nonsense")
+    done = call("doctor", "--nonsense")
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

@@ -16,8 +16,9 @@ import torch
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import write_patch
 from deltasync.testing.strategies import same_bits
-from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, refused, run, told
+from tests.cli.command import COMMAND, ENVIRONMENT, call, refused, run_forked, told
 from tests.files.saved import holds, model, save, save_sharded, stepped
+from tests.programs import run as run_program
 
 UP = "model.layers.0.up.weight"
 
@@ -139,7 +140,7 @@ def test_verify_shows_as_many_as_asked_for(old: Path, new: Path) -> None:
 
 
 def test_verify_by_digest(old: Path, new: Path) -> None:
-    done = run(*COMMAND, "verify", old, new, "--digest")
+    done = run_forked("verify", old, new, "--digest")
     assert done.returncode == 1
     digests = [line.split()[0] for line in done.stdout.splitlines()]
     assert len(set(digests)) == 2
@@ -202,7 +203,7 @@ def test_the_sign_of_zero_and_payloads_of_nan_are_differences(tmp_path: Path) ->
     old = save({"a": bits.view(torch.bfloat16)}, tmp_path / "old")
     new = save({"a": others.view(torch.bfloat16)}, tmp_path / "new")
     assert told("diff", old, new, "--out", tmp_path / "patch")["changed"] == 3
-    done = run(*COMMAND, "apply", tmp_path / "patch", old, "--out", tmp_path / "made", "--json")
+    done = run_forked("apply", tmp_path / "patch", old, "--out", tmp_path / "made", "--json")
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
     assert same_bits(Checkpoint(tmp_path / "made").tensor("a"), others.view(torch.bfloat16))
 
@@ -313,7 +314,7 @@ def test_an_internal_error_has_a_code_of_its_own(old: Path, patch: Path, tmp_pat
 
 def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
     code = "import sys; sys.modules['safetensors'] = None; from deltasync.cli import main; main()"
-    done = run(COMMAND[0], "-c", code, "verify", old, old)
+    done = run_program(code, "verify", old, old, environment=ENVIRONMENT)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("pip install deltasync[files]")
     assert len(done.stderr.splitlines()) == 1
@@ -321,7 +322,7 @@ def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
 
 def test_nothing_is_coloured_when_piped(old: Path, new: Path, patch: Path) -> None:
     for arguments in (("diff", str(old), str(new)), ("inspect", str(patch))):
-        done = run(*COMMAND, *arguments, COLORTERM="truecolor", TERM="xterm-256color")
+        done = run_forked(*arguments, COLORTERM="truecolor", TERM="xterm-256color")
         assert "\x1b" not in done.stdout + done.stderr
         assert done.stderr == ""
 
@@ -432,5 +433,4 @@ def changed_apply(
         f"import os; from deltasync.files import checkpoint, frame_file\n{change}\n"
         "from deltasync.cli import main; main()"
     )
-    with hearing_signals():
-        return run(COMMAND[0], "-c", code, "apply", patch, old, "--out", out)
+    return run_program(code, "apply", patch, old, "--out", out, environment=ENVIRONMENT)
