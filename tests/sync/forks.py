@@ -166,7 +166,8 @@ def train(kind: str, folder: Path, mode: str) -> None:
             else:
                 until((folder / "forked").exists)
     assert hook.syncs == 4
-    (folder / "trained").write_text(fingerprint(source))
+    (folder / "partial").write_text(fingerprint(source))
+    (folder / "partial").rename(folder / "trained")  # which is read as soon as it exists
     until((folder / "served").exists)
     hook.remove()
     sender.close()
