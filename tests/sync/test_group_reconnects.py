@@ -8,6 +8,7 @@ from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.transports import inprocess
+from deltasync.wire.frame import encode
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,7 +20,7 @@ def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_n
     def come(rank: int) -> inprocess.Receiver:
         link = hub.receiver()
         here = orders.Here(rank=rank, world=3, capture=None, address=None)
-        link.connect(orders.encode(here), timeout_s=5)
+        link.connect(encode(here), timeout_s=5)
         return link
 
     first, second = come(1), come(2)

@@ -26,7 +26,6 @@ from deltasync import (
     dtypes,
 )
 from deltasync.delta.shard import ShardSpec
-from deltasync.sync.group import orders
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
@@ -204,7 +203,7 @@ def test_ranks_tell_each_other_little_of_each_parameter() -> None:
     replicas = [{name: ShardSpec.whole((4, 4)) for name in shapes} for _ in range(32)]
     said: list[int] = []
     with trainer_of(source, replicas) as here:
-        here.hub.before = lambda order: said.append(len(orders.encode(order)))
+        here.hub.before = lambda order: said.append(len(encode(order)))
         here.add(replica)
         here.wait(1)
         assert here.send().full_synced == 1

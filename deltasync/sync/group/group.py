@@ -12,6 +12,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, Frame, SendTransport
+from deltasync.wire.frame import encode
 
 A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.Sent)
 
@@ -132,7 +133,7 @@ class GroupCalls:
         """Tell all ranks. Raises SyncAborted if one is gone."""
         if self._is_owed:  # to an order that was given up
             self._answers()
-        header = orders.encode(order)
+        header = encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:

@@ -1,7 +1,7 @@
 """What the ranks of a trainer say to each other: orders of the one that speaks for all, answers.
 
 They never leave the trainer, which is one program: so they are no part of the wire format, but are
-framed and checked like it.
+framed and checked like it. `wire.frame.encode` writes them.
 """
 
 from __future__ import annotations
@@ -170,11 +170,6 @@ Order = Declare | Capture | Ask | Compare | Send | Decide | Done
 Answer = Declared | SnapshotState | Compared | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
-
-
-def encode(said: Said) -> bytes:
-    """The header of a frame."""
-    return frame.join_header(said.model_dump_json().encode(), payload_bytes=0)
 
 
 def decode(header: bytes) -> Said:

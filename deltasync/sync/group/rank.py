@@ -29,6 +29,7 @@ from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
+from deltasync.wire.frame import encode
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
@@ -148,7 +149,7 @@ class TrainerRank(Closing):
                     capture=self._captured,
                     address=self._address,
                 )
-                self._link.connect(orders.encode(here), timeout_s=rest_of(deadline))
+                self._link.connect(encode(here), timeout_s=rest_of(deadline))
                 self._is_connected = True
             order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
@@ -285,7 +286,7 @@ class TrainerRank(Closing):
     def _answer(self, answer: orders.Answer) -> None:
         """Raises SyncAborted if rank 0 is gone."""
         try:
-            self._link.reply(orders.encode(answer), timeout_s=_REPLY_TIMEOUT_S)
+            self._link.reply(encode(answer), timeout_s=_REPLY_TIMEOUT_S)
         except TransportError as error:
             self._lose()
             raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
