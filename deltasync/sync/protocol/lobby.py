@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,8 +62,7 @@ class Lobby:
     ) -> None:
         self._link, self._admits, self._num_lanes = link, admits, num_lanes
         self._retained: Collection[str] | None = None
-        self._waiting: dict[int, Hello] = {}
-        self._came: dict[int, _Arrival] = {}  # of each that waits
+        self._waiting: dict[int, _Arrival] = {}
         self._declined: deque[Failed] = deque(maxlen=_MAX_DECLINED)
         self._refused: dict[str, str] = {}
         self._last_refusal = ""
@@ -81,7 +80,6 @@ class Lobby:
             came = self._link.greetings(timeout_s=0) if time.monotonic() < end else []
         for peer in [p for p in self._waiting if not self._link.is_connected(p)]:
             del self._waiting[peer]
-        self._came = {peer: self._came[peer] for peer in self._waiting}
         self._let_go_of_incomplete()
 
     def _take_in(self, peer: int, hello: Message | WireError, num_bytes: int) -> None:
@@ -99,24 +97,23 @@ class Lobby:
             problem = f"{hello.lanes} lanes, this trainer sends on {self._num_lanes}"
             self.refuse(peer, ConfigError(f"{problem}: give the receiver as many"))
         else:
-            self._waiting[peer] = hello
-            self._came[peer] = _Arrival(time.monotonic(), _memory_of(hello, num_bytes))
+            self._waiting[peer] = _Arrival(hello, time.monotonic(), _memory_of(hello, num_bytes))
 
     def _let_go_of_incomplete(self) -> None:
         """Refuse engines that wait for ranks too long; those first that have done so longest."""
         whole = {peer for engine in self.engines() for peer in engine}
-        groups: dict[tuple[str, int], list[int]] = {}
-        for peer, hello in self._waiting.items():
+        groups: dict[tuple[str, int], dict[int, _Arrival]] = defaultdict(dict)
+        for peer, arrival in self._waiting.items():
             if peer not in whole:
-                groups.setdefault((hello.engine, hello.world), []).append(peer)
-        count = sum(map(len, groups.values()))
-        num_bytes = sum(self._came[peer].num_bytes for peers in groups.values() for peer in peers)
-        last_came = {key: max(self._came[p].at_s for p in peers) for key, peers in groups.items()}
+                groups[arrival.hello.engine, arrival.hello.world][peer] = arrival
+        last_came = {key: max(one.at_s for one in groups[key].values()) for key in groups}
+        sizes = {key: sum(one.num_bytes for one in groups[key].values()) for key in groups}
+        count, num_bytes = sum(map(len, groups.values())), sum(sizes.values())
         for key in sorted(groups, key=last_came.__getitem__):
             is_late = time.monotonic() - last_came[key] > _PATIENCE_S
             if is_late or count > _MAX_INCOMPLETE or num_bytes > _MAX_INCOMPLETE_BYTES:
                 count -= len(groups[key])
-                num_bytes -= sum(self._came[peer].num_bytes for peer in groups[key])
+                num_bytes -= sizes[key]
                 problem = f"{len(groups[key])} of {key[1]} ranks of engine {key[0]!r} have come"
                 error = TransportTimeout(f"{problem}: start the others, then connect again")
                 for peer in groups[key]:
@@ -125,8 +122,8 @@ class Lobby:
     def retain(self, engines: Collection[str]) -> None:
         """Let in these engines alone from now on."""
         self._retained = frozenset(engines)
-        for peer, hello in list(self._waiting.items()):
-            if not self._lets_in(hello.engine):
+        for peer, arrival in list(self._waiting.items()):
+            if not self._lets_in(arrival.hello.engine):
                 self.forget(peer)
 
     def declined(self) -> list[Failed]:
@@ -150,15 +147,16 @@ class Lobby:
 
         At most one of each name: whoever claims the same name with another world waits.
         """
-        ranks: dict[tuple[str, int], dict[int, int]] = {}
-        for peer, hello in self._waiting.items():
-            here = ranks.setdefault((hello.engine, hello.world), {})
-            here[hello.rank] = peer  # a later greeting replaces an earlier one
-        complete: dict[str, dict[int, int]] = {}
+        ranks: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+        for peer, arrival in self._waiting.items():
+            hello = arrival.hello  # a later greeting of a rank replaces an earlier one
+            ranks[hello.engine, hello.world][hello.rank] = peer
+        complete: dict[str, dict[int, Hello]] = {}
         for (engine, world), here in ranks.items():
             if len(here) == world:
-                complete.setdefault(engine, here)
-        return [{peer: self._waiting[peer] for peer in e.values()} for e in complete.values()]
+                hellos = {peer: self._waiting[peer].hello for peer in here.values()}
+                complete.setdefault(engine, hellos)
+        return list(complete.values())
 
     def take(self, hellos: dict[int, Hello], layout: SentLayout) -> list[Member]:
         """An engine's receivers as members; none, and they are refused, if they do not fit."""
@@ -206,8 +204,9 @@ class Lobby:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """When a receiver greeted, on the monotonic clock, and what its greeting takes."""
+    """A greeting, when it came on the monotonic clock, and the memory that it takes."""
 
+    hello: Hello
     at_s: float
     num_bytes: int
 
