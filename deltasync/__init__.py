@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deltasync.delta.apply import apply_patch
     from deltasync.delta.bits import Flat, Live
-    from deltasync.delta.diff import diff
+    from deltasync.delta.diff import apply_patch, diff
     from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
     from deltasync.delta.policy import Costs, Policy
     from deltasync.delta.routes.loading import Loader
@@ -118,7 +117,7 @@ _HOMES = {
     "WeightSender": "deltasync.sync.sender",
     "WeightSource": "deltasync.sync.source.tensors",
     "WeightTarget": "deltasync.sync.target.module",
-    "apply_patch": "deltasync.delta.apply",
+    "apply_patch": "deltasync.delta.diff",
     "diff": "deltasync.delta.diff",
     "match_parameters": "deltasync.sync.target.module",
     "refuse_overlap": "deltasync.sync.target.module",

@@ -13,12 +13,11 @@ from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from benchmarks.timing import cold_cache, interleave
 from benchmarks.workload import Flip, Scale, bits_of, copy_of, decoder, num_elements
 from deltasync import Policy, apply_patch
-from deltasync.delta.apply import Staging
-from deltasync.delta.bits import Flat, WireReader, dtype_of
-from deltasync.delta.diff import diff_model, find_runs
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import CHUNK_NUMEL, Patch, Run
-from deltasync.delta.snapshot import Snapshot
+from deltasync.delta.backend import Backend, snapshot_of
+from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
+from deltasync.delta.diff import find_runs
+from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.patch import CHUNK_NUMEL, Patch
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
 
@@ -33,7 +32,7 @@ def diff(scale: Scale) -> Iterator[Result]:
     """Indices and values of what changed: with and without digests, and in plain torch."""
     module = decoder(scale.hidden, scale.layers)
     specs, readers = layout_of(module)
-    snapshot = Snapshot(specs, readers, chunk_numel=CHUNK_NUMEL)
+    snapshot = snapshot_of(specs, readers, chunk_numel=CHUNK_NUMEL)
     for density in scale.densities:
         flip = Flip(module, density)
         flip.apply()
@@ -54,17 +53,22 @@ def diff(scale: Scale) -> Iterator[Result]:
 
 
 def _time_diffs(
-    module: nn.Module, readers: list[WireReader], snapshot: Snapshot, rounds: int
+    module: nn.Module, readers: list[WireReader], snapshot: Backend, rounds: int
 ) -> dict[str, list[float]]:
     """Without digests always sparse, as the baseline is; with digests as a sync does it."""
-    old = [flat.tensor for flat in snapshot.flats]
-    pairs = list(zip(readers, snapshot.flats, strict=True))
+    copies = [flat for flat in snapshot.flats.values() if isinstance(flat, Flat)]
+    old = [flat.tensor for flat in copies]
+    pairs = list(zip(readers, copies, strict=True))
     return interleave(
         {
             "torch": lambda: torch_diff(module, old),
             "diff": lambda: [find_runs(reader, flat, ALWAYS_SPARSE) for reader, flat in pairs],
-            "diff_with_digests": lambda: diff_model(
-                readers, snapshot, policy=Policy(), max_held_bytes=1 << 62
+            "diff_with_digests": lambda: snapshot.compare(
+                readers,
+                policy=Policy(),
+                bucket_bytes=_BUCKET_BYTES,
+                max_held_bytes=1 << 62,
+                base_version=0,
             ),
         },
         rounds=rounds,
@@ -147,7 +151,7 @@ def commit(scale: Scale) -> Iterator[Result]:
     evict = cold_cache()
     for hidden, layers in scale.commits:
         module = decoder(hidden, layers)
-        snapshot = Snapshot(*layout_of(module), chunk_numel=CHUNK_NUMEL)
+        snapshot = snapshot_of(*layout_of(module), chunk_numel=CHUNK_NUMEL)
         for density in COMMIT_DENSITIES:
             flip = Flip(module, density)
             samples = _time_commits(module, snapshot, flip, scale.rounds, evict)
@@ -155,7 +159,7 @@ def commit(scale: Scale) -> Iterator[Result]:
 
 
 def _time_commits(
-    module: nn.Module, snapshot: Snapshot, flip: Flip, rounds: int, evict: Callable[[], None]
+    module: nn.Module, snapshot: Backend, flip: Flip, rounds: int, evict: Callable[[], None]
 ) -> dict[str, list[float]]:
     """`module` is afterwards what it was."""
     bits = bits_of(module)
@@ -198,7 +202,7 @@ def _apply_all(target: list[Tensor], patches: list[Patch | None]) -> None:
             apply_patch(tensor, patch)
 
 
-def _staged(snapshot: Snapshot, flip: Flip, values: list[Tensor]) -> Staging:
+def _staged(snapshot: Backend, flip: Flip, values: list[Tensor]) -> Staging:
     """A change staged onto the module that `snapshot` equals."""
     flats = {number: Flat.of(tensor) for number, tensor in enumerate(flip.parameters)}
     staging = Staging(Lines(flats, len(flats)), snapshot.ledger)
@@ -207,7 +211,7 @@ def _staged(snapshot: Snapshot, flip: Flip, values: list[Tensor]) -> Staging:
         for number, (positions, bits) in enumerate(zip(flip.positions, values, strict=True))
         if len(positions)
     ]
-    stage_runs(staging, runs, snapshot.specs, bucket_bytes=_BUCKET_BYTES)
+    stage_runs(staging, runs, snapshot.ledger.specs, bucket_bytes=_BUCKET_BYTES)
     return staging
 
 

@@ -9,15 +9,11 @@ from torch import Tensor, nn
 
 from benchmarks.cases.kernels import ALWAYS_SPARSE, layout_of
 from benchmarks.gpu.baselines import Found
-from deltasync.delta.apply import Applier, Staging
-from deltasync.delta.batched import device_for_batches
-from deltasync.delta.bits import Flat
+from deltasync.delta.backend import Applier, Delta, backend_for, snapshot_of
+from deltasync.delta.bits import Flat, Run
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run, chunk_numel_on
-from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.source.plan import Delta, plan_delta
+from deltasync.delta.patch import chunk_numel_on
 
 BUCKET_BYTES = 256 << 20  # the default of SenderOptions
 _SPARSE_BYTES = 6  # of a changed bf16 element
@@ -36,10 +32,10 @@ class Differ:
         specs, self._readers = layout_of(module)
         self.specs = tuple(specs)
         chunk_numel = chunk_numel_on(self._readers[0].flat.line.device.type)
-        self._snapshot = Snapshot(
+        self._snapshot = snapshot_of(
             specs, self._readers, chunk_numel=chunk_numel, device=snapshot_device
         )
-        self.old = [flat.tensor for flat in self._snapshot.flats]
+        self.old = [f.tensor for f in self._snapshot.flats.values() if isinstance(f, Flat)]
         self.changed = 0
         device = self._readers[0].flat.line.device
         self._payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
@@ -81,8 +77,7 @@ class Differ:
             raise RuntimeError("the digest has not changed")
 
     def _plan(self) -> Delta:
-        plan = plan_delta(
-            self._snapshot,
+        plan = self._snapshot.compare(
             self._readers,
             policy=ALWAYS_SPARSE,
             bucket_bytes=BUCKET_BYTES,
@@ -122,13 +117,10 @@ class Stager:
             raise RuntimeError("the weights read back are not those that were written")
 
     def _new_applier(self) -> Applier:
-        device = device_for_batches(self._flats.values(), "auto")
-        if device is None:
-            return Staging(Lines(self._flats, len(self._ledger.specs)), self._ledger)
-        from deltasync.delta.batched.staging import BatchedStaging
-        from deltasync.delta.batched.weights import BatchedWeights
-
-        return BatchedStaging(BatchedWeights(self._flats, self._ledger, device), self._ledger)
+        num_bytes = sum(len(payload) for payload, _ in self._buckets)
+        return backend_for(self._flats, self._ledger, kernels="auto").stage(
+            sparse_bytes=num_bytes, dense_bytes=0, max_bytes=1 << 62, writing=lambda: None
+        )
 
 
 def _joined(runs: list[Run], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from deltasync.delta.routes.route import Dims, merged, row_major
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
+_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH = {
     "bool": torch.bool,
@@ -197,29 +198,27 @@ class Flat:
         dtype: Its entry in the closed table.
         line: int[extent], the storage between its first and its last element. For a contiguous
             tensor that is the flattened tensor itself.
+        numel: Elements of the tensor.
         is_contiguous: Whether it is.
     """
 
     tensor: Tensor
     dtype: Dtype
     line: Tensor
+    numel: int
     is_contiguous: bool
 
     @classmethod
     def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
         """Raises ConfigError for a tensor whose elements have no storage of their own."""
         check_plain(tensor, name)
-        dtype, bits = dtype_of(tensor, name=name), as_bits(tensor)
+        dtype, bits, numel = dtype_of(tensor, name=name), as_bits(tensor), tensor.numel()
         if tensor.is_contiguous():
-            return cls(tensor, dtype, bits.view(-1), is_contiguous=True)
+            return cls(tensor, dtype, bits.view(-1), numel, is_contiguous=True)
         if repeats(tensor):  # as one does that was expanded
             raise ConfigError(f"{name}: elements share storage; make it contiguous")
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(tensor, dtype, bits.as_strided((extent,), (1,)), is_contiguous=False)
-
-    @property
-    def numel(self) -> int:
-        return self.tensor.numel()
+        return cls(tensor, dtype, bits.as_strided((extent,), (1,)), numel, is_contiguous=False)
 
     def boxes(self) -> list[Box]:
         """One, unless there are no elements."""
@@ -272,6 +271,52 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """A part of one parameter's change: what one row of a patch table says.
+
+    Attributes:
+        start: Flat position of the first element it speaks of.
+        span: How many it speaks of.
+        indices: int32[count], strictly increasing, relative to `start`; None when dense.
+        bits: int[count] of the new values; None for a dense run that is still in the source.
+    """
+
+    start: int
+    span: int
+    indices: Tensor | None = None
+    bits: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Elements written."""
+        return self.span if self.indices is None else len(self.indices)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.span
+
+    def positions(self) -> Tensor:
+        """int64[count]: the flat positions of a sparse run, in memory of their own."""
+        assert self.indices is not None
+        positions = self.indices.to(torch.int64, copy=True)
+        return positions.add_(self.start) if self.start else positions
+
+    def write(self, flat: Live, bits: Tensor) -> None:
+        """Overwrite what this speaks of with int[count] bits, wherever the two live."""
+        device = flat.line.device
+        if self.indices is None:
+            flat.write(self.start, bits)
+            return
+        if len(bits) <= _BLOCK and bits.device == device:
+            flat.scatter(self.positions(), bits)
+            return
+        for begin in range(0, len(bits), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            positions = Run(self.start, self.span, self.indices[block]).positions()
+            flat.scatter(positions.to(device), bits[block].to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class WireReader:
     """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower.
 
@@ -295,6 +340,11 @@ class WireReader:
         if self.flat.dtype == self.dtype:
             return bits
         return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
+
+    def copy_to(self, flat: Live, *, step: int) -> None:
+        """Write all that is read to `flat`, `step` elements at once."""
+        for start in range(0, self.flat.numel, step):
+            flat.write(start, self.read(start, min(start + step, self.flat.numel)))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Live
-from deltasync.delta.host_rows import HostPieces, HostRows
-from deltasync.delta.kernels import kernels_for
+from deltasync.delta.kernels import KERNELS
 from deltasync.delta.shard import share_of
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
+Ints: TypeAlias = NDArray[np.int64]
+
 Read = Callable[[int, int], Tensor]
 """(start, stop) -> int[stop - start], the bits of one parameter there."""
-
 
 HeldPositions = Callable[[int, int], Tensor | None]
 """(start, stop) -> int64[k], which positions of one parameter there are held; None for all."""
 
-Measure = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+Measure = Callable[[Ints], NDArray[np.uint64]]
 """(chunks) -> uint64[n], the digests of these chunks as they are in memory."""
+
+
+def cut(lengths: Ints, step: Ints | int) -> tuple[Ints, Ints]:
+    """(which, begin): runs of these lengths cut into pieces of at most `step`."""
+    pieces = -(-lengths // step)
+    which = np.repeat(np.arange(len(lengths)), pieces)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return which, nth * (step if isinstance(step, int) else step[which])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +60,10 @@ class DigestLedger:
     """State digests of parameters by chunk.
 
     Attributes:
+        specs: The layout.
         sums: uint64[chunks], all parameters' chunks one after another.
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
+        shares: The parameters, as shares all of them.
         numbers, starts, cols, gaps: int64[parameters]: of those that are shares, the number of the
             layout's parameter, and their bands; of others their own number, and the band of all.
     """
@@ -73,7 +82,7 @@ class DigestLedger:
             chunk_numel: Elements in a chunk.
             held: Numbers of the parameters to keep digests of; None for all.
         """
-        self.specs = specs
+        self.specs = tuple(specs)
         self.chunk_numel = chunk_numel
         chunks = [
             -(-spec.numel // chunk_numel) if held is None or number in held else 0
@@ -81,7 +90,7 @@ class DigestLedger:
         ]
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
-        shares = [share_of(specs, n) for n in range(len(specs))]
+        self.shares = shares = tuple(share_of(specs, n) for n in range(len(specs)))
         # Positions in a band count from its start.
         self._keys = [(seed(s.name) + s.band.start * GOLDEN_RATIO) & MASK for s in shares]
         columns = [(s.number, s.band.start, s.band.cols, s.band.gap) for s in shares]
@@ -152,7 +161,7 @@ class DigestLedger:
         if parameter in self._gaps:
             positions = torch.arange(start, start + len(bits), device=bits.device)
             return self.digest_at(parameter, positions, bits)
-        return kernels_for(bits.device).digest_run(bits, self._keys[parameter], start)
+        return KERNELS[bits.device.type].digest_run(bits, self._keys[parameter], start)
 
     def digest_at(self, parameter: int, positions: Tensor, bits: Tensor) -> int:
         """The digest of int[n] elements at increasing int64[n] flat positions."""
@@ -178,20 +187,9 @@ class DigestLedger:
             bits, positions = read(low, high), held(low, high)
             if positions is not None:
                 bits = bits[positions - low]
-            self.sums[first + chunk] = self._digest_held(parameter, positions, bits, low)
+            self.sums[first + chunk] = self.digest_held(parameter, positions, bits, low)
 
-    def measured(self, chunks: NDArray[np.int64], flats: Mapping[int, Live]) -> NDArray[np.uint64]:
-        """uint64[n]: the digests of these chunks of the weights, from scratch."""
-        return np.array([self._measured(int(chunk), flats) for chunk in chunks], np.uint64)
-
-    def _measured(self, chunk: int, flats: Mapping[int, Live]) -> int:
-        parameter, low = int(self.table.parameter[chunk]), int(self.table.start[chunk])
-        high, flat = low + int(self.table.numel[chunk]), flats[parameter]
-        positions = flat.held(low, high)
-        bits = flat.read(low, high) if positions is None else flat.gather(positions)
-        return self._digest_held(parameter, positions, bits, low)
-
-    def _digest_held(
+    def digest_held(
         self, parameter: int, positions: Tensor | None, bits: Tensor, start: int
     ) -> int:
         """The digest of bits at int64[n] positions, or of a run; none have the digest 0."""
@@ -214,7 +212,7 @@ class DigestLedger:
         self, parameter: int, positions: Tensor, bits: Tensor
     ) -> tuple[int, NDArray[np.uint64]]:
         """(first chunk, uint64[chunks]): digests of elements at increasing positions, by chunk."""
-        kernels, key = kernels_for(bits.device), self._keys[parameter]
+        kernels, key = KERNELS[bits.device.type], self._keys[parameter]
         if (band := self._gaps.get(parameter)) is None:
             return kernels.digest_chunks(positions, bits, key, self.chunk_numel)
         first, last = (int(positions[n]) // self.chunk_numel for n in (0, -1))
@@ -227,12 +225,6 @@ class DigestLedger:
                 _, found = kernels.digest_chunks(there, bits[low:high], key, self.chunk_numel)
                 sums[chunk] = found.sum()
         return first, sums
-
-    def replace_rows(self, rows: HostRows, old: Tensor, new: Tensor) -> None:
-        """Account for int[n] `old` bits of the elements of rows becoming `new`."""
-        first, keys = self.first, self.keys
-        pieces = HostPieces.of(rows, chunk_numel=self.chunk_numel, first=first, keys=keys)
-        np.add.at(self.sums, pieces.place, pieces.digests(new) - pieces.digests(old))
 
     def replace_dense(self, parameter: int, start: int, new: Tensor, read_old: Read) -> int:
         """Account for int[n] `new` bits taking the place of what stands at `start`.

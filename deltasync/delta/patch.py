@@ -9,9 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, as_bits
-
-_BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
+from deltasync.delta.bits import Run, as_bits
 
 CHUNK_NUMEL = 1 << 18
 """Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
@@ -107,32 +105,6 @@ class ChunkedPatch:
 Patch: TypeAlias = SparsePatch | ChunkedPatch | DensePatch
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A part of one parameter's change: what one row of a patch table says.
-
-    Attributes:
-        start: Flat position of the first element it speaks of.
-        span: How many it speaks of.
-        indices: int32[count], strictly increasing, relative to `start`; None when dense.
-        bits: int[count] of the new values; None for a dense run that is still in the source.
-    """
-
-    start: int
-    span: int
-    indices: Tensor | None = None
-    bits: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Elements written."""
-        return self.span if self.indices is None else len(self.indices)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.span
-
-
 def patch_from_runs(
     name: str, shape: tuple[int, ...], runs: list[Run], dtype: torch.dtype
 ) -> Patch:
@@ -159,28 +131,6 @@ def runs_of(patch: Patch) -> list[Run]:
             return [Run(0, math.prod(shape), None, as_bits(values))]
         case ChunkedPatch(chunks=chunks):
             return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
-
-
-def positions_of(run: Run) -> Tensor:
-    """int64[count]: the flat positions of a sparse run, in memory of their own."""
-    assert run.indices is not None
-    positions = run.indices.to(torch.int64, copy=True)
-    return positions.add_(run.start) if run.start else positions
-
-
-def write_run(flat: Flat, run: Run, bits: Tensor) -> None:
-    """Overwrite what `run` speaks of with int[count] bits, wherever the two live."""
-    device = flat.line.device
-    if run.indices is None:
-        flat.write(run.start, bits)
-        return
-    if run.count <= _BLOCK and bits.device == device:
-        flat.scatter(positions_of(run), bits)
-        return
-    for begin in range(0, run.count, _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        positions = positions_of(Run(run.start, run.span, run.indices[block]))
-        flat.scatter(positions.to(device), bits[block].to(device))
 
 
 def _values(run: Run, dtype: torch.dtype) -> Tensor:

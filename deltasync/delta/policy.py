@@ -83,7 +83,3 @@ class Policy(OptionsModel):
     def chunk_numel_on(self, *device_types: str) -> int:
         """Elements in a chunk where weights live on devices of these types."""
         return self.chunk_numel or chunk_numel_on(*device_types)
-
-    def max_sparse(self, numel: int, device_type: str) -> float:
-        """The most changes with which a chunk of `numel` elements still goes sparse."""
-        return self.crossover(device_type) * numel

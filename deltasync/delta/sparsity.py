@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, WireReader, dtype_of, torch_dtype
-from deltasync.delta.kernels import kernels_for
+from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.dtypes import Dtype
@@ -85,7 +85,7 @@ def sparsity(
     if new.shape != old.shape:
         raise LayoutMismatch(f"shape {tuple(new.shape)} against {tuple(old.shape)}")
     reader, held = WireReader.of(new, dtype_of(old), name="new"), Flat.of(old, name="old")
-    changed = kernels_for(held.line.device).changed
+    changed = KERNELS[held.line.device.type].changed
     step, total = chunk_numel_on(held.line.device.type), Sparsity()
     if not encodings:  # which alone depend on where chunks end
         step *= _CHUNKS

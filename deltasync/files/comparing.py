@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.sparsity import Sparsity, sparsity
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
@@ -137,9 +138,9 @@ def measure_digests(
     """The state digests of a checkpoint, by chunk."""
     flats = {n: Flat.of(checkpoint.tensor(name)) for n, name in enumerate(checkpoint.specs)}
     ledger = DigestLedger(checkpoint.layout, chunk_numel=CHUNK_NUMEL)
-    table, item_sizes = ledger.table, ledger.item_sizes
+    backend, table, item_sizes = HostBackend(flats, ledger), ledger.table, ledger.item_sizes
     groups = np.array_split(np.arange(len(table)), max(1, len(table) // 8))
-    pairs = in_threads(lambda group: ledger.measured(group, flats), groups)
+    pairs = in_threads(backend.measure, groups)
     for number, (group, sums) in enumerate(pairs):
         ledger.sums[group] = sums
         advance(int((table.numel[group] * item_sizes[table.parameter[group]]).sum()))

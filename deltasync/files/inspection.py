@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.apply import check_indices
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.diff import check_indices
 from deltasync.errors import (
     BadMagic,
     ChecksumMismatch,

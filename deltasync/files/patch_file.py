@@ -10,21 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from deltasync.delta.apply import Staging
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.diff import diff_model
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
+from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import share_of
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import FrameFile, appearing, write_frames
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
-from deltasync.sync.source.plan import DeltaPlan
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec, digest_text
 
@@ -73,23 +69,23 @@ def write_patch(
     """
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading"))
-    snapshot = _FileSnapshot(old, base)
-    readers = _Readers(old, new, advance=phase("comparing"))
-    policy = Policy(chunk_numel=base.chunk_numel)  # which has to keep up with whole chunks
-    delta = diff_model(readers, snapshot, policy=policy, max_held_bytes=_HELD_BYTES)
-    plan = DeltaPlan(
-        delta, readers, snapshot, policy=policy, bucket_bytes=_BUCKET_BYTES, base_version=_BASE
+    plan = _OldFile(_flats(old, old.layout), base).compare(
+        _Readers(old, new, advance=phase("comparing")),
+        policy=Policy(),
+        bucket_bytes=_BUCKET_BYTES,
+        max_held_bytes=_HELD_BYTES,
+        base_version=_BASE,
     )
     frames = one_way_frames(
         plan,
         old.layout,
-        stream_id=f"{digest_text(base.total)}-{digest_text(delta.ledger.total)}",
+        stream_id=f"{digest_text(base.total)}-{digest_text(plan.ledger.total)}",
         version=_VERSION,
         digest=base.total,
         compression="zstd",
     )
     num_bytes = write_frames(_told(frames, phase("writing")), Path(path))
-    return PatchSummary(num_bytes, delta.nnz, base.total, delta.ledger.total)
+    return PatchSummary(num_bytes, plan.nnz, base.total, plan.ledger.total)
 
 
 class PatchFile:
@@ -238,14 +234,8 @@ def _told(frames: Iterator[Frame] | FrameFile, advance: Advance) -> Iterator[Fra
         advance(len(frame.header) + (0 if frame.payload is None else len(frame.payload)))
 
 
-class _FileSnapshot(Snapshot):
+class _OldFile(HostBackend):
     """The old checkpoint as it lies in its file: nothing is copied, and it never advances."""
-
-    def __init__(self, checkpoint: Checkpoint, ledger: DigestLedger) -> None:
-        self.specs = checkpoint.layout
-        self.shares = tuple(share_of(self.specs, number) for number in range(len(self.specs)))
-        self.flats = list(_flats(checkpoint, self.specs).values())
-        self.ledger, self.ahead, self.differ = ledger, set(), None
 
     def write_ahead(self, parameter: int, run: object, bits: object) -> None:
         """Nobody takes another delta against it."""

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from pydantic import Field
 
-from deltasync.delta.batched import Kernels
+from deltasync.delta.backend import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy

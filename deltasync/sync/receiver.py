@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
-from deltasync.delta.apply import Applier
+from deltasync.delta.backend import Applier
 from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.routes.loading import Loading
@@ -32,9 +32,8 @@ from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.links import ReceiverLinks, rest_of
 from deltasync.sync.protocol.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
-from deltasync.sync.target.bound import BoundWeights
+from deltasync.sync.target.bound import BoundWeights, Scrub
 from deltasync.sync.target.module import EarlyCheck, WeightTarget
-from deltasync.sync.target.scrub import Scrub
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
@@ -237,8 +236,9 @@ class WeightReceiver(Closing):
         """The digest of each parameter held, by each of its names. Raises DirtyReceiver."""
         with self._lock:
             self.check_serving()
-            specs, found = self._weights.ledger.specs, self._weights.ledger.by_parameter()
-            held = ((specs[number].names, int(found[number])) for number in self._weights.flats)
+            backend = self._weights.backend
+            specs, found = backend.ledger.specs, backend.ledger.by_parameter()
+            held = ((specs[number].names, int(found[number])) for number in backend.flats)
             return {name: digest for names, digest in held for name in names}
 
     def invalidate(self) -> None:
@@ -290,7 +290,7 @@ class WeightReceiver(Closing):
 
     def _synchronize(self) -> None:
         self._stream.synchronize()  # kernels of a bucket may still read
-        self._weights.synchronize()
+        self._weights.backend.synchronize()
 
     def _look_after_attach(self) -> None:
         """Leave membership if weights are not what they were when they were detached."""
@@ -344,7 +344,7 @@ class WeightReceiver(Closing):
             if not self._scrub_is_due or not is_ready:
                 return
             self._scrub_is_due = False
-            name = self._scrub.check(self._weights.ledger, self._weights.measure)
+            name = self._scrub.check(self._weights.backend)
             if name is not None:
                 self._session.corrupted()
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
@@ -390,7 +390,7 @@ class WeightReceiver(Closing):
         flats = self._target.bind(specs)
         if specs and not flats and self._world == 1:
             raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
-        self._weights.synchronize()
+        self._weights.backend.synchronize()
         self._weights = BoundWeights(specs, flats, self.options, self._stream)
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
@@ -437,13 +437,13 @@ class WeightReceiver(Closing):
             if digest != staging.ledger.total:
                 raise DigestMismatch("the weights read back are not those that were written")
             if not isinstance(staging, Loading):  # which has finished before it read back
-                changed = staging.ledger.changed_since(self._weights.ledger)
+                changed = staging.ledger.changed_since(self._weights.backend.ledger)
                 self._target.finish(None if self._session.heals else changed)
             self._session.committed()
         except BaseException:
             self._undo(staging)
             raise
-        self._weights.ledger = staging.ledger
+        self._weights.backend.ledger = staging.ledger
         committed = messages.Committed(
             version=version,
             digest=messages.digest_text(digest),

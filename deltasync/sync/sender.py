@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from deltasync.delta.backend import Delta, Plan
 from deltasync.errors import (
     ConfigError,
     EngineFailed,
@@ -27,7 +28,6 @@ from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
-from deltasync.sync.source.plan import Delta, Plan
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import SyncStats, reasons

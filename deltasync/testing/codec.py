@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import integer_dtype
-from deltasync.delta.patch import Run
+from deltasync.delta.bits import Run, integer_dtype
 from deltasync.errors import WireError
 from deltasync.testing.strategies import DTYPES, SEEDS, random_bits
 from deltasync.wire.messages import ParameterSpec

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deltasync.delta.apply import Applier
-from deltasync.delta.bucket import BucketReader, buckets
-from deltasync.delta.patch import Run
+from deltasync.delta.backend import Applier
+from deltasync.delta.bits import Run
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.host.plans import buckets
 from deltasync.wire.messages import ParameterSpec
 
 POISON = 0xEE  # of bytes that are not written

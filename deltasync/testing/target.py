@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.apply import Staging
-from deltasync.delta.bits import Flat, Live, torch_dtype
+from deltasync.delta.bits import Flat, Live, Run, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.module import WeightTarget
 from deltasync.testing.payloads import stage_runs

@@ -41,16 +41,16 @@ def mix64(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
     np.bitwise_xor(x, scratch, out=x)
 
 
-def digest_run(bits: NDArray[np.unsignedinteger], *, key: int, start: int) -> int:
+def digest_run(bits: NDArray[np.integer], *, key: int, start: int) -> int:
     """Sum of mixes over consecutive elements.
 
     Args:
-        bits: unsigned[n], the elements' bits.
+        bits: int[n], the elements' bits.
         key: The parameter's seed.
         start: Flat checkpoint position of the first element.
     """
     total = 0
-    buffers = _buffers(len(bits))
+    bits, buffers = _unsigned(bits), _buffers(len(bits))
     for begin in range(0, len(bits), BLOCK):
         block = bits[begin : begin + BLOCK]
         x, scratch = buffers[:, : len(block)]
@@ -62,14 +62,12 @@ def digest_run(bits: NDArray[np.unsignedinteger], *, key: int, start: int) -> in
     return total & MASK
 
 
-def digest_at(
-    positions: NDArray[np.integer], bits: NDArray[np.unsignedinteger], *, key: int
-) -> int:
+def digest_at(positions: NDArray[np.integer], bits: NDArray[np.integer], *, key: int) -> int:
     """Sum of mixes over scattered elements.
 
     Args:
         positions: int[n], flat checkpoint positions.
-        bits: unsigned[n], the bits of the element at each of them.
+        bits: int[n], the bits of the element at each of them.
         key: The parameter's seed.
     """
     (total,) = digest_pieces(positions, bits, np.array([key], np.uint64), np.array([0, len(bits)]))
@@ -78,7 +76,7 @@ def digest_at(
 
 def digest_pieces(
     positions: NDArray[np.integer],
-    bits: NDArray[np.unsignedinteger],
+    bits: NDArray[np.integer],
     keys: NDArray[np.uint64],
     cuts: NDArray[np.int64],
 ) -> NDArray[np.uint64]:
@@ -87,19 +85,19 @@ def digest_pieces(
     Args:
         positions: int[n], flat positions. A piece may count its own from another place than 0 if
             its key is the seed plus that place times the golden ratio.
-        bits: unsigned[n], the bits of the element at each of them.
+        bits: int[n], the bits of the element at each of them.
         keys: uint64[pieces].
         cuts: int64[pieces + 1], where each piece begins, and n. None is empty, unless n is 0.
     """
     sums = np.zeros(len(keys), np.uint64)
-    buffers = _buffers(len(bits))
+    positions, bits, buffers = _unsigned(positions), _unsigned(bits), _buffers(len(bits))
     for begin in range(0, len(bits), BLOCK):
         end = min(begin + BLOCK, len(bits))
         low, high = int(cuts.searchsorted(begin, "right")) - 1, int(cuts.searchsorted(end))
         inner = cuts[low : high + 1] - begin
         inner[0], inner[-1] = 0, end - begin
         x, scratch = buffers[:, : end - begin]
-        np.multiply(_unsigned(positions[begin:end]), _STEP, out=x)
+        np.multiply(positions[begin:end], _STEP, out=x)
         x += keys[low] if high == low + 1 else np.repeat(keys[low:high], inner[1:] - inner[:-1])
         x += bits[begin:end]
         mix64(x, scratch)
@@ -107,9 +105,9 @@ def digest_pieces(
     return sums
 
 
-def _unsigned(positions: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Not as they are: numpy would multiply int64 by uint64 as float64."""
-    return positions.view(f"u{positions.itemsize}")
+def _unsigned(numbers: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
+    """The same bits: numpy would compute with int64 and uint64 as float64."""
+    return numbers.view(f"u{numbers.itemsize}")
 
 
 def _buffers(n: int) -> NDArray[np.uint64]:

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.apply import Staging, staged_bytes_of
-from deltasync.delta.bits import Flat, Live, WireReader
-from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.diff import diff_model
+from deltasync.delta.backend import snapshot_of
+from deltasync.delta.bits import Flat, Live, Run, WireReader
+from deltasync.delta.bucket import MIN_BUCKET_BYTES, staged_bytes_of
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
+from deltasync.delta.host.plans import DeltaPlan
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing import strategies as own
 from deltasync.testing.payloads import stage_runs
@@ -69,8 +67,11 @@ def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
     readers = [
         WireReader.of(t, s.dtype, name=s.name) for t, s in zip(new.values(), specs, strict=True)
     ]
-    snapshot = Snapshot(specs, old, chunk_numel=policy.chunk_numel_on("cpu"))
-    delta = diff_model(readers, snapshot, policy=policy, max_held_bytes=1 << 40)
+    snapshot = snapshot_of(specs, old, chunk_numel=policy.chunk_numel_on("cpu"))
+    delta = snapshot.compare(
+        readers, policy=policy, bucket_bytes=1 << 20, max_held_bytes=1 << 40, base_version=0
+    )
+    assert isinstance(delta, DeltaPlan)
     runs = []
     for change in delta.changes:
         for run in change.runs or ():

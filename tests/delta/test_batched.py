@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import Policy, dtypes
+from deltasync.delta.backend import Delta, snapshot_of
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
 from deltasync.delta.batched.warm_up import sync_tiny_models
@@ -24,9 +25,7 @@ from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.sync.source.plan import Delta, plan_delta, plan_full
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import same_bits, specs_of
 from deltasync.wire.table import ROW
@@ -63,7 +62,7 @@ class Ends:
 
     def __post_init__(self) -> None:
         self.specs = specs_of(self.replica)
-        self.snapshot = Snapshot(
+        self.snapshot = snapshot_of(
             self.specs,
             self.readers,
             chunk_numel=self.policy.chunk_numel_on("cuda"),
@@ -79,8 +78,7 @@ class Ends:
         return [WireReader.of(tensor, spec.dtype, name=spec.name) for tensor, spec in pairs]
 
     def compare(self, *, bucket_bytes: int, max_held_bytes: int) -> Delta:
-        return plan_delta(
-            self.snapshot,
+        return self.snapshot.compare(
             self.readers,
             policy=self.policy,
             bucket_bytes=bucket_bytes,
@@ -100,7 +98,7 @@ class Ends:
         return staging
 
     def snapshot_is(self, model: Model) -> bool:
-        held = zip(self.snapshot.flats, model.values(), strict=True)
+        held = zip(self.snapshot.flats.values(), model.values(), strict=True)
         return all(torch.equal(f.line.cpu(), as_bits(t.cpu()).reshape(-1)) for f, t in held)
 
 
@@ -192,7 +190,7 @@ def test_a_full_sync_brings_the_snapshot(both: Ends, bucket_bytes: int) -> None:
     both.ledger = ledger_of(both.replica, both.receiver_chunk)
     staging = BatchedStaging(both.weights, both.ledger, in_place=True)
     reader = BucketReader(both.specs)
-    for bucket in plan_full(both.snapshot, bucket_bytes=bucket_bytes).buckets():
+    for bucket in both.snapshot.full(bucket_bytes=bucket_bytes).buckets():
         payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8, device=DEVICE)
         bucket.write(payload)
         staging.stage_bucket(reader.open(payload, bucket.num_rows))
@@ -232,7 +230,7 @@ def test_what_kernels_cannot_read_in_place_is_read_through_copies() -> None:
         for name, tensor in source.items()
     }
     both = Ends(source, replica, Policy(chunk_numel=64), 64)
-    for flat in both.snapshot.flats:
+    for flat in both.snapshot.flats.values():
         flat.line.zero_()
     both.snapshot.ledger = ledger_of(replica, 64)
     for _ in range(2):
@@ -449,10 +447,9 @@ def test_indices_stay_right_beyond_2_to_the_31() -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, numel - 1], device=DEVICE)
     specs = specs_of(model)
     reader = WireReader.of(model["w"], specs[0].dtype, name="w")
-    snapshot = Snapshot(specs, [reader], chunk_numel=1 << 20)
+    snapshot = snapshot_of(specs, [reader], chunk_numel=1 << 20)
     model["w"][places] = 3
-    delta = plan_delta(
-        snapshot,
+    delta = snapshot.compare(
         [reader],
         policy=Policy(chunk_numel=1 << 20),
         bucket_bytes=1 << 20,

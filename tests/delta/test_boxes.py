@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.apply import Staging
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights
-from deltasync.delta.bits import Flat, Live, integer_dtype
+from deltasync.delta.bits import Flat, Live, Run, integer_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
+from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.route import Piece
 from deltasync.testing.payloads import payloads
@@ -121,7 +120,7 @@ def test_kernels_write_boxes_as_torch_does(
         for many in (ours, theirs)
     )
     ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
-    ledger.sums[:] = ledger.measured(np.arange(len(ledger.sums)), twins)
+    ledger.sums[:] = HostBackend(twins, ledger).measure(np.arange(len(ledger.sums)))
     weights = BatchedWeights(flats, ledger, DEVICE)
     assert np.array_equal(weights.digests(), ledger.sums)
     batched = BatchedStaging(weights, ledger, in_place=in_place)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import integer_dtype
-from deltasync.delta.bucket import MIN_BUCKET_BYTES, Bucket, BucketReader, buckets
-from deltasync.delta.patch import Run
+from deltasync.delta.bits import Run, integer_dtype
+from deltasync.delta.bucket import MIN_BUCKET_BYTES, BucketReader
+from deltasync.delta.host.plans import Bucket, buckets
 from deltasync.errors import ConfigError, InvalidTable, TruncatedFrame
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW, block_offsets

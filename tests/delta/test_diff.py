@@ -16,6 +16,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import (
     Flat,
+    Run,
     WireReader,
     are_equal,
     as_bits,
@@ -24,7 +25,7 @@ from deltasync.delta.bits import (
     torch_dtype,
 )
 from deltasync.delta.diff import find_runs
-from deltasync.delta.patch import CHUNK_NUMEL, Run
+from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.policy import DEFAULT_COSTS, Costs, Policy
 from deltasync.errors import ConfigError
 from deltasync.testing import strategies as own
@@ -159,7 +160,7 @@ def test_crossover_is_where_the_costs_meet(
 ) -> None:
     costs = Costs(machine="any", sparse_ns=sparse, dense_ns=dense)
     policy = Policy(costs=costs, dense_above=above)
-    assert policy.max_sparse(1000, "cpu") == policy.crossover("cpu") * 1000
+    assert policy.crossover("cpu") == (dense / sparse if above is None else above)
     assert policy.crossover("cuda") == (dense / sparse if above is None else above)
 
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.kernels import Kernels, host, kernels_for, reference
+from deltasync.delta.kernels import KERNELS, Kernels, host, reference
 from deltasync.wire import digest
 
-KERNELS: list[Kernels] = [host, reference]
+MODULES: list[Kernels] = [host, reference]
 INTEGERS = [torch.uint8, torch.int16, torch.int32, torch.int64]
 MASK = (1 << 64) - 1
 KEY = digest.seed("layers.0.weight")
 
 every_kernel = pytest.mark.parametrize(
-    "kernels", KERNELS, ids=lambda module: module.__name__.rsplit(".", 1)[-1]
+    "kernels", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1]
 )
 every_width = pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 widths = st.sampled_from(INTEGERS)
@@ -223,8 +223,8 @@ def test_a_key_that_wraps_around(kernels: Kernels) -> None:
 
 
 def test_host_memory_has_the_host_kernels() -> None:
-    assert kernels_for(torch.device("cpu")) is host
-    assert kernels_for(torch.device("meta")) is reference
+    assert KERNELS["cpu"] is host
+    assert KERNELS["meta"] is reference
 
 
 def same(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> bool:

@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 
 from deltasync import Policy, dtypes
-from deltasync.delta.apply import Applier, Staging
-from deltasync.delta.batched import Kernels
+from deltasync.delta.backend import Applier, Kernels, Plan, snapshot_of
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights
-from deltasync.delta.bits import Flat, Live, WireReader
-from deltasync.delta.bucket import BucketReader, buckets
+from deltasync.delta.bits import Flat, Live, Run, WireReader
+from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
+from deltasync.delta.host.plans import buckets
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import ShardSpec, Share, bands_of
-from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.source.plan import Plan, plan_delta, plan_full
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.shards import positions_of
 
@@ -113,7 +110,7 @@ def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> N
     local = torch.randint(1, 256, box.size, generator=generator, dtype=torch.uint8)
     readers = [WireReader.of(local, BYTES.dtype, name="w")]
     shares = [Share.of(0, BYTES, band)]
-    snapshot = Snapshot(shares, readers, chunk_numel=CHUNK, kernels=kernels)
+    snapshot = snapshot_of(shares, readers, chunk_numel=CHUNK, kernels=kernels)
     weights = torch.from_numpy(np.zeros(BYTES.shape, np.uint8))
     inside = weights[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
     positions = positions_of(box, torch.arange(box.numel))
@@ -132,11 +129,10 @@ def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> N
         assert torch.equal(inside, local)
         assert snapshot.ledger.total == whole.digest_at(0, positions, local.reshape(-1))
 
-    send(plan_full(snapshot, bucket_bytes=5000))
+    send(snapshot.full(bucket_bytes=5000))
     local.view(-1)[[0, 1, local.numel() - 1]] += 1
     local.view(-1)[CHUNK : 2 * CHUNK] ^= 255
-    delta = plan_delta(
-        snapshot,
+    delta = snapshot.compare(
         readers,
         policy=Policy(chunk_numel=CHUNK),
         bucket_bytes=5000,

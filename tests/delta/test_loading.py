@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat
+from deltasync.delta.bits import Flat, Run
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.patch import Run
 from deltasync.delta.routes.loading import Loading
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.testing.payloads import stage_runs

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.apply import apply_patch
 from deltasync.delta.bits import as_bits, dtype_of
-from deltasync.delta.diff import diff
+from deltasync.delta.diff import apply_patch, diff
 from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, InvalidIndices, LayoutMismatch

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.apply import Staging
-from deltasync.delta.batched import Kernels
+from deltasync.delta.backend import Delta, Kernels, Plan, snapshot_of
+from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
+from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, Share, bands_of, share_out
-from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.digest import MASK
@@ -63,7 +62,7 @@ class Rank:
                 local = self.held[spec.name][index]
                 self.readers.append(WireReader.of(local, spec.dtype, name=spec.name))
         chunk_numel = policy.chunk_numel_on("cpu")
-        self.snapshot = Snapshot(
+        self.snapshot = snapshot_of(
             self.shares, self.readers, chunk_numel=chunk_numel, kernels=kernels
         )
 
@@ -73,8 +72,7 @@ class Rank:
             Flat.of(tensor).write(0, Flat.of(held[name].contiguous()).read(0, tensor.numel()))
 
     def delta(self, max_held_bytes: int, bucket_bytes: int) -> Delta:
-        return plan_delta(
-            self.snapshot,
+        return self.snapshot.compare(
             self.readers,
             policy=self.policy,
             bucket_bytes=bucket_bytes,
@@ -170,7 +168,7 @@ def test_what_ranks_send_adds_up_to_the_model(
             if is_full:
                 rank.snapshot.capture(rank.readers)
         plans = [
-            plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
+            rank.snapshot.full(bucket_bytes=bucket_bytes)
             if is_full
             else rank.delta(max_held, bucket_bytes)
             for rank in ranks
@@ -206,7 +204,7 @@ def test_kernels_compare_shards(
     ranks = [
         Rank(specs_of(model), boxes, copies(parts(model, boxes)), "triton") for boxes in shares
     ]
-    assert all(rank.snapshot.differ is not None for rank in ranks)
+    assert all(isinstance(rank.snapshot, BatchedBackend) for rank in ranks)
     assert sum(rank.snapshot.ledger.total for rank in ranks) & MASK == receiver.ledger.total
     for is_full in (False, True):
         for tensor in model.values():
@@ -217,7 +215,7 @@ def test_kernels_compare_shards(
             rank.write(parts(model, boxes))
             if is_full:
                 rank.snapshot.capture(rank.readers)
-            full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
+            full = rank.snapshot.full(bucket_bytes=bucket_bytes)
             plans.append(full if is_full else rank.delta(max_held, bucket_bytes))
         digest = receiver.sync(plans, in_place=False, device=DEVICE)
         assert digest == sum(plan.ledger.total for plan in plans) & MASK
@@ -317,7 +315,7 @@ def test_kernels_send_what_torch_sends(
     policy = Policy(chunk_numel=chunk_numel, dense_above=0.4)
     both: list[Kernels] = ["torch", "triton"]
     ranks = [Rank(specs, held, copies(model, layout), kernels, policy) for kernels in both]
-    assert [rank.snapshot.differ is None for rank in ranks] == [True, False]
+    assert [type(rank.snapshot) for rank in ranks] == [HostBackend, BatchedBackend]
     replicas = [rank.elements() for rank in ranks]
     is_ahead = False
     for is_decided in [*decide, True]:
@@ -342,7 +340,7 @@ def test_kernels_send_what_torch_sends(
                 replica |= found
     for rank, replica in zip(ranks, replicas, strict=True):
         assert replica == rank.elements()
-        full = plan_full(rank.snapshot, bucket_bytes=bucket_bytes)
+        full = rank.snapshot.full(bucket_bytes=bucket_bytes)
         assert opened(full, specs, bucket_bytes) == replica
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,18 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.apply import Staging
-from deltasync.delta.bits import Flat, WireReader, torch_dtype
-from deltasync.delta.diff import ModelDelta, diff_model, runs_to_send
+from deltasync.delta.backend import Backend, snapshot_of
+from deltasync.delta.bits import Flat, Run, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
-from deltasync.delta.patch import Run
+from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.plans import DeltaPlan
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
-from deltasync.delta.snapshot import Snapshot
-from deltasync.sync.source.plan import DeltaPlan
 from deltasync.testing import strategies as own
 from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import relaid, same_bits, specs_of
+from deltasync.wire.messages import ParameterSpec
 
 CHUNK = 8
 POLICY = Policy(chunk_numel=CHUNK, dense_above=0.5)
@@ -36,6 +36,19 @@ def readers_of(model: dict[str, Tensor]) -> list[WireReader]:
     ]
 
 
+def snapshot(specs: Sequence[ParameterSpec], readers: list[WireReader]) -> HostBackend:
+    taken = snapshot_of(specs, readers, chunk_numel=CHUNK)
+    assert isinstance(taken, HostBackend)
+    return taken
+
+
+def kept(snapshot: Backend, number: int) -> Tensor:
+    """A parameter as it is kept, flat."""
+    flat = snapshot.flats[number]
+    assert isinstance(flat, Flat)
+    return flat.tensor
+
+
 @dataclass
 class Link:
     """A sender and a receiver of one model, with nothing in between."""
@@ -45,24 +58,27 @@ class Link:
     def __post_init__(self) -> None:
         self.specs = specs_of(self.model)
         self.readers = readers_of(self.model)
-        self.snapshot = Snapshot(self.specs, self.readers, chunk_numel=CHUNK)
+        self.snapshot = snapshot(self.specs, self.readers)
         self.live = {name: relaid(t, "stepped") for name, t in self.model.items()}
         self.ledger = self.snapshot.ledger.copy()
 
-    def diff(self, max_held_bytes: int) -> ModelDelta:
-        return diff_model(self.readers, self.snapshot, policy=POLICY, max_held_bytes=max_held_bytes)
-
-    def sync(self, max_held_bytes: int, *, stop_after: int | None = None) -> ModelDelta:
-        """One sync; aborted once `stop_after` runs were packed, if that is said."""
-        delta = self.diff(max_held_bytes)
-        plan = DeltaPlan(
-            delta, self.readers, self.snapshot, policy=POLICY, bucket_bytes=1 << 20, base_version=0
+    def diff(self, max_held_bytes: int) -> DeltaPlan:
+        return self.snapshot.compare(
+            self.readers,
+            policy=POLICY,
+            bucket_bytes=1 << 20,
+            max_held_bytes=max_held_bytes,
+            base_version=0,
         )
+
+    def sync(self, max_held_bytes: int, *, stop_after: int | None = None) -> DeltaPlan:
+        """One sync; aborted once `stop_after` runs were packed, if that is said."""
+        plan = self.diff(max_held_bytes)
         flats = {n: Flat.of(tensor) for n, tensor in enumerate(self.live.values())}
         staging = Staging(Lines(flats, len(flats)), self.ledger)
         for packed, (parameter, run) in enumerate(plan.runs()):
             if packed == stop_after:
-                return delta
+                return plan
             bits = run.bits
             if bits is None:
                 bits = plan.read(parameter, run.start, run.stop)
@@ -73,14 +89,15 @@ class Link:
             assert staging.commit() == plan.ledger.total
             self.ledger = staging.ledger
             plan.decided()
-        return delta
+        return plan
 
     def assert_agree(self) -> None:
-        for name, flat in zip(self.model, self.snapshot.flats, strict=True):
-            held = flat.tensor.view(self.model[name].shape)
+        assert len(self.snapshot.flats) == len(self.model)
+        for number, name in enumerate(self.model):
+            held = kept(self.snapshot, number).view(self.model[name].shape)
             assert same_bits(held, self.model[name]), name
             assert same_bits(self.live[name], self.model[name]), name
-        fresh = Snapshot(self.specs, self.readers, chunk_numel=CHUNK)
+        fresh = snapshot(self.specs, self.readers)
         assert np.array_equal(fresh.ledger.sums, self.snapshot.ledger.sums)
         assert not self.snapshot.ahead
 
@@ -113,7 +130,7 @@ def test_the_delta_s_ledger_is_the_source_s(model: dict[str, Tensor], data: st.D
     mutate(model, data)
     before = link.snapshot.ledger.sums.copy()
     delta = link.diff(1 << 30)
-    fresh = Snapshot(link.specs, link.readers, chunk_numel=CHUNK)
+    fresh = snapshot(link.specs, link.readers)
     assert np.array_equal(delta.ledger.sums, fresh.ledger.sums)
     assert np.array_equal(link.snapshot.ledger.sums, before)
     assert delta.held_bytes == delta.sparse_bytes
@@ -141,10 +158,10 @@ def test_held_bytes_are_bounded_and_the_rest_is_found_again() -> None:
 
 def test_aborted_sync_leads_to_a_dense_resend_of_just_what_was_overwritten() -> None:
     link = changed_link()
-    before = link.snapshot.flats[0].tensor.clone()
+    before = kept(link.snapshot, 0).clone()
     link.sync(60, stop_after=5)  # w0 is one run and held; four chunks of w1 were packed
     assert link.snapshot.ahead == {1}
-    assert same_bits(link.snapshot.flats[0].tensor, before)
+    assert same_bits(kept(link.snapshot, 0), before)
     link.model["w1"].zero_()  # back to what receivers hold: still has to be sent
     delta = link.sync(60)
     assert [(c.parameter, c.sparse_bytes, c.dense_bytes) for c in delta.changes] == [
@@ -159,7 +176,7 @@ def test_a_dense_run_is_written_ahead_and_sent_again_after_an_abort() -> None:
     link.model["w"].fill_(1)
     link.sync(1 << 30, stop_after=1)
     assert link.snapshot.ahead == {0}
-    [(run, nnz)] = runs_to_send(0, link.readers[0], link.snapshot, POLICY)
+    [(run, nnz)] = link.snapshot.find(0, link.readers[0], POLICY)
     assert (run.indices, nnz) == (None, 20)
     link.sync(1 << 30)
     link.assert_agree()
@@ -187,9 +204,9 @@ def test_snapshot_is_kept_in_the_wire_dtype(wire: str) -> None:
     master = torch.tensor([1.0, -0.0, 1 / 3, torch.inf])
     reader = WireReader.of(master, dtypes.BY_NAME[wire], name="w")
     (spec,) = specs_of({"w": master})
-    snapshot = Snapshot([spec], [reader], chunk_numel=3)
+    taken = snapshot_of([spec], [reader], chunk_numel=3)
     expected = master.to(torch_dtype(dtypes.BY_NAME[wire]))
-    assert same_bits(snapshot.flats[0].tensor, expected)
+    assert same_bits(kept(taken, 0), expected)
     ledger = DigestLedger(specs_of({"w": expected}), chunk_numel=3)
     ledger.measure(0, Flat.of(expected).read)
-    assert snapshot.ledger.total == ledger.total
+    assert taken.ledger.total == ledger.total

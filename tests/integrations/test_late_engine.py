@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync import ModuleSource, ModuleTarget
-from deltasync.delta.apply import Staging
+from deltasync.delta.host.staging import Staging
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,

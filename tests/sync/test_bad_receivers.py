@@ -196,12 +196,12 @@ def test_a_version_that_nobody_prepared_is_not_decided(name: str) -> None:
         snapshot = weights._snapshot
         assert snapshot is not None
         nudge(source)
-        before = [flat.read(0, flat.numel).clone() for flat in snapshot.flats]
+        before = [flat.read(0, flat.numel).clone() for flat in snapshot.flats.values()]
         digest = snapshot.ledger.total
         with pytest.raises(SyncAborted, match=reason):
             send(here.sender)
         assert here.sender.version == version
-        now = [flat.read(0, flat.numel) for flat in snapshot.flats]
+        now = [flat.read(0, flat.numel) for flat in snapshot.flats.values()]
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
         assert snapshot.ledger.total == digest
         assert not here.serving["bad/0"].receiver.is_dirty

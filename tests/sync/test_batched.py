@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync import ReceiverOptions, SenderOptions
-from deltasync.delta.batched import Kernels
+from deltasync.delta.backend import Kernels
 from deltasync.errors import SyncAborted
 from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
 

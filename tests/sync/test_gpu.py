@@ -22,10 +22,10 @@ from deltasync import (
     WeightSender,
     sync_after_step,
 )
-from deltasync.delta.batched import Kernels
+from deltasync.delta.backend import Kernels
 from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bits import as_bits
-from deltasync.delta.kernels import host, kernels_for, reference
+from deltasync.delta.kernels import KERNELS, host, reference
 from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
@@ -165,7 +165,7 @@ def test_a_commit_is_ordered_by_the_callers_stream() -> None:
 
 
 def test_kernels_agree_with_the_host() -> None:
-    assert kernels_for(torch.device("cuda")) is reference
+    assert KERNELS["cuda"] is reference
     new = torch.randint(-(2**15), 2**15, (100_000,), dtype=torch.int16)
     old = torch.where(torch.rand(100_000) < 0.01, new ^ 1, new)
     count, found = reference.changed(new.cuda(), old.cuda(), float("inf"))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.delta.apply import Staging
 from deltasync.delta.bits import as_bits
+from deltasync.delta.host.staging import Staging
 from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted, TransportError
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import Frame, SendTransport

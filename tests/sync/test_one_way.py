@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.apply import Staging
+from deltasync.delta.backend import Plan, snapshot_of
 from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host_rows import Lines
+from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
-from deltasync.delta.snapshot import Snapshot
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
-from deltasync.sync.source.plan import Plan, plan_delta, plan_full
 from deltasync.testing.strategies import models, mutations, policies, same_bits, specs_of
 from deltasync.wire.compression import Compression
 
@@ -68,16 +66,15 @@ def test_a_plan_arrives_bit_for_bit(
     old = {name: tensor.contiguous() for name, tensor in old.items()}
     new = {name: data.draw(mutations(tensor)) for name, tensor in old.items()}
     source = new if is_full else old
-    snapshot = Snapshot(specs_of(old), readers_of(source), chunk_numel=policy.chunk_numel or 1)
+    snapshot = snapshot_of(specs_of(old), readers_of(source), chunk_numel=policy.chunk_numel or 1)
     base = snapshot.ledger.total
     plan: Plan
     if is_full:
-        plan = plan_full(snapshot, bucket_bytes=bucket_bytes)
+        plan = snapshot.full(bucket_bytes=bucket_bytes)
         for tensor in old.values():
             as_bits(tensor).zero_()
     else:
-        plan = plan_delta(
-            snapshot,
+        plan = snapshot.compare(
             readers_of(new),
             policy=policy,
             bucket_bytes=bucket_bytes,

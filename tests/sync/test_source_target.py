@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
-from deltasync.delta.digests import DigestLedger, Measure
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.shard import ShardSpec, cut, narrowed
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.source.layout import SourceLayout, check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index, ModuleSource, NamedTensor, parts_of
+from deltasync.sync.target.bound import Scrub
 from deltasync.sync.target.module import ModuleTarget, WeightTarget, match_parameters
-from deltasync.sync.target.scrub import Scrub
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
 
@@ -404,36 +405,36 @@ def test_tied_weights_are_bound_once() -> None:
 
 def scrub_model(
     held: frozenset[int] = frozenset(range(4)),
-) -> tuple[DigestLedger, Measure, list[Tensor]]:
+) -> tuple[HostBackend, list[Tensor]]:
     tensors = [torch.zeros(10), torch.empty(0), torch.zeros(()), torch.zeros(5, 5)]
     specs = [ParameterSpec((f"w{n}",), tuple(t.shape), dtype_of(t)) for n, t in enumerate(tensors)]
     ledger = DigestLedger(specs, chunk_numel=4, held=held)
     flats = {number: Flat.of(tensors[number]) for number in held}
     for number, flat in flats.items():
         ledger.measure(number, flat.read)
-    return ledger, lambda chunks: ledger.measured(chunks, flats), tensors
+    return HostBackend(flats, ledger), tensors
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 64])
 def test_scrub_looks_at_everything_within_its_share_of_calls(every: int) -> None:
     for number, position in ((0, 0), (0, 9), (2, 0), (3, 24)):
-        ledger, measure, tensors = scrub_model()
+        backend, tensors = scrub_model()
         scrub = Scrub(every)
-        assert all(scrub.check(ledger, measure) is None for _ in range(every))
+        assert all(scrub.check(backend) is None for _ in range(every))
         tensors[number].view(-1)[position] = -0.0
-        found = [scrub.check(ledger, measure) for _ in range(every)]
+        found = [scrub.check(backend) for _ in range(every)]
         assert {name for name in found if name is not None} == {f"w{number}"}
 
 
 def test_scrub_can_be_off_and_skips_what_others_hold() -> None:
-    ledger, measure, tensors = scrub_model()
+    backend, tensors = scrub_model()
     tensors[0].fill_(1)
-    assert Scrub(0).check(ledger, measure) is None
-    ledger, measure, tensors = scrub_model(held=frozenset({1, 2, 3}))
+    assert Scrub(0).check(backend) is None
+    backend, tensors = scrub_model(held=frozenset({1, 2, 3}))
     tensors[0].fill_(1)
-    assert Scrub(1).check(ledger, measure) is None
+    assert Scrub(1).check(backend) is None
     empty = DigestLedger([], chunk_numel=4)
-    assert Scrub(1).check(empty, measure) is None
+    assert Scrub(1).check(HostBackend({}, empty)) is None
 
 
 class TestModuleTarget(TargetContract):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deltasync import dtypes
-from deltasync.delta.bits import integer_dtype
-from deltasync.delta.patch import Run
+from deltasync.delta.bits import Run, integer_dtype
 from deltasync.wire import messages as m
 from deltasync.wire.messages import ParameterSpec
 

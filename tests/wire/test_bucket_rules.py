@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from deltasync import dtypes
-from deltasync.delta.apply import apply_patch, check_indices
+from deltasync.delta.bits import Run
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.patch import Run, SparsePatch
+from deltasync.delta.diff import apply_patch, check_indices
+from deltasync.delta.patch import SparsePatch
 from deltasync.errors import (
     InvalidIndices,
     InvalidTable,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from deltasync import dtypes
-from deltasync.delta.bits import integer_dtype
-from deltasync.delta.bucket import BucketReader, buckets
-from deltasync.delta.patch import Run
+from deltasync.delta.bits import Run, integer_dtype
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.host.plans import buckets
 from deltasync.wire import messages
 from deltasync.wire.compression import decompress
 from deltasync.wire.digest import digest_run

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deltasync import dtypes
+from deltasync.delta.bits import Run
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.patch import Run
 from deltasync.errors import LimitExceeded, MalformedMessage, WireError
 from deltasync.testing.payloads import payloads
 from deltasync.wire import messages as m

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from deltasync.delta.batched.packing import PlannedBucket
 from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
-from deltasync.delta.columns import Ints
+from deltasync.delta.digests import Ints
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 

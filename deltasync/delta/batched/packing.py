@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.delta.columns import Ints, cut
-from deltasync.delta.digests import ChunkTable, DigestLedger
+from deltasync.delta.digests import ChunkTable, DigestLedger, Ints, cut
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.table import (
     ALIGNMENT,

@@ -24,8 +24,7 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
-from deltasync.delta.columns import Ints
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.wire.codecs import INDEX_ITEM_BYTES

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import WireReader, integer_dtype
-from deltasync.delta.columns import Ints, cut
+from deltasync.delta.bits import Flat, WireReader, integer_dtype
+from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
@@ -174,7 +174,5 @@ def _copied(reader: WireReader, device: torch.device) -> Tensor:
     """int[numel]: all that it reads."""
     numel = reader.flat.numel
     copy = torch.empty(numel, dtype=integer_dtype(reader.dtype), device=device)
-    for begin in range(0, numel, _COPIED):
-        end = min(begin + _COPIED, numel)
-        copy[begin:end].copy_(reader.read(begin, end))
+    reader.copy_to(Flat.of(copy), step=_COPIED)
     return copy

@@ -23,8 +23,7 @@ from deltasync.delta.batched.weights import (
     upload,
 )
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.columns import Ints, cut
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels import triton_live as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded

@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deltasync.delta.batched.differ import BatchedDiffer
+from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
-from deltasync.delta.batched.weights import BatchedWeights, device_of
+from deltasync.delta.batched.weights import device_of
 from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
@@ -100,26 +100,24 @@ def _sync(
         DigestLedger(own, chunk_numel=policy.chunk_numel_on(device.type)) for own in (shares, specs)
     )
     snapshot, replica, other = (
-        BatchedWeights(
+        BatchedBackend(
             {number: _live(spec, device, dims) for number, spec in enumerate(own.specs)},
             own,
             device,
         )
         for own, dims in ((sent, 0), (ledger, box_dims), (ledger, box_dims))
     )
-    sent.sums[:], ledger.sums[:] = snapshot.digests(), replica.digests()
-    differ = BatchedDiffer(snapshot)
-    delta = differ.compare(
+    for backend in (snapshot, replica):
+        backend.ledger.sums[:] = backend.weights.digests()
+    delta = snapshot.compare(
         readers,
-        sent,
         policy=policy,
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=max_held_bytes,
         base_version=0,
-        keep=lambda ledger: None,
     )
-    staged = BatchedStaging(replica, ledger)
-    in_place = BatchedStaging(other, ledger, in_place=True)
+    staged = BatchedStaging(replica.weights, ledger)
+    in_place = BatchedStaging(other.weights, ledger, in_place=True)
     reader = BucketReader(specs)
     for bucket in delta.buckets():
         payload = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
@@ -128,7 +126,7 @@ def _sync(
         staged.stage_bucket(opened)
         in_place.stage_bucket(opened)
     delta.decided()
-    for full in differ.full(sent, bucket_bytes=_BUCKET_BYTES).buckets():
+    for full in snapshot.full(bucket_bytes=_BUCKET_BYTES).buckets():
         full.write(torch.empty(full.num_bytes, dtype=torch.uint8, device=device))
     staged.commit()
     staged.undo()

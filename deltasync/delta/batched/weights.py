@@ -14,8 +14,7 @@ from torch import Tensor
 
 from deltasync.delta.batched.packing import origins_of, scattered
 from deltasync.delta.bits import Box, Live
-from deltasync.delta.columns import Ints, cut
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels import triton_live as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 

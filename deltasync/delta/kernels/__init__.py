@@ -13,10 +13,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,6 +40,5 @@ class Kernels(Protocol):
     ) -> tuple[int, NDArray[np.uint64]]: ...
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The kernels that run on `device`."""
-    return host if device.type == "cpu" else reference
+KERNELS: Mapping[str, Kernels] = defaultdict(lambda: reference, cpu=host)
+"""The kernels by type of the device that they run on."""

@@ -57,7 +57,7 @@ def is_increasing(indices: Tensor, span: int) -> bool:
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
-    return digest.digest_run(unsigned(bits), key=key, start=start)
+    return digest.digest_run(bits.numpy(), key=key, start=start)
 
 
 def digest_chunks(
@@ -67,12 +67,12 @@ def digest_chunks(
     where = positions.numpy()
     first, last = int(where[0]) // chunk_numel, int(where[-1]) // chunk_numel
     if first == last:  # as in most of many small parameters
-        return first, np.array([digest.digest_at(where, unsigned(bits), key=key)], np.uint64)
+        return first, np.array([digest.digest_at(where, bits.numpy(), key=key)], np.uint64)
     cuts = np.searchsorted(where, np.arange(first, last + 2) * chunk_numel)
     sums, filled = np.zeros(last + 1 - first, np.uint64), np.flatnonzero(np.diff(cuts))
     keys = np.full(len(filled), key, np.uint64)
     cuts = np.append(cuts[filled], len(where))
-    sums[filled] = digest.digest_pieces(where, unsigned(bits), keys, cuts)
+    sums[filled] = digest.digest_pieces(where, bits.numpy(), keys, cuts)
     return first, sums
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.apply import check_indices
-from deltasync.delta.bits import Flat, Live, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, Live, Run, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.diff import check_indices
 from deltasync.delta.digests import DigestLedger, Measure
-from deltasync.delta.patch import Run, write_run
 from deltasync.errors import DigestMismatch, InvalidTable
 
 RELOAD = (
@@ -200,4 +199,4 @@ class _Part:
         if self.missing < 0:
             raise InvalidTable(f"{name}: a full sync brings some of it twice")
         assert run.bits is not None
-        write_run(Flat.of(self.bits), run, run.bits)
+        run.write(Flat.of(self.bits), run.bits)

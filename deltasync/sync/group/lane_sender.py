@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from deltasync.delta.backend import Plan
 from deltasync.errors import TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.link import SenderLink
-from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Abort, Attempt, Lane

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltasync.delta.backend import Digests
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.agreement import Copies, Digests
+from deltasync.sync.protocol.agreement import Copies
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, held_of

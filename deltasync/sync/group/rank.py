@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from deltasync.delta.backend import Delta, Plan
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -23,7 +24,6 @@ from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import rest_of
-from deltasync.sync.source.plan import Delta, Plan
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import SyncStats

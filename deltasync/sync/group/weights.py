@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 
+from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls
@@ -18,10 +19,9 @@ from deltasync.sync.group.model import (
     numbers_of,
     runs_of,
 )
-from deltasync.sync.protocol.agreement import Copies, Digests
+from deltasync.sync.protocol.agreement import Copies
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
-from deltasync.sync.source.plan import Delta, Payload, Plan
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.wire.messages import ParameterSpec
 

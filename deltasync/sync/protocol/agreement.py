@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.delta.backend import Digests
 from deltasync.errors import LayoutMismatch
 from deltasync.sync.protocol.session import Member
 from deltasync.wire.digest import MASK
@@ -22,20 +22,6 @@ from deltasync.wire.messages import ParameterSpec
 
 Copies = NDArray[np.uint64]
 """uint64[parameters]: how often some ranks hold each parameter."""
-
-
-class Digests(Protocol):
-    """The digests of a version, wherever they are kept."""
-
-    @property
-    def total(self) -> int:
-        """Of the whole model."""
-        ...
-
-    def digest_of(self, copies: Copies | None) -> int:
-        """Of uint64[parameters] copies of each parameter together; None for one of each."""
-        ...
-
 
 Parts = Mapping[int, int]
 """Elements held by a rank, of each parameter that it holds in part."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.sync.source.plan import Plan
+from deltasync.delta.backend import Plan
 from deltasync.wire.compression import Compression, compress, decompress
 from deltasync.wire.messages import Begin, Bucket, Prepare
 

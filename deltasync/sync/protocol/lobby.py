@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from deltasync.delta.backend import Digests
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -20,7 +21,6 @@ from deltasync.errors import (
 from deltasync.sync.protocol.agreement import (
     Copies,
     DigestCheck,
-    Digests,
     copies,
     digest_checks,
     peers_with_wrong_digest,

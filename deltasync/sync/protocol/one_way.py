@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter, inflated
 from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
-from deltasync.sync.source.plan import Plan
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode

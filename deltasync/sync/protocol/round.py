@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deltasync.delta.apply import staged_bytes_of
+from deltasync.delta.backend import Plan
+from deltasync.delta.bucket import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.agreement import digest_checks, peers_with_wrong_digest
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.link import SenderLink, reason_of
 from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
 from deltasync.sync.source.layout import SentLayout
-from deltasync.sync.source.plan import Plan
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
     Abort,

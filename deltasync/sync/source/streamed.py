@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, WireReader, check_plain, dtype_of, torch_dtype
-from deltasync.delta.diff import Change, ModelDelta, compare
-from deltasync.delta.patch import Run
-from deltasync.delta.snapshot import Snapshot
+from deltasync.delta.backend import Delta, Plan
+from deltasync.delta.bits import Flat, Run, WireReader, check_plain, dtype_of, torch_dtype
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.plans import Change, DeltaPlan
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
-from deltasync.sync.source.plan import Delta, DeltaPlan, Plan, plan_full
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.messages import ParameterSpec
 
-_BUCKET_BYTES = 64 << 20
 _STEP = 1 << 22  # elements converted at once
 
 NamedWeights = Iterable[tuple[str, Tensor]]
@@ -40,6 +40,8 @@ class StreamedWeights(LocalWeights):
             `snapshot_device` is also where tensors are compared.
     """
 
+    _snapshot: HostBackend | None
+
     def __init__(self, options: SenderOptions | None = None) -> None:
         super().__init__(options or SenderOptions())
         self._found: _Found | None = None
@@ -59,22 +61,22 @@ class StreamedWeights(LocalWeights):
             if self._snapshot is None:
                 self._fill(rest)
             else:
-                self._compare(rest)
+                self._compare(rest, self._snapshot)
         finally:
             for _ in rest:  # other ranks may take part in gathering them
                 pass
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        return self._held.specs
+        return self._held.ledger.specs
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         """Start from what was taken last."""
-        snapshot = self._held
-        if specs_of(snapshot.specs, held, {}) != snapshot.specs:
+        specs = self._held.ledger.specs
+        if specs_of(specs, held, {}) != specs:
             raise ConfigError("receivers hold other dtypes than come: give `wire_dtypes`")
         if self._found is not None:
             self._found.decided()
-        elif snapshot.ahead:
+        elif self._snapshot is not None and self._snapshot.ahead:
             raise ConfigError("the weights that were taken last are not complete: take them anew")
 
     def delta(self, base_version: int) -> Delta:
@@ -85,76 +87,80 @@ class StreamedWeights(LocalWeights):
         return self._found
 
     def full(self) -> Plan:
-        return plan_full(self._held, bucket_bytes=self._bucket_bytes)
+        return self._held.full(bucket_bytes=self._bucket_bytes(self._held))
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        return coverage_of([True] * len(self._held.specs), changed, full=full)
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return self.options.bucket_bytes or _BUCKET_BYTES
+        return coverage_of([True] * len(self._held.ledger.specs), changed, full=full)
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""
         specs: dict[str, ParameterSpec] = {}
-        flats: list[Flat] = []
+        flats: dict[int, Flat] = {}
         for name, tensor in weights:
             if name in specs:
                 raise ConfigError(f"{name!r} came twice")
             check_plain(tensor, name)
             own = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
             (spec,) = specs_of([own], (), self.options.wire_dtypes)
+            flats[len(specs)] = self._copy(spec, tensor)
             specs[name] = spec
-            flats.append(self._copy(spec, tensor))
         if not specs:
             raise ConfigError("no weights came")
-        devices = {flat.line.device.type for flat in flats}
+        devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.policy.chunk_numel_on(*devices)
         self._layout = SentLayout(tuple(specs.values()))
-        self._snapshot = Snapshot.filled(self._layout.specs, flats, chunk_numel=chunk_numel)
+        ledger = DigestLedger(self._layout.specs, chunk_numel=chunk_numel)
+        self._snapshot = HostBackend(flats, ledger)
+        ledger.sums[:] = self._snapshot.measure(np.arange(len(ledger.sums)))
 
     def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:
         device = self.options.snapshot_device or tensor.device
         copy = Flat.of(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device))
-        reader = _reader(spec, tensor)
-        for start in range(0, copy.numel, _STEP):
-            stop = min(start + _STEP, copy.numel)
-            copy.write(start, reader.read(start, stop))
+        _reader(spec, tensor).copy_to(copy, step=_STEP)
         return copy
 
-    def _compare(self, weights: NamedWeights) -> None:
+    def _compare(self, weights: NamedWeights, snapshot: HostBackend) -> None:
         """Find what has changed."""
-        snapshot = self._held
-        delta = ModelDelta(snapshot.ledger.copy())
-        missing = {spec.name: number for number, spec in enumerate(snapshot.specs)}
+        ledger, found, held_bytes = snapshot.ledger.copy(), list[Change](), 0
+        missing = {spec.name: number for number, spec in enumerate(ledger.specs)}
         for name, tensor in weights:
             number = missing.pop(name, None)
             if number is None:
                 raise SourceChanged(f"{name!r} is new, or came twice")
-            reader = _reader(snapshot.specs[number], tensor)
-            change = self._change(number, reader, snapshot, delta)
+            reader = _reader(ledger.specs[number], tensor)
+            change = self._change(number, reader, snapshot, ledger, held_bytes)
             if change is not None:
-                delta.held_bytes += change.held_bytes
-                delta.changes.append(change)
+                held_bytes += change.held_bytes
+                found.append(change)
         if missing:
             raise SourceChanged(f"{len(missing)} tensors did not come, {min(missing)!r} for one")
-        delta.changes.sort(key=lambda change: change.parameter)
-        policy, size = self.options.policy, self._bucket_bytes
-        self._found = _Found(delta, (), snapshot, policy=policy, bucket_bytes=size, base_version=0)
+        found.sort(key=lambda change: change.parameter)
+        self._found = _Found(
+            snapshot,
+            found,
+            ledger,
+            self.options.policy,
+            (),
+            bucket_bytes=self._bucket_bytes(snapshot),
+            base_version=0,
+        )
 
     def _change(
-        self, number: int, reader: WireReader, snapshot: Snapshot, delta: ModelDelta
+        self,
+        number: int,
+        reader: WireReader,
+        snapshot: HostBackend,
+        ledger: DigestLedger,
+        held_bytes: int,
     ) -> Change | None:
         """How a parameter differs. What goes dense is in the snapshot then."""
         limit = self.options.max_inflight_bytes
-        room = snapshot.num_bytes * 8 if limit is None else limit - delta.held_bytes
-        change = compare(
-            number, reader, snapshot, self.options.policy, ledger=delta.ledger, room=room
-        )
+        room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
+        change = snapshot.change(number, reader, self.options.policy, ledger=ledger, room=room)
         if change is not None and change.runs is None:
             whole = Run(0, reader.flat.numel)
-            nnz, change = change.nnz, Change(number, nnz=0, runs=[whole])
-            change.count(whole, nnz, snapshot.shares[number])
+            nnz, change = change.nnz, Change(number, runs=[whole])
+            change.count(whole, nnz, ledger.shares[number])
         for run in () if change is None else change.runs or ():
             if run.bits is None:
                 snapshot.write_ahead(number, run, reader.read(run.start, run.stop))
@@ -175,7 +181,7 @@ class _Found(DeltaPlan):
     def decided(self) -> None:
         super().decided()
         self.is_decided = True
-        self._delta.changes.clear()  # their memory
+        self.changes.clear()  # their memory
 
 
 def _reader(spec: ParameterSpec, tensor: Tensor) -> WireReader:

@@ -8,15 +8,14 @@ from typing import Protocol
 
 import torch
 
+from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import ShardSpec
-from deltasync.delta.snapshot import Snapshot
 from deltasync.errors import ConfigError
 from deltasync.sync.options import SenderOptions, leaves_out
-from deltasync.sync.protocol.agreement import Copies, Digests
+from deltasync.sync.protocol.agreement import Copies
 from deltasync.sync.source.layout import SentLayout, SourceLayout, source_specs, specs_of
-from deltasync.sync.source.plan import Delta, Plan, plan_delta, plan_full
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
 from deltasync.wire.messages import ParameterSpec
 
@@ -85,7 +84,7 @@ class LocalWeights(Weights):
         self.options = options
         self.stream = OwnStream()
         self._layout: SentLayout | None = None
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
         self.is_released = False
 
@@ -123,10 +122,13 @@ class LocalWeights(Weights):
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
     @property
-    def _held(self) -> Snapshot:
+    def _held(self) -> Backend:
         if self._snapshot is None:
             raise ConfigError("no weights were taken yet")
         return self._snapshot
+
+    def _bucket_bytes(self, snapshot: Backend) -> int:
+        return self.options.bucket_bytes or snapshot.bucket_bytes
 
 
 class OwnWeights(LocalWeights):
@@ -143,6 +145,7 @@ class OwnWeights(LocalWeights):
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
         self._is_looked_up = False
+        self._devices: list[torch.device] = []  # of what was captured
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         return source_specs(self.source.tensors())
@@ -157,12 +160,13 @@ class OwnWeights(LocalWeights):
         self._is_looked_up = False
         layout = SourceLayout(self.source, specs, boxes)
         last, self._snapshot, self._layout = self._snapshot, None, None
-        if last is not None and last.fits(layout.sent, layout.readers):
+        devices = [reader.flat.line.device for reader in layout.readers]
+        if last is not None and (last.ledger.specs, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
         else:
             last = None  # its memory first
             last = self._new_snapshot(layout)
-        self._snapshot, self._layout = last, layout
+        self._snapshot, self._layout, self._devices = last, layout, devices
         self.stream.move_to(last.device)
 
     def begin(self, on_source_read: Callable[[], None] | None) -> None:
@@ -181,8 +185,7 @@ class OwnWeights(LocalWeights):
             layout.refresh()
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
         inflight = self.options.max_inflight_bytes
-        return plan_delta(
-            snapshot,
+        return snapshot.compare(
             layout.readers,
             policy=self.options.policy,
             bucket_bytes=self._bucket_bytes(snapshot),
@@ -194,30 +197,26 @@ class OwnWeights(LocalWeights):
         """All of the snapshot; in smaller payloads, if receivers get them from so many ranks."""
         snapshot = self._held
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
-        return plan_full(snapshot, bucket_bytes=bucket_bytes)
+        return snapshot.full(bucket_bytes=bucket_bytes)
 
     def changed_by(self, delta: Delta) -> set[int]:
         """Numbers of the parameters of which something differs."""
-        shares = self._held.shares
+        shares = self._held.ledger.shares
         return {shares[which].number for which in delta.changed}
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         assert self._layout is not None
         return self._layout.coverage(changed, full=full)
 
-    def _new_snapshot(self, layout: SourceLayout) -> Snapshot:
+    def _new_snapshot(self, layout: SourceLayout) -> Backend:
         device = self.options.snapshot_device
-        return Snapshot(
+        return snapshot_of(
             layout.sent,
             layout.readers,
             chunk_numel=self.options.policy.chunk_numel_on(*layout.device_types),
             device=None if device is None else torch.device(device),
             kernels=self.options.kernels,
         )
-
-    def _bucket_bytes(self, snapshot: Snapshot) -> int:
-        on_gpu = snapshot.device is not None and snapshot.device.type == "cuda"
-        return self.options.bucket_bytes or (256 << 20 if on_gpu else 64 << 20)
 
 
 class _Kept(WeightSource):

@@ -1,0 +1,140 @@
+"""All of a model's weights on one GPU, which Triton kernels work on together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltasync.delta.batched.masks import Masks
+from deltasync.delta.batched.packing import UNCHANGED, most_sparse
+from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
+from deltasync.delta.batched.source import BatchedSource, LiveSource
+from deltasync.delta.batched.staging import BatchedStaging
+from deltasync.delta.batched.weights import BatchedWeights, device_of
+from deltasync.delta.bits import Live, WireReader
+from deltasync.delta.digests import DigestLedger, Ints
+from deltasync.delta.policy import Policy
+from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.table import RowKind
+
+_LEAST_ROOM_BYTES = 16 << 20
+_BLOCK_BYTES = 24  # of what says where the changes of a block are, beside its mask
+
+
+class BatchedBackend:
+    """The back end of weights on one GPU. See `delta.backend.Backend`.
+
+    To compare, it needs memory beside the weights: an eighth of a byte an element for masks, and
+    `max_held_bytes` for indices, values and where those of each block are.
+
+    Attributes:
+        flats: The weights by parameter. Not owned.
+        ledger: The digests of the version that they hold.
+        ahead: bool[chunks], whose bits are not those of that version, because a sync that was not
+            decided wrote them: they are sent dense.
+        weights: Where they lie, for kernels.
+        device: Where kernels run.
+        num_bytes: Bytes of the weights.
+    """
+
+    def __init__(
+        self, flats: Mapping[int, Live], ledger: DigestLedger, device: torch.device
+    ) -> None:
+        self.flats, self.ledger, self.device = flats, ledger, device
+        self.bucket_bytes = (256 if device.type == "cuda" else 64) << 20
+        self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
+        self.weights = BatchedWeights(flats, ledger, device)
+        self.ahead = np.zeros(len(ledger.sums), np.bool_)
+        self._live = LiveSource(self.weights)
+        self._masks: Masks | None = None
+
+    def capture(self, readers: Sequence[WireReader]) -> None:
+        """Take the source's bits as they are now, all of them."""
+        for parameter, reader in enumerate(readers):
+            reader.copy_to(self.flats[parameter], step=self.ledger.chunk_numel)
+        self.ahead[:] = False
+        self.ledger.sums[:] = self.weights.digests()
+
+    def measure(self, chunks: Ints) -> NDArray[np.uint64]:
+        """uint64[n]: digests of int64[n] chunks, read from memory. Waits for them."""
+        return self.weights.digests(chunks)
+
+    def compare(
+        self,
+        readers: Sequence[WireReader],
+        *,
+        policy: Policy,
+        bucket_bytes: int,
+        max_held_bytes: int,
+        base_version: int,
+    ) -> BatchedDelta:
+        """Compare every parameter once. Waits for the counts of changes, for nothing else."""
+        with device_of(self.device):
+            source = self._live.look_up(readers)
+            # Sparse changes of one bucket at least have to find room.
+            rest = max_held_bytes - source.num_blocks * _BLOCK_BYTES
+            room = max(rest, min(bucket_bytes, _LEAST_ROOM_BYTES))
+            masks = self._masks_for(source, room)
+            masks.compare(source, self.weights)
+            most = self._most_sparse(policy, min(bucket_bytes, room))  # meanwhile
+            return BatchedDelta(
+                self.weights,
+                source,
+                masks,
+                self.ledger,
+                ahead=self.ahead,
+                kinds=self._kinds(masks.counts, most),
+                bucket_bytes=bucket_bytes,
+                sparse_bucket_bytes=min(bucket_bytes, room),
+                max_held_bytes=max_held_bytes,
+                base_version=base_version,
+                keep=self._keep,
+            )
+
+    def full(self, *, bucket_bytes: int) -> BatchedFull:
+        """All of the weights."""
+        return BatchedFull(self.weights, self.ledger, bucket_bytes)
+
+    def stage(
+        self, *, sparse_bytes: int, dense_bytes: int, max_bytes: int, writing: Callable[[], None]
+    ) -> BatchedStaging:
+        """Begin a sync that brings so many bytes; in place if staging takes over `max_bytes`."""
+        in_place = sparse_bytes + dense_bytes > max_bytes
+        return BatchedStaging(self.weights, self.ledger, in_place=in_place, writing=writing)
+
+    def synchronize(self) -> None:
+        """Return when no kernel of this reads or writes the weights any more."""
+        self.weights.synchronize()
+
+    def _keep(self, ledger: DigestLedger) -> None:
+        self.ledger = ledger
+
+    def _masks_for(self, source: BatchedSource, room: int) -> Masks:
+        """The masks of last time if they fit, with `room` bytes for indices and values."""
+        sizes = self.weights.item_sizes
+        least = INDEX_ITEM_BYTES + int(sizes.min())
+        numel = int(self.weights.table.numel.sum())
+        capacity = min(numel, room // least)
+        masks = self._masks
+        if masks is None or (masks.num_blocks, masks.capacity) != (source.num_blocks, capacity):
+            masks = self._masks = None  # its memory first
+            masks = self._masks = Masks(
+                source.num_blocks, len(sizes), capacity, int(sizes.max()), self.weights.device
+            )
+        return masks
+
+    def _most_sparse(self, policy: Policy, bucket_bytes: int) -> NDArray[np.float64]:
+        """float64[chunks]: the most changes that a chunk is sent sparse with."""
+        weights = self.weights
+        limit = policy.crossover(weights.device.type) * weights.table.numel
+        most: NDArray[np.float64] = np.minimum(limit, most_sparse(bucket_bytes, weights.item_sizes))
+        return most
+
+    def _kinds(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
+        kinds = np.where(counts <= most, int(RowKind.SPARSE), int(RowKind.DENSE))
+        kinds[counts == 0] = UNCHANGED
+        kinds[self.ahead] = RowKind.DENSE
+        return kinds
