@@ -21,8 +21,8 @@ from deltasync.sync.group.model import (
 )
 from deltasync.sync.protocol.agreement import Copies
 from deltasync.sync.protocol.frames import SentBuckets
-from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
-from deltasync.sync.source.weights import OwnWeights
+from deltasync.sync.source.layout import SentLayout, specs_of
+from deltasync.sync.source.weights import OwnWeights, coverage_of
 from deltasync.wire.messages import ParameterSpec
 
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import prod
-
-from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import WireReader, dtype_of, identity
+from deltasync.delta.bits import dtype_of
 from deltasync.delta.routes.naming import suggested
-from deltasync.delta.shard import (
-    ShardSpec,
-    Share,
-    bands_of,
-    contains,
-    is_sharded,
-    local_of,
-    narrowed,
-)
 from deltasync.dtypes import Dtype
-from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged
-from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
+from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.module import match_parameters, some_of
 from deltasync.wire.messages import Hello, ParameterSpec, check_limits, layout_hash
 
@@ -55,115 +43,6 @@ class SentLayout:
         return None if len(numbers) == len(self.specs) else numbers
 
 
-class SourceLayout(SentLayout):
-    """The same, and the live source of those that are sent from here.
-
-    Attributes:
-        sent: What is compared and sent here: all of `specs`, or shares of them.
-        readers: The live source in that order; rebuilt where storage was replaced.
-    """
-
-    def __init__(
-        self,
-        source: WeightSource,
-        specs: Sequence[ParameterSpec],
-        boxes: Mapping[str, ShardSpec] | None = None,
-    ) -> None:
-        """Look up where everything is.
-
-        Args:
-            source: Where the parameters are.
-            specs: The layout.
-            boxes: What to send, by canonical name; None for everything.
-        """
-        super().__init__(specs)
-        self._source, self._boxes = source, boxes
-        self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
-        self._tensors: list[NamedTensor] = []
-        self._known: dict[str, tuple[tuple[object, ...], list[WireReader]]] = {}
-        self.readers: list[WireReader] = []
-        tensors = source.tensors()
-        self._names = [entry.names for entry in tensors]
-        self.sent = self._shares(tensors)
-        self._read(tensors)
-
-    def refresh(self) -> None:
-        """Look at the source again. Raises SourceChanged if it is not the same model any more."""
-        tensors = self._source.tensors()
-        if tensors is not self._tensors and [t.names for t in tensors] != self._names:
-            raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
-        self._read(tensors)
-
-    def _shares(self, tensors: list[NamedTensor]) -> tuple[ParameterSpec, ...]:
-        """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
-        if self._boxes is not None:
-            return tuple(
-                Share.of(self._numbers[entry.name], self.specs[self._numbers[entry.name]], band)
-                for entry in self._in_order(tensors)
-                for _, band in bands_of(self._boxes[entry.name])
-            )
-        for entry in tensors:
-            if entry.shard is None and not is_sharded(entry.tensor):
-                continue
-            box = held_of(entry)[0]
-            if box.numel < prod(box.shape):
-                raise ConfigError(
-                    f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
-                    "give the senders of all ranks a `group`"
-                )
-        return self.specs
-
-    def _in_order(self, tensors: list[NamedTensor]) -> list[NamedTensor]:
-        """Those of which something is sent here, as they are numbered."""
-        boxes = self._boxes
-        if boxes is None:
-            return tensors
-        here = [entry for entry in tensors if entry.name in boxes]
-        return sorted(here, key=lambda entry: self._numbers[entry.name])
-
-    def _read(self, tensors: list[NamedTensor]) -> None:
-        if tensors is self._tensors:
-            return
-        known, self._known = self._known, {}
-        for entry in self._in_order(tensors):
-            held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
-            now = (held, *identity(local))
-            before, readers = known.get(entry.name, ((), []))
-            if before != now:
-                readers = self._readers_of(entry, held, local)
-            self._known[entry.name] = now, readers
-        self.readers = [reader for _, readers in self._known.values() for reader in readers]
-        self._tensors = tensors
-
-    def _readers_of(
-        self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
-    ) -> list[WireReader]:
-        spec = self.specs[self._numbers[entry.name]]
-        if entry.shape != spec.shape:
-            raise SourceChanged(
-                f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
-            )
-        if self._boxes is None or held is None:
-            return [WireReader.of(local, spec.dtype, name=spec.name)]
-        box = self._boxes[entry.name]
-        if not contains(held, box):
-            raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
-        local = narrowed(local, held, box)
-        return [
-            WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in bands_of(box)
-        ]
-
-    @property
-    def device_types(self) -> set[str]:
-        """Types of the devices that the source lives on."""
-        return {reader.flat.line.device.type for reader in self.readers}
-
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        trained = [entry.tensor.requires_grad for entry in self._tensors]
-        return coverage_of(trained, changed, full=full)
-
-
 def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozenset[int] | None]:
     """Which parameters each rank of an engine holds; None for all.
 
@@ -184,15 +63,6 @@ def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozense
             f"SenderOptions(leave_out=[{missing[0]!r}])"
         )
     return held
-
-
-def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool) -> dict[str, int]:
-    """How many parameters are "changed", "unchanged", "frozen", by whether each is trained."""
-    if full:
-        changed = range(len(trained))
-    others = set(range(len(trained))).difference(changed)
-    unchanged = sum(trained[number] for number in others)
-    return {"changed": len(changed), "unchanged": unchanged, "frozen": len(others) - unchanged}
 
 
 def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:

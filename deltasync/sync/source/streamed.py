@@ -15,8 +15,8 @@ from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.plans import Change, DeltaPlan
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
-from deltasync.sync.source.layout import SentLayout, coverage_of, specs_of
-from deltasync.sync.source.weights import LocalWeights
+from deltasync.sync.source.layout import SentLayout, specs_of
+from deltasync.sync.source.weights import LocalWeights, coverage_of
 from deltasync.wire.messages import ParameterSpec
 
 _STEP = 1 << 22  # elements converted at once
@@ -108,9 +108,10 @@ class StreamedWeights(LocalWeights):
             raise ConfigError("no weights came")
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.policy.chunk_numel_on(*devices)
-        self._layout = SentLayout(tuple(specs.values()))
-        ledger = DigestLedger(self._layout.specs, chunk_numel=chunk_numel)
+        self.layout = SentLayout(tuple(specs.values()))
+        ledger = DigestLedger(self.layout.specs, chunk_numel=chunk_numel)
         self._snapshot = HostBackend(flats, ledger)
+        self.snapshot_bytes = self._snapshot.num_bytes
         ledger.sums[:] = self._snapshot.measure(np.arange(len(ledger.sums)))
 
     def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.bits import WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.shard import ShardSpec
-from deltasync.errors import ConfigError
+from deltasync.delta.shard import (
+    ShardSpec,
+    Share,
+    bands_of,
+    contains,
+    is_sharded,
+    local_of,
+    narrowed,
+)
+from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.agreement import Copies
-from deltasync.sync.source.layout import SentLayout, SourceLayout, source_specs, specs_of
-from deltasync.sync.source.tensors import NamedTensor, WeightSource
+from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
+from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -80,29 +91,20 @@ class LocalWeights(Weights):
         is_released: Whether the source may have changed since the call under way has begun.
     """
 
+    layout: SentLayout | None = None
+    is_lost: bool = False
+    snapshot_bytes: int = 0
+
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
         self.stream = OwnStream()
-        self._layout: SentLayout | None = None
         self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
         self.is_released = False
 
     @property
-    def layout(self) -> SentLayout | None:
-        return self._layout
-
-    @property
-    def is_lost(self) -> bool:
-        return False
-
-    @property
     def digests(self) -> Digests:
         return self._held.ledger
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return self._held.num_bytes
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """The ledger knows all."""
@@ -139,7 +141,7 @@ class OwnWeights(LocalWeights):
         options: Sizes, policy, dtypes.
     """
 
-    _layout: SourceLayout | None
+    layout: SourceLayout | None = None
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
@@ -159,14 +161,15 @@ class OwnWeights(LocalWeights):
         """Start from the source as it is. Arguments as of `SourceLayout`."""
         self._is_looked_up = False
         layout = SourceLayout(self.source, specs, boxes)
-        last, self._snapshot, self._layout = self._snapshot, None, None
+        last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.flat.line.device for reader in layout.readers]
         if last is not None and (last.ledger.specs, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
         else:
             last = None  # its memory first
             last = self._new_snapshot(layout)
-        self._snapshot, self._layout, self._devices = last, layout, devices
+        self._snapshot, self.layout, self._devices = last, layout, devices
+        self.snapshot_bytes = last.num_bytes
         self.stream.move_to(last.device)
 
     def begin(self, on_source_read: Callable[[], None] | None) -> None:
@@ -174,12 +177,12 @@ class OwnWeights(LocalWeights):
         self._is_looked_up &= on_source_read is not None
 
     def refresh_source(self) -> None:
-        if self._layout is not None:
-            self._layout.refresh()
+        if self.layout is not None:
+            self.layout.refresh()
             self._is_looked_up = True
 
     def delta(self, base_version: int) -> Delta:
-        snapshot, layout = self._held, self._layout
+        snapshot, layout = self._held, self.layout
         assert layout is not None
         if not self._is_looked_up:
             layout.refresh()
@@ -205,8 +208,8 @@ class OwnWeights(LocalWeights):
         return {shares[which].number for which in delta.changed}
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        assert self._layout is not None
-        return self._layout.coverage(changed, full=full)
+        assert self.layout is not None
+        return self.layout.coverage(changed, full=full)
 
     def _new_snapshot(self, layout: SourceLayout) -> Backend:
         device = self.options.snapshot_device
@@ -217,6 +220,115 @@ class OwnWeights(LocalWeights):
             device=None if device is None else torch.device(device),
             kernels=self.options.kernels,
         )
+
+
+class SourceLayout(SentLayout):
+    """The same, and the live source of those that are sent from here.
+
+    Attributes:
+        sent: What is compared and sent here: all of `specs`, or shares of them.
+        readers: The live source in that order; rebuilt where storage was replaced.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        specs: Sequence[ParameterSpec],
+        boxes: Mapping[str, ShardSpec] | None = None,
+    ) -> None:
+        """Look up where everything is.
+
+        Args:
+            source: Where the parameters are.
+            specs: The layout.
+            boxes: What to send, by canonical name; None for everything.
+        """
+        super().__init__(specs)
+        self._source, self._boxes = source, boxes
+        self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
+        self._tensors: list[NamedTensor] = []
+        self._known: dict[str, tuple[tuple[object, ...], list[WireReader]]] = {}
+        self.readers: list[WireReader] = []
+        tensors = source.tensors()
+        self._names = [entry.names for entry in tensors]
+        self.sent = self._shares(tensors)
+        self._read(tensors)
+
+    def refresh(self) -> None:
+        """Look at the source again. Raises SourceChanged if it is not the same model any more."""
+        tensors = self._source.tensors()
+        if tensors is not self._tensors and [t.names for t in tensors] != self._names:
+            raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
+        self._read(tensors)
+
+    def _shares(self, tensors: list[NamedTensor]) -> tuple[ParameterSpec, ...]:
+        """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
+        if self._boxes is not None:
+            return tuple(
+                Share.of(self._numbers[entry.name], self.specs[self._numbers[entry.name]], band)
+                for entry in self._in_order(tensors)
+                for _, band in bands_of(self._boxes[entry.name])
+            )
+        for entry in tensors:
+            if entry.shard is None and not is_sharded(entry.tensor):
+                continue
+            box = held_of(entry)[0]
+            if box.numel < prod(box.shape):
+                raise ConfigError(
+                    f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
+                    "give the senders of all ranks a `group`"
+                )
+        return self.specs
+
+    def _in_order(self, tensors: list[NamedTensor]) -> list[NamedTensor]:
+        """Those of which something is sent here, as they are numbered."""
+        boxes = self._boxes
+        if boxes is None:
+            return tensors
+        here = [entry for entry in tensors if entry.name in boxes]
+        return sorted(here, key=lambda entry: self._numbers[entry.name])
+
+    def _read(self, tensors: list[NamedTensor]) -> None:
+        if tensors is self._tensors:
+            return
+        known, self._known = self._known, {}
+        for entry in self._in_order(tensors):
+            held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
+            now = (held, *identity(local))
+            before, readers = known.get(entry.name, ((), []))
+            if before != now:
+                readers = self._readers_of(entry, held, local)
+            self._known[entry.name] = now, readers
+        self.readers = [reader for _, readers in self._known.values() for reader in readers]
+        self._tensors = tensors
+
+    def _readers_of(
+        self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
+    ) -> list[WireReader]:
+        spec = self.specs[self._numbers[entry.name]]
+        if entry.shape != spec.shape:
+            raise SourceChanged(
+                f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
+            )
+        if self._boxes is None or held is None:
+            return [WireReader.of(local, spec.dtype, name=spec.name)]
+        box = self._boxes[entry.name]
+        if not contains(held, box):
+            raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
+        local = narrowed(local, held, box)
+        return [
+            WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in bands_of(box)
+        ]
+
+    @property
+    def device_types(self) -> set[str]:
+        """Types of the devices that the source lives on."""
+        return {reader.flat.line.device.type for reader in self.readers}
+
+    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+        """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
+        trained = [entry.tensor.requires_grad for entry in self._tensors]
+        return coverage_of(trained, changed, full=full)
 
 
 class _Kept(WeightSource):
@@ -238,3 +350,12 @@ class _Kept(WeightSource):
             ]
             self._all = tensors
         return self._tensors
+
+
+def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool) -> dict[str, int]:
+    """How many parameters are "changed", "unchanged", "frozen", by whether each is trained."""
+    if full:
+        changed = range(len(trained))
+    others = set(range(len(trained))).difference(changed)
+    unchanged = sum(trained[number] for number in others)
+    return {"changed": len(changed), "unchanged": unchanged, "frozen": len(others) - unchanged}
