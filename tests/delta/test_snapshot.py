@@ -136,6 +136,20 @@ def test_the_delta_s_ledger_is_the_source_s(model: dict[str, Tensor], data: st.D
     assert delta.held_bytes == delta.sparse_bytes
 
 
+def test_chunks_of_another_policy_than_the_snapshot_s_leave_the_digests_right() -> None:
+    link = Link({"w": torch.zeros(20, dtype=torch.int16)})
+    link.model["w"][:13] = 1
+    delta = link.snapshot.compare(
+        link.readers,
+        policy=Policy(chunk_numel=5, dense_above=0.0),
+        bucket_bytes=1 << 20,
+        max_held_bytes=1 << 20,
+        base_version=0,
+    )
+    fresh = snapshot(link.specs, link.readers)
+    assert np.array_equal(delta.ledger.sums, fresh.ledger.sums)
+
+
 def changed_link() -> Link:
     """Three parameters; of the first two, one element in ten was changed."""
     model = {f"w{n}": torch.zeros(100, dtype=torch.int16) for n in range(3)}
