@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 
@@ -30,6 +31,7 @@ USAGE_ERROR, INTERNAL_ERROR = 2, 70
 
 def main() -> None:
     """Run the command that `sys.argv` asks for, and exit with its code."""
+    logging.getLogger("deltasync").addHandler(logging.NullHandler())  # commands report themselves
     with _Ending():
         code = _run()
         sys.stdout.flush()

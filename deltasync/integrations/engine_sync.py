@@ -19,6 +19,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
@@ -31,7 +32,7 @@ from deltasync.sync.sender import (
     one_call,
 )
 from deltasync.sync.source.tensors import WeightSource
-from deltasync.sync.stats import SyncStats, reasons
+from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -118,6 +119,7 @@ class EngineSync(Closing):
         self._without_routes: WithoutRoutes = without_routes
         self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
+        self._limit = CallTimeout(timeout_s)  # of the call under way
         self._name = ""  # of the engine, as it was let connect last
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
@@ -158,7 +160,8 @@ class EngineSync(Closing):
             SyncAborted: A rank of the trainer does not.
         """
         with self._caller.call():
-            self._wait_for_last(self._timeout_s)
+            self._limit = CallTimeout(self._timeout_s)
+            self._wait_for_last()
             self._connect()
 
     def _connect(self) -> None:
@@ -189,14 +192,14 @@ class EngineSync(Closing):
 
     def _let_connect(self) -> None:
         """Raises as `connect`."""
-        specs = declared(self.sender, self._timeout_s)
+        specs = declared(self.sender, self._limit.wait_s)
         try:
             _asked(self._server.connect, self._connection(specs).model_dump(mode="json"))
         except DeltaSyncError as error:
             self._hear_why(error)
             raise
         try:
-            self.sender.wait_for_receivers(self._workers, timeout_s=self._timeout_s)
+            self.sender.wait_for_receivers(self._workers, timeout_s=self._limit.wait_s)
         except EngineFailed as error:
             raise self._typed(error) from None
         check_newcomers(self.sender, specs)
@@ -227,23 +230,34 @@ class EngineSync(Closing):
         self.sender.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float | None = None, on_source_read: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_s: float | None = None,
+        total_timeout_s: float | None = None,
+        on_source_read: Callable[[], None] | None = None,
+        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """`WeightSender.send_weights`, with the engine's update when it is due.
 
         Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
-        not hold the version. Raises ConfigError within `atexit`, before anything is sent: the
-        engine's update needs a thread, and none can start any more.
+        not hold the version. `total_timeout_s` does not interrupt the engine's own calls. Raises
+        ConfigError within `atexit`, before anything is sent: the engine's update needs a thread,
+        and none can start any more.
         """
         _check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with self._caller.call(), one_call(self.sender, timeout_s):
-            self._wait_for_last(timeout_s)
+        limit = CallTimeout(timeout_s, total_timeout_s)
+        with self._caller.call(), one_call(self.sender, limit):
+            self._limit = limit
+            self._wait_for_last()
             if self._is_behind or not self._are_here():
                 if on_source_read is not None:
                     raise SyncAborted("the engine has to connect anew; the next sync lets it")
+                if self._name:
+                    logger.warning("the workers of %s have to connect again", self._name)
                 self._connect()
-            return self._send_weights(timeout_s, on_source_read)
+            stats = self._send_weights(timeout_s, on_source_read)
+        return judged(stats, on_lost)
 
     def disconnect(self) -> None:
         """Let the engine's workers end their connection, and leave weights alone.
@@ -289,12 +303,13 @@ class EngineSync(Closing):
         )
         self._pause.is_on = False  # it is said once
 
-    def _wait_for_last(self, timeout_s: float) -> None:
+    def _wait_for_last(self) -> None:
         """Raise TransportTimeout while the last update is under way: the next would run into it."""
+        timeout_s = self._limit.wait_s
         if wait(self._updates.values(), timeout_s).not_done:
             raise TransportTimeout(
-                f"the engine's last update has not ended in {timeout_s} s more: nothing was sent; "
-                "look what the engine waits for, and send again"
+                f"the engine's last update has not ended in {timeout_s:.4g} s more: nothing was "
+                "sent; look what the engine waits for, and send again"
             )
 
     def _send_weights(
@@ -303,7 +318,11 @@ class EngineSync(Closing):
         self._updates.clear()
         self._sent = Future()
         try:
-            stats = self.sender.send_weights(timeout_s=timeout_s, on_source_read=on_source_read)
+            stats = self.sender.send_weights(
+                timeout_s=timeout_s,
+                total_timeout_s=self._limit.left_s,
+                on_source_read=on_source_read,
+            )
             self._check_complete(stats)
         except BaseException as error:
             self._sent.set_exception(error)
@@ -330,7 +349,9 @@ class EngineSync(Closing):
     def _are_here(self) -> bool:
         """Whether all workers are connected, or come back by themselves after a failure."""
         try:
-            self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
+            self.sender.wait_for_receivers(
+                self._workers, timeout_s=min(_RETURN_S, self._limit.wait_s)
+            )
         except (TransportTimeout, EngineFailed):
             return False
         return True
@@ -345,7 +366,8 @@ class EngineSync(Closing):
 
     def _ended(self) -> list[BaseException]:
         """Wait for updates to end. What they raised."""
-        done, unfinished = wait(self._updates.values(), self._timeout_s)
+        limit = CallTimeout(self._timeout_s, self._limit.left_s)
+        done, unfinished = wait(self._updates.values(), limit.wait_s)
         problems = [error for update in done if (error := update.exception()) is not None]
         if unfinished:
             problems.append(TransportTimeout("the engine's update did not end in time"))

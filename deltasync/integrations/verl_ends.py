@@ -18,6 +18,7 @@ from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
@@ -256,7 +257,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
-        with one_call(self._sender, self._timeout_s):
+        with one_call(self._sender, CallTimeout(self._timeout_s)):
             return metrics_of(_sent(self._sender, engines, self._timeout_s))
 
     def close(self) -> None:

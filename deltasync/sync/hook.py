@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from deltasync.errors import ConfigError, DeltaSyncError, StepApplied
-from deltasync.sync.stats import SyncStats
+from deltasync.errors import ConfigError, DeltaSyncError, ReceiversLost, StepApplied
+from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports import forks
 
-_LOG = logging.getLogger("deltasync")
+logger = logging.getLogger(__name__)
+
 _QUIET_S = 60.0  # longest, between two warnings of syncs that fail
 _APPLIED = "the optimizer step was applied, the sync after it failed"
 
@@ -35,7 +36,11 @@ class SupportsSendWeights(Protocol):
     def refresh_source(self) -> None: ...
 
     def send_weights(
-        self, *, timeout_s: float, on_source_read: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_s: float,
+        total_timeout_s: float | None = None,
+        on_source_read: Callable[[], None] | None = None,
     ) -> SyncStats: ...
 
 
@@ -59,8 +64,10 @@ class StepHook:
         every: int,
         on_error: Literal["continue", "raise"],
         on_busy: Literal["wait", "skip"] | None,
+        on_lost: OnLost,
         callback: Callable[[SyncStats | DeltaSyncError], None] | None,
         timeout_s: float,
+        total_timeout_s: float | None,
     ) -> None:
         for one in optimizers:
             if not hasattr(one, "register_step_post_hook"):
@@ -78,13 +85,16 @@ class StepHook:
             raise ConfigError(f"on_error is {on_error!r}, neither 'continue' nor 'raise'")
         if on_busy not in ("wait", "skip", None):
             raise ConfigError(f"on_busy is {on_busy!r}, neither 'wait' nor 'skip' nor None")
+        if on_lost not in ("continue", "raise"):
+            raise ConfigError(f"on_lost is {on_lost!r}, neither 'continue' nor 'raise'")
         if on_busy == "skip" and sender.world > 1:
             raise ConfigError("ranks of a trainer cannot skip, each when it is busy: say 'wait'")
         self.steps = self.syncs = self.failures = self.skipped = 0
         self.last_stats: SyncStats | None = None
         self.last_error: DeltaSyncError | None = None
         self._sender, self._every, self._on_error = sender, every, on_error
-        self._callback, self._timeout_s, self._on_busy = callback, timeout_s, on_busy
+        self._callback, self._on_busy, self._on_lost = callback, on_busy, on_lost
+        self._timeout_s, self._total_timeout_s = timeout_s, total_timeout_s
         self._is_removed = False
         self._thread = _own_thread()
         self._sync_under_way: Future[None] | None = None
@@ -195,7 +205,9 @@ class StepHook:
         self._is_settled = False
         try:
             stats = self._sender.send_weights(
-                timeout_s=self._timeout_s, on_source_read=on_source_read
+                timeout_s=self._timeout_s,
+                total_timeout_s=self._total_timeout_s,
+                on_source_read=on_source_read,
             )
         except DeltaSyncError as error:
             self._failed(error)
@@ -207,6 +219,10 @@ class StepHook:
             self.last_stats, self._is_settled = stats, True
             if self._callback is not None:
                 self._callback(stats)
+            try:
+                judged(stats, self._on_lost)
+            except ReceiversLost as error:
+                raise StepApplied(f"the optimizer step was applied; {error}") from error
 
     def _failed(self, error: DeltaSyncError) -> None:
         self.failures += 1
@@ -215,11 +231,10 @@ class StepHook:
             self._callback(error)
         if self._on_error == "raise":
             raise StepApplied(f"{_APPLIED}: {error}") from error
-        if self._callback is None:
-            self._warn(error)
+        self._warn(error)
 
     def _warn(self, error: DeltaSyncError) -> None:
-        """Log a failure that nobody else hears of: ever less often while syncs go on to fail."""
+        """Log a failure that training goes on after; less often while syncs keep failing."""
         self._unmentioned += 1
         now = time.monotonic()
         since_s = now - self._warned_at
@@ -227,7 +242,7 @@ class StepHook:
             return
         is_new = since_s > 2 * _QUIET_S
         self._quiet_s = 1.0 if is_new else min(2 * self._quiet_s, _QUIET_S)
-        _LOG.warning(
+        logger.warning(
             "the sync after step %d failed, %d in all, %d since the last warning: %s: %s; "
             "training goes on, the next sync covers it",
             *(self.steps, self.failures, self._unmentioned),
@@ -247,8 +262,10 @@ def sync_after_step(
     every: int = 1,
     on_error: Literal["continue", "raise"] = "continue",
     on_busy: Literal["wait", "skip"] | None = None,
+    on_lost: OnLost = "continue",
     callback: Callable[[SyncStats | DeltaSyncError], None] | None = None,
     timeout_s: float = 60.0,
+    total_timeout_s: float | None = None,
 ) -> StepHook:
     """Send the weights after every `every`-th step of `optimizer`.
 
@@ -261,10 +278,10 @@ def sync_after_step(
         sender: What sends: a `WeightSender`, or on other ranks of a trainer a `TrainerRank`, or an
             `EngineSync`.
         every: Steps from one sync to the next.
-        on_error: After a failed sync, "continue" training (it is counted, and the next
-            sync covers both; unless there is a `callback`, a warning goes to the logger
-            "deltasync", at most one a minute in the long run) or "raise" StepApplied: the step
-            itself was applied. What is no DeltaSyncError (out of memory, say) is always raised so.
+        on_error: After a failed sync, "continue" training (it is counted, the next sync covers
+            both, and a warning is logged, at most one a minute in the long run) or "raise"
+            StepApplied: the step itself was applied. What is no DeltaSyncError (out of memory, say)
+            is always raised so.
         on_busy: None: the step returns when the sync is done. Otherwise it returns at once: a
             thread syncs while the next step's forward and backward passes run, and the optimizer
             waits only until the weights have been read. Nothing else may change them before: no
@@ -274,10 +291,14 @@ def sync_after_step(
             that has to start anew (the first, and after a failure) is done in the step; so is one
             for which no thread can start, as within `atexit`. What a sync in the background
             raises, a later step raises, or `wait`.
+        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` has
+            them, and each is logged) or "raise" StepApplied, whose cause is the ReceiversLost. The
+            others hold the step; it is counted, and the callback has its stats.
         callback: Called with the SyncStats, or with the error, after each sync, by its thread. In
             that of a sync in the background, steps and `wait` raise ConfigError: they would wait
             for the callback itself.
         timeout_s: For `send_weights`: each wait on receivers.
+        total_timeout_s: For `send_weights`: the whole call; None for no limit.
 
     Returns:
         The handle; its `remove` ends the syncing.
@@ -288,6 +309,8 @@ def sync_after_step(
         every=every,
         on_error=on_error,
         on_busy=on_busy,
+        on_lost=on_lost,
         callback=callback,
         timeout_s=timeout_s,
+        total_timeout_s=total_timeout_s,
     )

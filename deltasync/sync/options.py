@@ -11,6 +11,7 @@ from deltasync.delta.backend import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
+from deltasync.errors import ConfigError
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 
@@ -48,6 +49,18 @@ class SenderOptions(OptionsModel):
     stream_id: str | None = Field(
         default=None, description="names the training run; None for a new one"
     )
+
+
+_FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")
+
+
+def check_replaceable(old: SenderOptions, new: SenderOptions) -> None:
+    """Raise ConfigError, by name, for what takes effect in a new sender alone."""
+    fixed = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
+    if old.policy.chunk_numel != new.policy.chunk_numel:
+        fixed.append("policy.chunk_numel")
+    if fixed:
+        raise ConfigError(f"{', '.join(fixed)} cannot change now: make a new WeightSender with it")
 
 
 def leaves_out(options: SenderOptions, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
+logger = logging.getLogger(__name__)
+
 
 class WeightReceiver(Closing):
     """Keeps one engine rank's weights at the trainer's.
@@ -55,6 +58,9 @@ class WeightReceiver(Closing):
         rank: Its own, of the `world` ranks of its engine (tensor-, pipeline-, expert-parallel).
         options: Memory, scrub.
         half_written: Another receiver of these weights has ended with them `is_half_written`.
+
+    Attributes:
+        name: In logs and in `SyncStats.lost`: engine[rank/world].
     """
 
     def __init__(
@@ -70,17 +76,18 @@ class WeightReceiver(Closing):
         half_written: bool = False,
     ) -> None:
         check_receiver(target, (transport, *lanes), options)
-        self.options = options or ReceiverOptions()
+        self._options = options or ReceiverOptions()
         self._target = target
-        self._links = ReceiverLinks([transport, *lanes], self.options.max_payload_bytes)
+        self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
+        self.name = f"{engine}[{rank}/{world}]"
         self._session = ReceiverSession(engine, world, 1 + len(lanes))
         self._session.dirty = self._session.half_written = half_written
         self._stream = OwnStream()
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
         self._readers: list[BucketReader] = []
         self._staging: Applier | None = None
-        self._scrub, self._scrub_is_due = Scrub(self.options.scrub_every), False
+        self._scrub, self._scrub_is_due = Scrub(self._options.scrub_every), False
         self._caller = OneCaller("a sync is under way; a WeightReceiver is used by one thread")
         self._is_undivided = False  # from the begin of a sync to its commit, in one call
         self._early = EarlyCheck(target)
@@ -133,8 +140,7 @@ class WeightReceiver(Closing):
         """Receive one sync, or join without one. Returns the version held.
 
         The calling thread is the engine's: the engine does not serve meanwhile, and nobody
-        replaces storage. Whether somebody has done so before is looked at as a sync begins,
-        while the sender compares; with `stage` and `commit`, in the pause.
+        replaces storage. That is checked as a sync begins; `commit` checks it in the pause.
 
         Args:
             timeout_s: For the next sync to begin, and for another try if it is aborted; within it
@@ -184,6 +190,7 @@ class WeightReceiver(Closing):
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
                     deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and self.state in SERVES:
+                    logger.info("%s joined at v%d: same digest", self.name, self.version)
                     return False
             return True
 
@@ -221,7 +228,7 @@ class WeightReceiver(Closing):
                 begun, staging, state = self._session.begun, self._staging, self._session.state
                 if state is not ReceiverState.COMMITTING or begun is None or staging is None:
                     raise CallOrderError(f"commit while {state.name}; call stage first")
-                self._write(begun.version, staging)
+                self._write(begun, staging)
             if self._world > 1:
                 self._wait_for_engine(staging)
             self._staging, self._scrub_is_due = None, True
@@ -351,7 +358,7 @@ class WeightReceiver(Closing):
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
         """Receive one message, obey it, and return it."""
-        stall_s = self.options.stall_timeout_s
+        stall_s = self._options.stall_timeout_s
         is_patient = self._session.state in PATIENT
         timeout_s = rest_of(deadline) if is_patient else self._session.patience_s(stall_s)
         lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
@@ -363,9 +370,8 @@ class WeightReceiver(Closing):
     def _reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""
         staging = self._staging
-        if isinstance(staging, Loading) and staging.is_crowded(self._session.lanes):
-            return [reader.reached for reader in self._readers]
-        return []
+        is_crowded = isinstance(staging, Loading) and staging.is_crowded(self._session.lanes)
+        return [reader.reached for reader in self._readers] if is_crowded else []
 
     def _obey(self, message: messages.Message, payload: Tensor | None, lane: int) -> None:
         match message:
@@ -391,7 +397,7 @@ class WeightReceiver(Closing):
         if specs and not flats and self._world == 1:
             raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
         self._weights.backend.synchronize()
-        self._weights = BoundWeights(specs, flats, self.options, self._stream)
+        self._weights = BoundWeights(specs, flats, self._options, self._stream)
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
         self._session.set_layout_hash(messages.layout_hash(specs))
@@ -418,15 +424,10 @@ class WeightReceiver(Closing):
     def _prepared(self, prepare: messages.Prepare) -> None:
         assert self._staging is not None
         self._early.tell()
-        self._reply(
-            messages.Prepared(
-                version=prepare.version,
-                digest=messages.digest_text(self._staging.ledger.total),
-                staged_bytes=self._staging.staged_bytes,
-            )
-        )
+        text, staged = messages.digest_text(self._staging.ledger.total), self._staging.staged_bytes
+        self._reply(messages.Prepared(version=prepare.version, digest=text, staged_bytes=staged))
 
-    def _write(self, version: int, staging: Applier) -> None:
+    def _write(self, begun: messages.Begin, staging: Applier) -> None:
         """The pause: write, read back, answer."""
         if not self._early.is_made:
             self._target.check_unmoved()
@@ -443,14 +444,14 @@ class WeightReceiver(Closing):
         except BaseException:
             self._undo(staging)
             raise
-        self._weights.backend.ledger = staging.ledger
-        committed = messages.Committed(
-            version=version,
-            digest=messages.digest_text(digest),
-            commit_s=time.perf_counter() - began,
-        )
+        self._weights.backend.ledger, commit_s = staging.ledger, time.perf_counter() - began
+        text = messages.digest_text(digest)
         with suppress(TransportError):  # the version is decided, and the next receive will tell
-            self._reply(committed)
+            self._reply(messages.Committed(version=begun.version, digest=text, commit_s=commit_s))
+        kind = "full" if begun.base_version is None else "delta"
+        num_bytes = begun.sparse_bytes + begun.dense_bytes
+        what = (self.name, begun.version, kind, num_bytes, commit_s * 1e3)
+        logger.info("%s wrote v%d: %s, %d bytes of patches, %.1f ms", *what)
 
     def _undo(self, staging: Applier) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
@@ -496,5 +497,4 @@ class WeightReceiver(Closing):
                 self._links.disconnect()
 
 
-_REPLY_TIMEOUT_S = 30.0
-_EARLY_S = 1.0
+_REPLY_TIMEOUT_S, _EARLY_S = 30.0, 1.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
-from deltasync.delta.backend import Delta, Plan
+from deltasync.delta.backend import Plan
 from deltasync.errors import (
     ConfigError,
     EngineFailed,
@@ -19,10 +19,12 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
-from deltasync.sync.options import SenderOptions
+from deltasync.sync.options import SenderOptions, check_replaceable
+from deltasync.sync.outcome import Joined, Synced, stats_of
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
@@ -30,29 +32,13 @@ from deltasync.sync.protocol.session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
-from deltasync.sync.stats import SyncStats, reasons
+from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
 from deltasync.wire.messages import Hello, ParameterSpec, Upcoming
 
-
-@dataclass(slots=True)
-class _Synced:
-    """The members' part of a sync."""
-
-    delta: Delta | None = None
-    result: RoundResult = field(default_factory=RoundResult)
-    diff_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Joined:
-    """The newcomers' part of a sync."""
-
-    joined: int = 0
-    full_synced: int = 0
-    result: RoundResult = field(default_factory=RoundResult)
+logger = logging.getLogger(__name__)
 
 
 class WeightSender(Closing):
@@ -120,11 +106,17 @@ class WeightSender(Closing):
 
     @property
     def options(self) -> SenderOptions:
-        """May be replaced between two syncs."""
+        """May be replaced between two syncs, by others of the same snapshot and stream.
+
+        Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
+        `wire_dtypes` or the policy's `chunk_numel` differ: these take a new sender.
+        """
         return self._own.options
 
     @options.setter
     def options(self, options: SenderOptions) -> None:
+        check_options(options, SenderOptions)
+        check_replaceable(self._own.options, options)
         self._own.options = options
 
     @property
@@ -187,7 +179,12 @@ class WeightSender(Closing):
             self._own.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float = 60.0, on_source_read: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_s: float = 60.0,
+        total_timeout_s: float | None = None,
+        on_source_read: Callable[[], None] | None = None,
+        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """Bring every receiver to the source's weights as they are now: one version.
 
@@ -197,48 +194,75 @@ class WeightSender(Closing):
 
         Args:
             timeout_s: For each wait on receivers.
+            total_timeout_s: For the whole call: no wait takes longer than what is left of it. A
+                receiver that has not answered by then is dropped, as a slow one is. Comparing and
+                packing are not interrupted. None for no limit.
             on_source_read: Called when the source has been read for the last time: from then on
                 it may change, while receivers still stage and write. Another thread can then
                 train: it calls `refresh_source` before this call begins, and changes the source
                 only after `on_source_read`, or after this call has ended. Such a call sends
                 deltas to members alone; what would read the source a second time raises
                 SyncAborted.
+            on_lost: What to do about receivers that were lost, once the others hold the version:
+                "continue", which names them in `SyncStats.lost`, or "raise" ReceiversLost.
 
         Raises:
             NoReceivers: Nobody is connected.
+            ReceiversLost: See `on_lost`. The sync is done.
+            TransportTimeout: `total_timeout_s` has passed; the next sync covers this one.
             ConfigError: The weights of every receiver sleep: wake them up first. All stay members.
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
             SourceChanged: The source is not the same model any more.
         """
-        with self._caller.call(), self._on_own_stream(), one_call(self, timeout_s):
-            began = time.perf_counter()
-            self._link.timeout_s = timeout_s
-            self._own.begin(on_source_read)
-            self._lobby.listen(timeout_s=0)
-            self._part_with_lost_members()
-            self._lost, self._lost_between = self._lost_between, {}
-            self.were_asleep = False
-            if self._weights.is_lost:
-                members = list(self._session.members.values())
-                self._part_with("a rank of the trainer has lost its snapshot", members)
-            delta = self._sync_members() if self._session.members else None
-            if on_source_read is not None and (delta is None or not self._session.members):
-                why = reasons(self._lost) or "no receiver is a member"
-                raise SyncAborted(f"{why}; the next sync covers this one")
-            engines = self._newcomers()
-            if self.were_asleep and not engines:
-                raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
-            if self.were_asleep:
-                self._forget(*self._session.members.values())
-            if not self._session.members:
-                delta = None
-                if not engines or not self._capture(engines):
-                    raise self._nobody()
-            joined = self._join(engines)
-            if not self._session.members:
+        limit = CallTimeout(timeout_s, total_timeout_s)
+        with self._caller.call(), self._on_own_stream(), one_call(self, limit):
+            self._done = stats = self._send_weights(limit, on_source_read)
+        for who, why in stats.lost.items():
+            logger.warning("lost %s in v%d: %s", who, stats.version, why)
+        logger.info("sent %s", stats)
+        return judged(stats, on_lost)
+
+    def _send_weights(
+        self, limit: CallTimeout, on_source_read: Callable[[], None] | None
+    ) -> SyncStats:
+        began = time.perf_counter()
+        self._link.limit = limit
+        self._own.begin(on_source_read)
+        self._lobby.listen(timeout_s=0)
+        self._part_with_lost_members()
+        self._lost, self._lost_between = self._lost_between, {}
+        self.were_asleep = False
+        if self._weights.is_lost:
+            members = list(self._session.members.values())
+            self._part_with("a rank of the trainer has lost its snapshot", members)
+        delta = self._sync_members() if self._session.members else None
+        if delta is None and limit.is_over:
+            raise self._nobody()
+        if on_source_read is not None and (delta is None or not self._session.members):
+            why = reasons(self._lost) or "no receiver is a member"
+            raise SyncAborted(f"{why}; the next sync covers this one")
+        engines = [] if limit.is_over else self._newcomers()
+        if self.were_asleep and not engines:
+            raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
+        if self.were_asleep:
+            self._forget(*self._session.members.values())
+        if not self._session.members:
+            delta = None
+            if not engines or not self._capture(engines):
                 raise self._nobody()
-            self._done = self._stats(delta, joined, began)
-            return self._done
+        joined = self._join(engines)
+        if not self._session.members:
+            raise self._nobody()
+        return stats_of(
+            self._weights,
+            delta,
+            joined,
+            version=self.version,
+            receivers=self.num_receivers,
+            lost=self._lost,
+            capture_s=self._capture_s,
+            total_s=time.perf_counter() - began,
+        )
 
     def close(self) -> None:
         """End every connection. Receivers keep serving what they hold."""
@@ -246,11 +270,16 @@ class WeightSender(Closing):
         if self._group is not None:
             self._group.close()
 
-    def _sync_members(self) -> _Synced | None:
+    def _sync_members(self) -> Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
         self._link.hint(Upcoming(version=self.version + 1), self._session.members)
-        done = _Synced()
-        while self._session.members and not (done.result.decided or self._own.is_released):
+        done = Synced()
+        while self._session.members and not (
+            done.result.decided or self._own.is_released or self._link.limit.is_over
+        ):
+            if done.delta is not None:
+                what = (self.version + 1, self.num_receivers, reasons(self._lost))
+                logger.warning("sending v%d again, to %d receivers: %s", *what)
             began = time.perf_counter()
             done.delta = self._weights.delta(self.version)
             done.diff_s += time.perf_counter() - began
@@ -290,9 +319,9 @@ class WeightSender(Closing):
         self._capture_s = time.perf_counter() - began
         return is_captured
 
-    def _join(self, engines: list[dict[int, Hello]]) -> _Joined:
+    def _join(self, engines: list[dict[int, Hello]]) -> Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
-        done = _Joined()
+        done = Joined()
         if not engines:
             return done
         layout = self._captured_layout()
@@ -307,14 +336,14 @@ class WeightSender(Closing):
             self._lost |= joining.lost
             self._session.admit(joining.agreed)
             differ = joining.differ
-            while differ and not done.result.decided:
+            while differ and not (done.result.decided or self._link.limit.is_over):
                 done.result = self._run(self._weights.full(), differ, version=self.version)
                 differ = [m for m in differ if m.peer not in done.result.left]
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
                 if peer not in self._session.members:
                     self._lobby.forget(peer)
-        done.full_synced = len(differ)
+        done.full_synced = len(differ) if done.result.decided else 0
         done.joined = len(joining.agreed) + done.full_synced
         return done
 
@@ -377,43 +406,15 @@ class WeightSender(Closing):
             self._session.members.pop(member.peer)
             self._link.drop(member.peer)
 
-    def _nobody(self) -> NoReceivers | SyncAborted:
+    def _nobody(self) -> NoReceivers | SyncAborted | TransportTimeout:
+        if self._link.limit.is_over:
+            why = reasons(self._lost) or "before a version was decided"
+            return TransportTimeout(f"total_timeout_s has passed ({why}); send again")
         if self._lost:
             return SyncAborted(
                 f"no receiver is left ({reasons(self._lost)}); the next sync covers this one"
             )
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
-
-    def _stats(self, delta: _Synced | None, joined: _Joined, began: float) -> SyncStats:
-        layout = self._captured_layout()
-        full_numel = layout.numel if joined.full_synced else 0
-        found = delta.delta if delta else None
-        result = delta.result if delta else joined.result
-        held_bytes = found.held_bytes if found else 0
-        return SyncStats(
-            version=self.version,
-            base_version=found.base_version if found else None,
-            kind="delta" if delta else "full",
-            receivers=self.num_receivers,
-            joined=joined.joined,
-            full_synced=joined.full_synced,
-            lost=dict(self._lost),
-            numel=layout.numel,
-            nnz=found.nnz if found else full_numel,
-            parameters=self._weights.coverage(found.changed if found else (), full=not found),
-            payload_bytes=result.sent.payload_bytes,
-            dense_bytes=layout.num_bytes,
-            joined_bytes=joined.result.sent.payload_bytes if delta else 0,
-            num_buckets=result.sent.num_buckets,
-            diff_s=delta.diff_s if delta else self._capture_s,
-            transfer_s=result.transfer_s,
-            commit_s=result.commit_s,
-            receiver_commit_s=result.receiver_commit_s,
-            total_s=time.perf_counter() - began,
-            sender_bytes=held_bytes + 2 * result.sent.bucket_bytes,
-            receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
-            snapshot_bytes=self._weights.snapshot_bytes,
-        )
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
@@ -426,7 +427,7 @@ class WeightSender(Closing):
             stream.join()
 
 
-def one_call(sender: WeightSender, timeout_s: float) -> AbstractContextManager[None]:
+def one_call(sender: WeightSender, limit: CallTimeout) -> AbstractContextManager[None]:
     """What is done inside is one call of `send_weights` to the other ranks of the trainer.
 
     They take part until it ends, and learn how. Raises SyncAborted if one does not come.
@@ -434,7 +435,7 @@ def one_call(sender: WeightSender, timeout_s: float) -> AbstractContextManager[N
     if sender._group is None:
         return nullcontext()
     sender._done = None
-    return sender._group.one_call(lambda: (sender.version, sender._done), timeout_s=timeout_s)
+    return sender._group.one_call(lambda: (sender.version, sender._done), limit)
 
 
 def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:

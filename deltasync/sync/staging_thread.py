@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,8 @@ from deltasync.errors import (
 from deltasync.sync.protocol.session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.transports import forks
+
+logger = logging.getLogger(__name__)
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _LACK_OF_MEMORY = (
@@ -52,7 +55,7 @@ class StagingThread:
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self.last_error: Exception | None = None
-        self._receiver = receiver
+        self._receiver, self._logged = receiver, ""
         self._turn = threading.Condition()
         self._is_staged = self._is_committing = self._is_stopping = False
         self._crash: Exception | None = None
@@ -150,16 +153,24 @@ class StagingThread:
             is_idle = self._receiver.is_detached or not is_outside
             if isinstance(error, TransportTimeout) and is_idle:
                 return  # no sync came; silence within one, or no sender, leaves it outside
+            self._log(error)
             self.last_error = error
             with self._turn:
                 self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
             return
         with self._turn:
-            self._is_staged = staged
+            self._is_staged, self._logged = staged, ""
             self._turn.notify_all()
             while self._has_staged and not self._is_stopping:
                 self._turn.wait(_TURN_S)
             self._is_staged = self._is_staged and self._is_stopping
+
+    def _log(self, error: Exception) -> None:
+        """Once until a sync succeeds: a sender that stays away is one line."""
+        why = f"{type(error).__name__}: {error}"
+        if why != self._logged:
+            logger.warning("%s rejoins, after a sync that failed: %s", self._receiver.name, why)
+        self._logged = why
 
 
 def is_lack_of_memory(error: Exception) -> bool:

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from deltasync.errors import ReceiversLost
+
+OnLost = Literal["continue", "raise"]
+"""What a call does about receivers that left, once the others hold the version."""
+
 
 def reasons(lost: Mapping[str, str]) -> str:
     """One text of `SyncStats.lost`; empty if nothing was lost."""
@@ -69,3 +74,18 @@ class SyncStats:
     def density(self) -> float:
         """Share of the elements that changed, 0 to 1."""
         return self.nnz / self.numel if self.numel else 0.0
+
+    def __str__(self) -> str:
+        """One line, as it is logged."""
+        return (
+            f"v{self.version}: {self.kind}, {self.density:.2%} of {self.numel:,} elements, "
+            f"{self.payload_bytes + self.joined_bytes:,} bytes, {self.receivers} receivers "
+            f"({self.joined} joined, {len(self.lost)} lost), {self.total_s * 1e3:.1f} ms"
+        )
+
+
+def judged(stats: SyncStats, on_lost: OnLost) -> SyncStats:
+    """The same stats. Raises ReceiversLost if receivers left, and that is asked for."""
+    if on_lost == "raise" and stats.lost:
+        raise ReceiversLost(stats)
+    return stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget
+from deltasync import ModuleSource, ModuleTarget, ReceiverState
 from deltasync.delta.host.staging import Staging
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     EngineFailed,
+    ReceiversLost,
     SyncAborted,
     TargetMoved,
     TransportTimeout,
@@ -138,7 +140,7 @@ def test_close_resumes_an_engine_that_did_not_resume(
             sync.send_weights()
         sync.close()
         assert not server.is_paused
-    assert not caplog.records
+    assert not any(one.levelno == logging.ERROR for one in caplog.records)
 
 
 def test_close_says_that_an_engine_does_not_resume(
@@ -152,7 +154,7 @@ def test_close_says_that_an_engine_does_not_resume(
         server.fails = "pause"
         sync.close()
         sync.close()
-    (said,) = caplog.records
+    (said,) = [one for one in caplog.records if one.levelno == logging.ERROR]
     assert "stays paused" in said.message
     assert server.is_paused
 
@@ -228,3 +230,27 @@ def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whol
 
 def fails_to_undo(staging: Staging) -> None:
     raise RuntimeError("planted")
+
+
+def test_a_worker_that_was_lost_raises_once_the_engine_has_the_version(tmp_path: Path) -> None:
+    with connected(tmp_path) as (sync, source, server):
+        receiver = server.worker._receiver
+        assert receiver is not None
+        receiver.invalidate()
+        until(lambda: receiver.state is ReceiverState.JOINING)  # again
+        with pytest.raises(ReceiversLost, match=r"engine-\w+-0\[0/1\]: ") as caught:
+            sync.send_weights(on_lost="raise")
+        assert caught.value.stats.receivers == 1
+        assert server.version == caught.value.stats.version
+        assert bits_equal(source, server.module)
+
+
+def test_a_total_timeout_covers_the_wait_for_the_last_update(tmp_path: Path) -> None:
+    with connected(tmp_path, timeout_s=5) as (sync, _, server):
+        server.hangs = "update"
+        began = time.monotonic()
+        with pytest.raises(DeltaSyncError):
+            sync.send_weights(total_timeout_s=0.5)
+        with pytest.raises(TransportTimeout, match="last update has not ended"):
+            sync.send_weights(total_timeout_s=0.5)
+        assert time.monotonic() - began < 3

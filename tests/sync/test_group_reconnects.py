@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltasync.errors import SyncAborted
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.transports import inprocess
@@ -24,16 +25,16 @@ def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_n
         return link
 
     first, second = come(1), come(2)
-    group.gather(timeout_s=0.2)
+    group.gather(CallTimeout(0.2))
     group.order(orders.Declare(call=1))
     first.close()
     second.close()
     come(1)
     with pytest.raises(SyncAborted, match="rank 2 of the trainer did not come"):
-        group.gather(timeout_s=0.2)  # which has heard of rank 1's new connection
+        group.gather(CallTimeout(0.2))  # which has heard of rank 1's new connection
     with pytest.raises(SyncAborted, match="a rank of the trainer is gone"):
         group.order(orders.Declare(call=1))
     come(1)
     come(2)
-    group.gather(timeout_s=0.2)
+    group.gather(CallTimeout(0.2))
     group.order(orders.Declare(call=1))

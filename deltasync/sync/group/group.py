@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
@@ -50,7 +51,7 @@ class GroupCalls:
     def __init__(self, group: TrainerGroup) -> None:
         self.world, self.exchanged_bytes = group.world, 0
         self._link = group.link
-        self._timeout_s = 60.0
+        self._limit = CallTimeout(60.0)
         self.captures: dict[int, str | None] = {}
         self.addresses: dict[int, Address | None] = {}
         self._is_called = False  # whether a call is under way
@@ -66,7 +67,7 @@ class GroupCalls:
 
     @contextmanager
     def one_call(
-        self, outcome: Callable[[], tuple[int, SyncStats | None]], *, timeout_s: float
+        self, outcome: Callable[[], tuple[int, SyncStats | None]], limit: CallTimeout
     ) -> Iterator[None]:
         """What is done inside is one call of `send_weights`, in which all ranks take part.
 
@@ -75,14 +76,14 @@ class GroupCalls:
         Args:
             outcome: Asked as the call ends: the version that receivers hold, and what was counted.
                 The other ranks return that, or raise what this one raises.
-            timeout_s: For each wait on the other ranks.
+            limit: How long it may wait for the other ranks.
 
         Raises SyncAborted if a rank does not come, or is gone as the call ends.
         """
         if self._is_called:
             yield
             return
-        self._begin_call(timeout_s)
+        self._begin_call(limit)
         try:
             yield
         except BaseException as error:
@@ -91,11 +92,11 @@ class GroupCalls:
             raise
         self._end_call(*outcome(), "")
 
-    def _begin_call(self, timeout_s: float) -> None:
+    def _begin_call(self, limit: CallTimeout) -> None:
         """Raises as `gather`; that was the call then."""
         self.exchanged_bytes = 0
         try:
-            self.gather(timeout_s=timeout_s)
+            self.gather(limit)
         except BaseException:
             self._send_away()
             self._call += 1
@@ -109,21 +110,21 @@ class GroupCalls:
         finally:
             self._call, self._is_called = self._call + 1, False
 
-    def gather(self, *, timeout_s: float) -> None:
+    def gather(self, limit: CallTimeout) -> None:
         """Wait until all ranks are in the next call, unless one is under way.
 
-        Raises SyncAborted if they do not come in `timeout_s`, which later waits have too.
+        Raises SyncAborted if they do not come within `limit`, which later waits have too.
         """
         if self._is_called:
             return
-        self._timeout_s = timeout_s
-        deadline = time.monotonic() + timeout_s
+        self._limit, wait_s = limit, limit.wait_s
+        deadline = time.monotonic() + wait_s
         self._listen(0.0)
         while missing := self._missing():
             rest = deadline - time.monotonic()
             if rest <= 0:
                 late = f"rank {missing[0]} of the trainer"
-                raise SyncAborted(f"{late} did not come in {self._timeout_s} s")
+                raise SyncAborted(f"{late} did not come in {wait_s:.4g} s")
             self._listen(rest)
         peers = tuple(self._peers[rank] for rank in range(1, self.world))
         if peers != self._epoch:
@@ -137,7 +138,7 @@ class GroupCalls:
         self.exchanged_bytes += len(header) * (self.world - 1)
         self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:
-            self._link.send(Frame(header), timeout_s=self._timeout_s)
+            self._link.send(Frame(header), timeout_s=self._limit.wait_s)
         except BaseException as error:
             self._send_away()  # who has got the order would answer
             if isinstance(error, TransportError):
@@ -189,7 +190,7 @@ class GroupCalls:
 
     def _open(self, peers: tuple[int, ...]) -> None:
         self._epoch, self._is_owed = (), False
-        if failed := self._link.open_epoch(peers, timeout_s=self._timeout_s):
+        if failed := self._link.open_epoch(peers, timeout_s=self._limit.wait_s):
             why = "; ".join(map(str, failed.values()))
             self._send_away()
             raise SyncAborted(f"a rank of the trainer is gone: {why}")
@@ -198,7 +199,7 @@ class GroupCalls:
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
         """By rank."""
         try:
-            replies = self._link.collect_replies(timeout_s=self._timeout_s)
+            replies = self._link.collect_replies(timeout_s=self._limit.wait_s)
         except BaseException:
             self._send_away()
             raise

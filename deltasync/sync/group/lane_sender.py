@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import TransportError
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.transports.base import SendTransport
@@ -32,7 +33,7 @@ class LaneSender:
         self, plan: Plan, *, attempt: int, version: int, receivers: Sequence[str], timeout_s: float
     ) -> SentBuckets:
         """Send all of it. Where receivers are lost nobody gets all; the result names them."""
-        self._link.timeout_s = timeout_s
+        self._link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
         by_peer = {self._peers[receiver]: receiver for receiver in receivers}

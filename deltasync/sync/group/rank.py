@@ -18,6 +18,7 @@ from deltasync.errors import (
     TransportTimeout,
     VersionGap,
 )
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
@@ -26,7 +27,7 @@ from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import rest_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
-from deltasync.sync.stats import SyncStats
+from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
 from deltasync.wire.frame import encode
@@ -67,11 +68,10 @@ class TrainerRank(Closing):
         options: SenderOptions | None = None,
     ) -> None:
         self.version = 0
-        self.options = options or SenderOptions()
-        self.world = world
+        self.world, options = world, options or SenderOptions()
         self._rank = rank
-        self._weights = OwnWeights(source, self.options)
-        self._lanes = LaneSender(transport, self.options.compression)
+        self._weights = OwnWeights(source, options)
+        self._lanes = LaneSender(transport, options.compression)
         self._address = Address.of(transport)
         self._link = link
         self._is_connected = False
@@ -89,31 +89,40 @@ class TrainerRank(Closing):
         self._weights.refresh_source()
 
     def send_weights(
-        self, *, timeout_s: float = 60.0, on_source_read: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_s: float = 60.0,
+        total_timeout_s: float | None = None,
+        on_source_read: Callable[[], None] | None = None,
+        on_lost: OnLost = "continue",
     ) -> SyncStats:
         """Take part in a sync. Returns what rank 0 has counted.
 
         Args:
             timeout_s: As of rank 0. Ten times as long is waited for each of its orders, not for the
                 whole call.
+            total_timeout_s: For the whole call, on all ranks; None for no limit.
             on_source_read: See `WeightSender.send_weights`; if one rank is given it, so are all.
+            on_lost: See `WeightSender.send_weights`.
 
         Raises:
             SyncAborted: It came to nothing, on any rank; the next one covers it.
+            ReceiversLost: See `on_lost`.
             DeltaSyncError: Why this rank could not do its part.
         """
+        limit = CallTimeout(_PATIENCE * timeout_s, total_timeout_s)
         with self._caller.call():
-            return self._send_weights(timeout_s, on_source_read)
+            return judged(self._send_weights(limit, on_source_read), on_lost)
 
     def _send_weights(
-        self, timeout_s: float, on_source_read: Callable[[], None] | None
+        self, limit: CallTimeout, on_source_read: Callable[[], None] | None
     ) -> SyncStats:
         self._call += 1
         self._trains_meanwhile = on_source_read is not None
         self._weights.begin(on_source_read)
         with self._alone(), self._weights.stream.entered():
             error = None
-            while not isinstance(order := self._receive(_PATIENCE * timeout_s), orders.Done):
+            while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                 error = self._carry_out(order) or error
             self._resolve(order.version)
         self.version = order.version

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.errors import SyncAborted
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.group.model import (
@@ -119,7 +120,7 @@ class GroupWeights:
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
         """Of all ranks. They say so once, in a call or, if none is under way, in the next one."""
         if not self._declared:
-            self._group.gather(timeout_s=timeout_s)
+            self._group.gather(CallTimeout(timeout_s))
             self._group.order(orders.Declare(call=self._group.call))
             own = Declaration.of(self._own.source.tensors())
             said = self._group.answers(orders.Declared)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from deltasync.errors import DeltaSyncError, TransportError, WireError
+from deltasync.sync.call_timeout import CallTimeout
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Failed, Message
@@ -24,7 +25,12 @@ class SenderLink:
         self._transport = transport
         self._epoch: tuple[int, ...] = ()
         self._unread: deque[tuple[int, bytes]] = deque()  # greetings
-        self.timeout_s = 60.0
+        self.limit = CallTimeout(60.0)
+
+    @property
+    def timeout_s(self) -> float:
+        """For the next wait."""
+        return self.limit.wait_s
 
     def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
         """Speak to `peers` from now on. Returns those that could not be reached."""

@@ -1,0 +1,199 @@
+"""What a call may take in all, what it does about lost receivers, and options set later."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from deltasync import Policy, SenderOptions, sync_after_step
+from deltasync.errors import ConfigError, ReceiversLost, StepApplied, SyncAborted, TransportTimeout
+from deltasync.transports.base import ReceiveTransport
+from tests.sync.groups import rows_of, trainer_of
+from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet, random_model
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"a": (8, 4), "b": (6,)}
+
+
+class Slow(ThroughReceiver):
+    """A link on which each answer takes `delay_s`."""
+
+    delay_s = 0.0
+
+    def reply(self, data: bytes, *, timeout_s: float) -> None:
+        time.sleep(self.delay_s)
+        super().reply(data, timeout_s=timeout_s)
+
+
+def nudge(source: Model) -> None:
+    source.get_parameter("a").data += 1
+
+
+def joined(here: Fleet, *engines: str) -> tuple[list[Model], list[Slow]]:
+    """Members of these names, and their links."""
+    replicas, links = [], list[Slow]()
+
+    def slow(link: ReceiveTransport) -> Slow:
+        links.append(Slow(link))
+        return links[-1]
+
+    for number, engine in enumerate(engines):
+        replicas.append(random_model(SHAPES, 1 + number))
+        here.add(replicas[-1], engine=engine, wrap=slow)
+    here.wait(len(engines))
+    here.sender.send_weights(timeout_s=5)
+    return replicas, links
+
+
+@pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "after it"])
+def test_a_receiver_that_answers_slowly_each_time_cannot_exceed_the_total(decided: bool) -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        (replica,), (link,) = joined(here, "slow")
+        version = here.sender.version
+        nudge(source)
+        link.delay_s = 0.5
+        began = time.monotonic()
+        with pytest.raises(TransportTimeout, match="total_timeout_s has passed"):
+            here.sender.send_weights(timeout_s=5, total_timeout_s=0.8 if decided else 0.3)
+        assert time.monotonic() - began < 1.5
+        assert here.sender.version == version + decided
+        link.delay_s = 0.0
+        here.wait(1)
+        assert here.sender.send_weights(timeout_s=5).receivers == 1
+        assert bits_equal(source, replica)
+
+
+def test_whoever_answers_in_time_stays_a_member() -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        replicas, links = joined(here, "slow", "quick")
+        nudge(source)
+        links[0].delay_s = 1.0
+        with pytest.raises(TransportTimeout, match=r"slow\[0/1\]: TransportTimeout"):
+            here.sender.send_weights(timeout_s=5, total_timeout_s=0.3)
+        assert here.sender.engines == {"quick"}
+        links[0].delay_s = 0.0
+        here.wait(2)
+        stats = here.sender.send_weights(timeout_s=5, total_timeout_s=30)
+        assert (stats.kind, stats.receivers) == ("delta", 2)
+        assert all(bits_equal(source, replica) for replica in replicas)
+
+
+def test_a_total_without_time_sends_nothing() -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        joined(here, "engine")
+        version = here.sender.version
+        with pytest.raises(TransportTimeout, match="before a version was decided"):
+            here.sender.send_weights(total_timeout_s=0)
+        assert (here.sender.version, here.sender.num_receivers) == (version, 1)
+        with pytest.raises(ConfigError, match="total_timeout_s is -1"):
+            here.sender.send_weights(total_timeout_s=-1)
+
+
+def test_ranks_of_a_trainer_have_a_total_too() -> None:
+    model = random_model(SHAPES, 0)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        with pytest.raises(SyncAborted, match=r"rank 1 of the trainer did not come in 0\.\d+ s"):
+            trainer.sender.send_weights(timeout_s=5, total_timeout_s=0.2)
+        began = time.monotonic()
+        with pytest.raises(SyncAborted, match="rank 0 of the trainer says nothing"):
+            trainer.ranks[1].send_weights(timeout_s=5, total_timeout_s=0.2)
+        assert time.monotonic() - began < 2
+
+
+def test_lost_receivers_raise_once_the_others_hold_the_version() -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        (stays, _), _ = joined(here, "stays", "leaves")
+        here.serving.pop("leaves/0").stop()
+        nudge(source)
+        with pytest.raises(ReceiversLost, match=r"v2 is held by 1, but .* leaves\[0/1\]") as caught:
+            here.sender.send_weights(timeout_s=5, on_lost="raise")
+        assert bits_equal(source, stays)
+        assert (caught.value.stats.version, caught.value.stats.receivers) == (2, 1)
+        nudge(source)
+        assert here.sender.send_weights(timeout_s=5, on_lost="raise").lost == {}
+
+
+def test_a_step_after_which_receivers_are_lost_raises_if_asked_to() -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        (stays, _), _ = joined(here, "stays", "leaves")
+        optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+        heard: list[object] = []
+        hook = sync_after_step(
+            optimizer, here.sender, on_lost="raise", callback=heard.append, total_timeout_s=30
+        )
+        here.serving.pop("leaves/0").stop()
+        for parameter in source.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(StepApplied, match=r"leaves\[0/1\]") as caught:
+            optimizer.step()
+        assert isinstance(caught.value.__cause__, ReceiversLost)
+        assert (hook.syncs, hook.failures, heard) == (1, 0, [hook.last_stats])
+        assert bits_equal(source, stays)
+        optimizer.step()
+        assert hook.syncs == 2
+    with pytest.raises(ConfigError, match="on_lost is 'shout'"):
+        sync_after_step(optimizer, here.sender, on_lost="shout")  # type: ignore[arg-type]
+
+
+def test_all_ranks_raise_for_lost_receivers() -> None:
+    model = random_model(SHAPES, 0)
+    with trainer_of(model, rows_of(model, 2)) as trainer, ThreadPoolExecutor(2) as threads:
+        for engine in ("stays", "leaves"):
+            trainer.add(random_model(SHAPES, 1), engine=engine)
+        trainer.wait(2)
+        trainer.outcomes()
+        trainer.serving.pop("leaves/0").stop()
+        calls = [threads.submit(one.send_weights, on_lost="raise") for one in trainer.ranks]
+        errors = [call.exception(10) for call in calls]
+        assert [type(error) for error in errors] == [ReceiversLost, ReceiversLost]
+        assert trainer.sender.num_receivers == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kernels": "torch"},
+        {"leave_out": ("b",)},
+        {"policy": Policy(chunk_numel=4)},
+        {"snapshot_device": "cpu"},
+        {"stream_id": "another"},
+        {"wire_dtypes": {"a": "bfloat16"}},
+    ],
+    ids=str,
+)
+def test_options_of_the_snapshot_and_the_stream_cannot_be_set_later(
+    changed: dict[str, object],
+) -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        before = here.sender.options
+        with pytest.raises(
+            ConfigError, match="cannot change now: make a new WeightSender"
+        ) as caught:
+            here.sender.options = SenderOptions.model_validate(changed)
+        name = "policy.chunk_numel" if "policy" in changed else next(iter(changed))
+        assert str(caught.value).startswith(name + " ")
+        assert here.sender.options is before
+
+
+def test_other_options_take_effect_with_the_next_sync() -> None:
+    source = random_model(SHAPES, 0)
+    with fleet(source) as here:
+        (replica,), _ = joined(here, "engine")
+        options = SenderOptions(policy=Policy(dense_above=0.0), compression="zstd")
+        here.sender.options = options
+        nudge(source)
+        here.sender.send_weights(timeout_s=5)
+        assert bits_equal(source, replica)
+        with pytest.raises(ConfigError, match="give SenderOptions"):
+            here.sender.options = {"compression": "zstd"}  # type: ignore[assignment]
+        assert here.sender.options is options
