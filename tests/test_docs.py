@@ -223,6 +223,22 @@ def test_commands_shown_exist() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_code_that_the_readme_names_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, order = text.partition("## How to read the code")
+    paths = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", order)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / "deltasync" / path).exists()] == []
+
+
+def test_packages_say_where_to_begin() -> None:
+    for path in sorted((ROOT / "deltasync").rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert text, path
+        named = re.findall(r"\b(\w+\.py)\b", text)
+        assert [name for name in named if not list(path.parent.rglob(name))] == [], path
+
+
 def test_collector_reads_marks_indents_and_languages() -> None:
     text = (
         "<!-- not-run: needs a GPU -->\n```python\na = 1\n```\n\n"

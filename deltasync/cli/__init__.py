@@ -1,4 +1,4 @@
-"""The command line: `deltasync COMMAND`, one file a command."""
+"""The command line: `deltasync COMMAND`, one file per command."""
 
 from __future__ import annotations
 

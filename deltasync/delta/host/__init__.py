@@ -1,4 +1,4 @@
-"""The back end of hosts: torch and numpy work on one parameter after another, on any devices.
+"""The back end that works parameter by parameter, with torch and numpy, on any device.
 
-Begin with `backend`. A sender's changes become payloads in `plans`; a receiver writes by `staging`.
+Begin with backend.py; plans.py packs at the sender, staging.py writes at the receiver.
 """

@@ -1,4 +1,4 @@
-"""What touches every element, chosen by device.
+"""Functions that touch every element, chosen by device.
 
 `host` and `reference` have the same functions, held together by a parity test. The kernels of
 `triton` go over a whole model in one launch; `delta.batched` calls them.
