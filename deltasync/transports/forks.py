@@ -18,8 +18,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
-from weakref import WeakMethod, WeakSet
+from types import MethodType
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 PARENTS_OWN = "this is of the process that forked this one; make another one here"
 
@@ -39,7 +40,7 @@ making = threading.RLock()
 No fork happens meanwhile, so that no child has a descriptor of which it does not know.
 """
 _closables: WeakSet[Closable] = WeakSet()
-_inert: set[WeakMethod[Callable[[], None]]] = set()
+_inert: WeakKeyDictionary[object, Callable[[Any], None]] = WeakKeyDictionary()
 _natives: WeakSet[object] = WeakSet()
 
 
@@ -55,7 +56,8 @@ def inert_in_children(forked: Callable[[], None]) -> None:
     It is called in a child by its only thread. It must not block or raise. Nothing that is shared
     with the parent may change, and locks may be held for good.
     """
-    _inert.add(WeakMethod(forked, _inert.discard))
+    assert isinstance(forked, MethodType)
+    _inert[forked.__self__] = forked.__func__
 
 
 def kept_in_children(native: _Native) -> _Native:
@@ -78,9 +80,8 @@ def new_socket(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
 def _end_in_child() -> None:
     for native in list(_natives):
         keep(native)
-    for method in list(_inert):
-        if (forked := method()) is not None:
-            forked()
+    for inert, forked in list(_inert.items()):
+        forked(inert)
     for closable in list(_closables):
         with contextlib.suppress(OSError):
             closable.close()

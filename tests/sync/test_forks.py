@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +20,18 @@ pytestmark = pytest.mark.timeout(200)
 
 KINDS = ["shared_memory", "collective"]
 ENDS = ["train", "serve"]
+
+UNCLOSED = """
+from torch import nn
+from deltasync import ModuleSource, WeightSender
+from deltasync.transports import inprocess
+
+class Run: ...
+
+run = Run()
+run.itself = run  # collected as the interpreter ends
+run.sender = WeightSender(ModuleSource(nn.Linear(2, 2)), inprocess.Sender())
+"""
 
 
 @contextmanager
@@ -62,3 +76,9 @@ def test_a_child_that_lives_on_keeps_no_dead_end_alive(
             with pytest.raises(ChildFailed, match=r"StepApplied.*(disconnected|PeerLost)"):
                 ends["train"].wait(timeout_s=10)
         assert time.monotonic() - died < 10
+
+
+def test_a_program_that_closes_nothing_ends_without_a_word() -> None:
+    command = [sys.executable, "-c", UNCLOSED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    assert done.stdout + done.stderr == ""
