@@ -171,7 +171,7 @@ class OtherRanks:
         sent = SentBuckets()
         for rank, said in answers.items():
             lost = {receiver: f"rank {rank} of the trainer: {why}" for receiver, why in said.lost}
-            sent.add(SentBuckets(said.num_buckets, said.payload_bytes, said.bucket_bytes, lost))
+            sent += SentBuckets(said.num_buckets, said.payload_bytes, said.bucket_bytes, lost)
         self.sent = {} if sent.lost else _added(self.asked, answers.values())
         return sent
 

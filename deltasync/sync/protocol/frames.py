@@ -29,12 +29,14 @@ class SentBuckets:
     bucket_bytes: int = 0
     lost: dict[str, str] = field(default_factory=dict)
 
-    def add(self, other: SentBuckets) -> None:
-        """Count what another rank has sent to the same receivers."""
-        self.num_buckets += other.num_buckets
-        self.payload_bytes += other.payload_bytes
-        self.bucket_bytes = max(self.bucket_bytes, other.bucket_bytes)
-        self.lost |= other.lost
+    def __add__(self, other: SentBuckets) -> SentBuckets:
+        """What two ranks have sent to the same receivers."""
+        return SentBuckets(
+            self.num_buckets + other.num_buckets,
+            self.payload_bytes + other.payload_bytes,
+            max(self.bucket_bytes, other.bucket_bytes),
+            self.lost | other.lost,
+        )
 
 
 class Emitter:

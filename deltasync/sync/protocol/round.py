@@ -174,10 +174,10 @@ class Round:
             self._packed()
         except TransportError as error:
             self._note_lost(error)
-        self._result.sent.add(emitter.sent)
+        self._result.sent = emitter.sent
         if self._peer_ranks is not None:
             theirs = self._peer_ranks.sent()
-            self._result.sent.add(theirs)
+            self._result.sent += theirs
             for member in self._session.participants.values():
                 if member.connection in theirs.lost:
                     self._session.failed(member.peer, theirs.lost[member.connection])
