@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
     from deltasync.sync.options import ReceiverOptions, SenderOptions
+    from deltasync.sync.protocol.receiver_session import ReceiverState
     from deltasync.sync.protocol.round import SyncPhase
-    from deltasync.sync.protocol.session import ReceiverState
     from deltasync.sync.receiver import WeightReceiver
     from deltasync.sync.sender import WeightSender
     from deltasync.sync.source.tensors import ModuleSource, NamedTensor, WeightSource
@@ -99,7 +99,7 @@ _HOMES = {
     "Patch": "deltasync.delta.patch",
     "Policy": "deltasync.delta.policy",
     "ReceiverOptions": "deltasync.sync.options",
-    "ReceiverState": "deltasync.sync.protocol.session",
+    "ReceiverState": "deltasync.sync.protocol.receiver_session",
     "ReloadedTarget": "deltasync.sync.target.reloaded",
     "RoutedTarget": "deltasync.sync.target.routed",
     "SenderOptions": "deltasync.sync.options",

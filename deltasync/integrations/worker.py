@@ -24,7 +24,7 @@ from deltasync.errors import (
 from deltasync.integrations.connection import Connection, SentTensors
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.proving import Proof, Upkeep
-from deltasync.sync.protocol.session import ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.module import WeightTarget

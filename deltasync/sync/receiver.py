@@ -32,7 +32,7 @@ from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.links import ReceiverLinks, rest_of
-from deltasync.sync.protocol.session import PATIENT, SERVES, ReceiverSession, ReceiverState, asleep
+from deltasync.sync.protocol.receiver_session import PATIENT, SERVES, ReceiverSession, ReceiverState
 from deltasync.sync.target.bound import BoundWeights, Scrub
 from deltasync.sync.target.module import EarlyCheck, WeightTarget
 from deltasync.transports import forks
@@ -81,8 +81,9 @@ class WeightReceiver(Closing):
         self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
         self.name = f"{engine}[{rank}/{world}]"
-        self._session = ReceiverSession(engine, world, 1 + len(lanes))
-        self._session.dirty = self._session.half_written = half_written
+        self._session = ReceiverSession(
+            engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
+        )
         self._stream = OwnStream()
         self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
         self._readers: list[BucketReader] = []
@@ -93,8 +94,7 @@ class WeightReceiver(Closing):
         self._early = EarlyCheck(target)
         self._attached = threading.Event()
         self._attached.set()
-        self._is_closed = False
-        self._is_unproved = False  # whether weights that were detached are as they were
+        self._is_closed, self._is_unproved = False, False  # weights were detached, may differ now
         self._lock = threading.RLock()  # held while weights are looked at or written
         forks.inert_in_children(self._forked)
 
@@ -103,7 +103,7 @@ class WeightReceiver(Closing):
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()
         self._caller.forked()
-        self._session.failed()
+        self._session.on("lost")
         self._staging = None
 
     @property
@@ -256,7 +256,7 @@ class WeightReceiver(Closing):
         then. Call `detach` first if that must not be.
         """
         with self._lock:
-            self._session.invalidate()
+            self._session.on("invalidated")
             self._synchronize()
 
     def detach(self) -> None:
@@ -267,7 +267,7 @@ class WeightReceiver(Closing):
         a sync. `stage` and `receive_weights` wait. Idempotent.
         """
         with self._lock:
-            self._session.detach()
+            self._session.on("detached")
             self._attached.clear()
             self._synchronize()
 
@@ -280,7 +280,7 @@ class WeightReceiver(Closing):
         """
         with self._lock:
             if self._session.detached:
-                self._session.attach()
+                self._session.on("attached")
                 self._is_unproved = True
             self._attached.set()
 
@@ -303,7 +303,7 @@ class WeightReceiver(Closing):
         """Leave membership if weights are not what they were when they were detached."""
         with self._lock:
             if not self._session.detached and not self._are_kept():
-                self._session.lost()
+                self._session.on("lost")
 
     def _are_kept(self) -> bool:
         """Whether weights that were detached are those that are held; looked at once."""
@@ -330,7 +330,7 @@ class WeightReceiver(Closing):
         )
         self._staging = None
         self._links.connect(hello, timeout_s=rest_of(deadline))
-        self._session.greet()
+        self._session.on("greeted")
 
     def _parameters(self, deadline: float) -> tuple[messages.Entry, ...]:
         """What the target holds, when it may be asked. Raises TransportTimeout, TransportClosed."""
@@ -353,7 +353,7 @@ class WeightReceiver(Closing):
             self._scrub_is_due = False
             name = self._scrub.check(self._weights.backend)
             if name is not None:
-                self._session.corrupted()
+                self._session.on("corrupted")
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
@@ -384,7 +384,7 @@ class WeightReceiver(Closing):
             case messages.Bucket() if self._session.declined is None:
                 self._stage_bucket(message, payload, lane)
             case messages.Prepare() if self._session.declined is not None and not lane:
-                self._reply(asleep(message.version))
+                self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
             case messages.Abort():
@@ -400,7 +400,6 @@ class WeightReceiver(Closing):
         self._weights = BoundWeights(specs, flats, self._options, self._stream)
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
-        self._session.set_layout_hash(messages.layout_hash(specs))
         self._reply(self._weights.held(half_written=self._session.half_written))
 
     def _begin(self, begin: messages.Begin) -> None:
@@ -410,7 +409,9 @@ class WeightReceiver(Closing):
         for reader in self._readers:
             reader.begin(budget)
         loader = self._target.loader() if begin.base_version is None else None
-        self._staging = self._weights.applier(begin, loader, writing=self._session.writing)
+        self._staging = self._weights.applier(
+            begin, loader, writing=lambda: self._session.on("writing")
+        )
         if self._is_undivided:
             self._early.make(max_age_s=_EARLY_S)
 
@@ -432,7 +433,7 @@ class WeightReceiver(Closing):
         if not self._early.is_made:
             self._target.check_unmoved()
         began = time.perf_counter()
-        self._session.writing()
+        self._session.on("writing")
         try:
             digest = staging.commit()
             if digest != staging.ledger.total:
@@ -440,7 +441,7 @@ class WeightReceiver(Closing):
             if not isinstance(staging, Loading):  # which has finished before it read back
                 changed = staging.ledger.changed_since(self._weights.backend.ledger)
                 self._target.finish(None if self._session.heals else changed)
-            self._session.committed()
+            self._session.on("committed")
         except BaseException:
             self._undo(staging)
             raise
@@ -455,11 +456,10 @@ class WeightReceiver(Closing):
 
     def _undo(self, staging: Applier) -> None:
         """Put the old version back; the weights stay dirty unless that is proved to be done."""
-        # torch's own failures are RuntimeErrors; memory may be what is lacking.
-        with suppress(DeltaSyncError, RuntimeError, MemoryError):
+        with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
             staging.undo()
             self._target.finish()
-            self._session.restored()
+            self._session.on("restored")
 
     def _wait_for_engine(self, staging: Applier) -> None:
         """Learn whether the engine's other ranks have committed too."""

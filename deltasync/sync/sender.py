@@ -28,7 +28,7 @@ from deltasync.sync.outcome import Joined, Synced, stats_of
 from deltasync.sync.protocol.link import SenderLink
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
-from deltasync.sync.protocol.session import Member, SenderSession
+from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
@@ -403,7 +403,7 @@ class WeightSender(Closing):
     def _forget(self, *members: Member) -> None:
         """They have to greet again; digests tell what they miss."""
         for member in members:
-            self._session.members.pop(member.peer)
+            self._session.left(member.peer)
             self._link.drop(member.peer)
 
     def _nobody(self) -> NoReceivers | SyncAborted | TransportTimeout:

@@ -17,7 +17,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
-from deltasync.sync.protocol.session import ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.transports import forks
 

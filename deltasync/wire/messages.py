@@ -170,6 +170,11 @@ class Layout(_Parameters):
     version: Version
     digest: Digest
 
+    @property
+    def hash(self) -> str:
+        """What names it in `begin`: SHA-256 of its entries as compact JSON, hexadecimal."""
+        return _hash(self.parameters)
+
 
 class Held(_Message):
     """The digest of what a receiver holds of the layout.
@@ -336,9 +341,12 @@ def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:
 
 
 def layout_hash(specs: tuple[ParameterSpec, ...]) -> str:
-    """What names a layout in `begin`: SHA-256 of its entries as compact JSON, hexadecimal."""
-    data = TypeAdapter(tuple[Entry, ...]).dump_json(entries(specs))
-    return hashlib.sha256(data).hexdigest()
+    """`Layout.hash` of these parameters."""
+    return _hash(entries(specs))
+
+
+def _hash(entries: tuple[Entry, ...]) -> str:
+    return hashlib.sha256(TypeAdapter(tuple[Entry, ...]).dump_json(entries)).hexdigest()
 
 
 def digest_text(digest: int) -> str:

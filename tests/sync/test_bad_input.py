@@ -31,7 +31,7 @@ from deltasync.errors import (
     WireError,
     WrongStream,
 )
-from deltasync.sync.protocol.session import ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire import messages
 from deltasync.wire.compression import compress
@@ -444,7 +444,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 def test_an_aborted_sync_leaves_a_receiver_that_was_dirty_as_it_was_and_waiting() -> None:
     """Nothing was written: the sender tries again, without whoever failed."""
     hand = Hand(OPTIONS.model_copy(update={"stall_timeout_s": 20.0}))
-    hand.receiver._session.corrupted()
+    hand.receiver._session.on("corrupted")
     began, gave_up = begin(base_version=None), Abort(version=NEXT, reason="")
     error = hand.say([layout(), welcome(full=True), began, gave_up])
     assert type(error) is TransportTimeout

@@ -15,7 +15,7 @@ from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread
 from deltasync.errors import CallOrderError, ConfigError, SyncAborted
 from deltasync.integrations.connection import Connection
 from deltasync.integrations.worker import Worker
-from deltasync.sync.protocol.session import ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.sender import WeightSender
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.address import Address
@@ -236,7 +236,7 @@ def test_a_dirty_receiver_that_is_to_be_healed_is_not_sent_away_by_an_abort() ->
     here = Fleet(source)
     try:
         innocent = here.add(good, engine="good", options=STAGED)
-        innocent.receiver._session.corrupted()
+        innocent.receiver._session.on("corrupted")
         here.add(bad, engine="bad", options=STAGED)
         here.wait(2)
         here.link.lose_at("prepare", here, "bad/0")

@@ -35,7 +35,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
-from deltasync.sync.protocol.session import ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode

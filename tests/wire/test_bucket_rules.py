@@ -24,12 +24,12 @@ from deltasync.errors import (
     TruncatedFrame,
     UnknownCodec,
 )
-from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.wire import messages as m
 from deltasync.wire.digest import digest_at, seed
 from deltasync.wire.frame import decode
 from deltasync.wire.table import ROW
-from tests.golden.make_golden import FOLDER, MESSAGES
+from tests.golden.make_golden import FOLDER
 from tests.wire import reference
 from tests.wire.raises import exactly
 
@@ -245,12 +245,14 @@ def test_w15_applying_twice_equals_once() -> None:
 
 def staging() -> ReceiverSession:
     session = ReceiverSession("e")
-    session.greet()
-    for name in ("layout", "welcome"):
-        session.on(decode((FOLDER / f"{name}.bin").read_bytes())[0])
-    session.version = 7
-    session.set_layout_hash(MESSAGES["begin"]["layout_hash"])
-    session.on(decode((FOLDER / "begin.bin").read_bytes())[0])
+    session.on("greeted")
+    layout, welcome, begin = (
+        decode((FOLDER / f"{name}.bin").read_bytes())[0] for name in ("layout", "welcome", "begin")
+    )
+    assert isinstance(layout, m.Layout)
+    session.on(layout.model_copy(update={"version": 7}))
+    session.on(welcome)
+    session.on(begin.model_copy(update={"layout_hash": layout.hash}))
     return session
 
 

@@ -1,4 +1,4 @@
 """Which message may come when, and how one version is decided.
 
-Begin with session.py (the states of both ends), then round.py and lobby.py.
+Begin with receiver_session.py and sender_session.py (a table for each end), then round.py.
 """

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.backend import Digests
 from deltasync.errors import LayoutMismatch
-from deltasync.sync.protocol.session import Member
+from deltasync.sync.protocol.sender_session import Member
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 

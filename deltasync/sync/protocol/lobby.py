@@ -26,7 +26,7 @@ from deltasync.sync.protocol.agreement import (
     peers_with_wrong_digest,
 )
 from deltasync.sync.protocol.link import SenderLink, reason_of
-from deltasync.sync.protocol.session import Member
+from deltasync.sync.protocol.sender_session import Member
 from deltasync.sync.source.layout import SentLayout, check_engine
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (

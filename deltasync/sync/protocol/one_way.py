@@ -16,7 +16,7 @@ from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter, inflated
-from deltasync.sync.protocol.session import ReceiverSession, ReceiverState
+from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
@@ -90,7 +90,7 @@ class OneWayReader:
     def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_payload_bytes = max_payload_bytes
         self._session = ReceiverSession("file")
-        self._session.greet()
+        self._session.on("greeted")
         self._buckets = BucketReader(())
         self.layout: Layout | None = None
         self.specs: tuple[ParameterSpec, ...] = ()
@@ -146,7 +146,6 @@ class OneWayReader:
     def _bind(self, layout: Layout) -> None:
         self.layout, self.specs = layout, layout.specs()
         self._buckets = BucketReader(self.specs)
-        self._session.set_layout_hash(layout_hash(self.specs))
 
     def _begin(self, begin: Begin) -> None:
         if self.layout is None or self.begin is not None:

@@ -14,7 +14,8 @@ from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.agreement import digest_checks, peers_with_wrong_digest
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.link import SenderLink, reason_of
-from deltasync.sync.protocol.session import DETACHED, Member, SenderPhase, SenderSession
+from deltasync.sync.protocol.receiver_session import DETACHED
+from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession
 from deltasync.sync.source.layout import SentLayout
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (

@@ -1,0 +1,191 @@
+"""The sender's end of a sync as a table: what may come when, and what follows. Does no I/O.
+
+`SENDER`, at the end, has it all, and docs/wire-format.md shows it with a diagram. What it does not
+allow raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.errors import CallOrderError
+from deltasync.sync.protocol.table import Rule, by_state
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A receiver as its sender knows it.
+
+    Attributes:
+        peer: Its number at the transport.
+        engine, rank, world: Which engine it serves, and its place there.
+        holds: Numbers of the layout's parameters that it holds something of; None for all.
+        copies: If it holds parts: uint64[parameters], how often the ranks of its engine that do so
+            hold each parameter, all together.
+        connection: What names it on the lanes of the trainer's other ranks, if there are any.
+    """
+
+    peer: int
+    engine: str
+    rank: int = 0
+    world: int = 1
+    holds: frozenset[int] | None = None
+    copies: NDArray[np.uint64] | None = field(default=None, compare=False)
+    connection: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.engine}[{self.rank}/{self.world}]"
+
+
+class SenderPhase(Enum):
+    """Where the sender stands in a sync."""
+
+    IDLE = auto()  # no sync is under way
+    STAGING = auto()  # participants stage a version that is not decided
+    DECIDED = auto()  # the version is final; participants write it
+
+
+@dataclass
+class SenderSession:
+    """Who takes part, and what may be decided. The unit of failure is the engine.
+
+    Attributes:
+        version: The last version decided.
+        members: Those that hold it, by peer.
+        failures: Why participants of the current sync failed, by peer.
+    """
+
+    version: int = 0
+    phase: SenderPhase = SenderPhase.IDLE
+    members: dict[int, Member] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    participants: dict[int, Member] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _offered: int = 0
+
+    def captured(self) -> None:
+        """A new version was taken from the source; nobody holds it yet."""
+        self._on("captured")
+        self.version += 1
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """Receivers hold the version already: they are members."""
+        self._on("admit")
+        self.members.update({member.peer: member for member in members})
+
+    def left(self, peer: int) -> None:
+        """A member is none any more."""
+        self._on("left")
+        self.members.pop(peer)
+
+    def begin(self, participants: Iterable[Member], *, version: int) -> None:
+        """A sync to `version` begins."""
+        self._on("begin", version)
+        self.participants = {member.peer: member for member in participants}
+        self._done, self.failures, self._offered = set(), {}, version
+
+    def prepared(self, peer: int) -> None:
+        """A participant can commit, and would arrive at the sender's digest."""
+        self._on("prepared")
+        self._done.add(self.participants[peer].peer)
+
+    def failed(self, peer: int, reason: str) -> None:
+        """A participant failed."""
+        self._on("failed")
+        self.failures.setdefault(self.participants[peer].peer, reason)
+        self._done.discard(peer)
+
+    def decide(self) -> None:
+        """The version is final. Raises CallOrderError unless every participant has prepared."""
+        self._on("decide")
+        self.version, self._done = self._offered, set()
+
+    def abort(self, asleep: Collection[int] = ()) -> list[Member]:
+        """The version will never be. Returns who has to leave: every rank of a failed engine.
+
+        Peers that are `asleep` have failed, and need not leave for that.
+        """
+        self._on("abort")
+        return self._leave(asleep)
+
+    def committed(self, peer: int) -> None:
+        """A participant has written the version and read back the sender's digest."""
+        self._on("committed")
+        self._done.add(self.participants[peer].peer)
+
+    def undone(self) -> tuple[str, ...]:
+        """Engines of which a rank has not committed: their other ranks undo."""
+        self._on("undone")
+        missing = set(self.participants) - self._done
+        return tuple(sorted({self.participants[peer].engine for peer in missing}))
+
+    def finish(self) -> list[Member]:
+        """The sync is over. Returns who has to leave: every rank of an undone engine."""
+        self._on("finish")
+        for peer in set(self.participants) - self._done:
+            self.failures.setdefault(peer, "did not commit")
+        leaving = self._leave()
+        gone = {member.peer for member in leaving}
+        self.members.update({peer: m for peer, m in self.participants.items() if peer not in gone})
+        return leaving
+
+    def _leave(self, asleep: Collection[int] = ()) -> list[Member]:
+        engines = {self.participants[peer].engine for peer in self.failures if peer not in asleep}
+        leaving = [m for m in self.participants.values() if m.engine in engines]
+        for member in leaving:
+            self.members.pop(member.peer, None)
+        return leaving
+
+    def _on(self, event: str, *said: object) -> None:
+        """Go where the table leads. Raises CallOrderError, and changes nothing then."""
+        for rule in SENDER[self.phase].get(event, ()):
+            if rule.do is not None:
+                rule.do(self, *said)
+            assert rule.then is not None
+            self.phase = rule.then
+            return
+        raise CallOrderError(f"{event} while {self.phase.name}")
+
+    # What the table asks for. The documentation shows the docstrings.
+
+    def _check_nobody_misses(self) -> None:
+        """Refused if there are members."""
+        if self.members:
+            raise CallOrderError("members would miss the version")
+
+    def _check_not_older(self, version: int) -> None:
+        """Refused for an older version than the last."""
+        if version < self.version:
+            raise CallOrderError(f"v{version} after v{self.version}")
+
+    def _check_all_prepared(self) -> None:
+        """Refused unless every participant has prepared, and there is one."""
+        if not self.participants or self._done != set(self.participants):
+            raise CallOrderError("not every participant has prepared")
+
+
+def _rules() -> list[Rule[SenderPhase]]:
+    idle, staging, decided = SenderPhase
+    s = SenderSession
+    return [
+        Rule((idle,), "captured", do=s._check_nobody_misses),
+        Rule((idle,), "admit"),
+        Rule((idle,), "begin", staging, do=s._check_not_older),
+        Rule((staging,), "prepared"),
+        Rule((staging, decided), "failed"),
+        Rule((staging,), "decide", decided, do=s._check_all_prepared),
+        Rule((staging,), "abort", idle),
+        Rule((decided,), "committed"),
+        Rule((decided,), "undone"),
+        Rule((decided,), "finish", idle),
+        Rule((idle, staging, decided), "left"),
+    ]
+
+
+SENDER = by_state(_rules())
+"""Which methods of a `SenderSession` may be called in a phase, and the phase that follows."""

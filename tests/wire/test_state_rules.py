@@ -1,0 +1,273 @@
+"""Rule W26 of docs/wire-format.md: messages and events that the tables do not have are refused."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+import deltasync
+from deltasync.errors import CallOrderError, DeltaSyncError, ProtocolViolation
+from deltasync.sync.protocol.receiver_session import (
+    RECEIVER,
+    Event,
+    ReceiverSession,
+    ReceiverState,
+)
+from deltasync.sync.protocol.sender_session import SENDER, Member, SenderPhase, SenderSession
+from deltasync.sync.protocol.table import Rule
+from deltasync.wire import messages as m
+from deltasync.wire.frame import decode
+from tests.golden.make_golden import FOLDER, MESSAGES
+from tests.golden.make_tables import DOCUMENT, RECEIVER_RULES, SENDER_RULES, page_with
+
+PACKAGE = Path(deltasync.__file__).parent
+EVENTS: tuple[Event, ...] = get_args(Event)
+LAYOUT = m.Layout(stream_id="run", version=1, parameters=(), digest="0" * 16)
+
+
+def begin(base: int | None) -> m.Begin:
+    return m.Begin(
+        stream_id="run",
+        version=2,
+        base_version=base,
+        layout_hash=LAYOUT.hash,
+        sparse_bytes=0,
+        dense_bytes=0,
+        timeout_s=60.0,
+    )
+
+
+def bucket(version: int, sequence: int) -> m.Bucket:
+    return m.Bucket(version=version, sequence=sequence, num_rows=1, raw_bytes=1, compression="none")
+
+
+# Of each message what fits at some moment, and what fits at none: of a version that never comes.
+SAID: list[m.Message] = [
+    LAYOUT,
+    m.Welcome(full_sync=()),
+    m.Welcome(full_sync=("a",)),
+    m.Upcoming(version=2),
+    *(begin(base) for base in (None, 1)),
+    *(bucket(version, 0) for version in (2, 9)),
+    *(m.Prepare(version=version, num_buckets=1) for version in (2, 9)),
+    *(m.Commit(version=version) for version in (2, 9)),
+    *(m.Finish(version=version, undo=undo) for version in (2, 9) for undo in ((), ("a",))),
+    *(m.Abort(version=version, reason="") for version in (2, 9)),
+]
+ALL_KINDS = [decode((FOLDER / f"{name}.bin").read_bytes())[0] for name in MESSAGES]
+
+
+def seen(session: ReceiverSession | SenderSession) -> tuple[object, ...]:
+    """All of a session, to be compared; messages by identity."""
+    values = vars(session).values()
+    return tuple(id(value) if isinstance(value, BaseModel) else str(value) for value in values)
+
+
+def copied(session: ReceiverSession) -> ReceiverSession:
+    return replace(session, _next_bucket=[*session._next_bucket])
+
+
+def rule_for(session: ReceiverSession, what: m.Message | Event, lane: int) -> Rule[Any] | None:
+    """What the table says."""
+    is_local, begun = isinstance(what, str), session.begun
+    if not (is_local or begun is None or getattr(what, "version", None) == begun.version):
+        return None
+    kind = what if is_local else type(what)
+    for rule in RECEIVER[session.state].get(kind, ()):
+        if rule.when is None or rule.when(session, what, lane):
+            return rule
+    return None
+
+
+def may_raise(rule: Rule[Any] | None) -> bool:
+    return rule is not None and rule.do is not None
+
+
+def follow(session: ReceiverSession, what: m.Message | Event, lane: int) -> Rule[Any] | None:
+    """The rule that was followed; checks that it leads where it says, or that nothing changed."""
+    before, state = seen(session), session.state
+    rule = rule_for(session, what, lane)
+    try:
+        session.on(what, lane=lane)
+    except DeltaSyncError as error:
+        assert seen(session) == before, "what was refused has changed something"
+        expected = CallOrderError if isinstance(what, str) else ProtocolViolation
+        return None if type(error) is expected or may_raise(rule) else pytest.fail(str(error))
+    assert rule is not None, f"{what} while {state}"
+    assert session.state is (rule.then or state)
+    assert {name: getattr(session, name) for name in rule.sets} == rule.sets
+    return rule
+
+
+def walk(
+    world: int, lanes: int, events: Sequence[Event]
+) -> tuple[list[Rule[Any]], list[ReceiverSession]]:
+    """The rules followed on all ways from the beginning, and a session of each kind met."""
+    first = ReceiverSession("a", world, lanes)
+    met, to_do = {seen(first): first}, [first]
+    followed: dict[int, Rule[Any]] = {}
+    while to_do:
+        session = to_do.pop()
+        for what in (*SAID, *events):
+            for lane in range(lanes):
+                after = copied(session)
+                rule = follow(after, what, lane)
+                if rule is None:
+                    continue
+                followed[id(rule)] = rule
+                if (now := seen(after)) not in met:
+                    met[now] = after
+                    to_do.append(after)
+    return list(followed.values()), list(met.values())
+
+
+@pytest.fixture(scope="module")
+def walked() -> list[tuple[list[Rule[Any]], list[ReceiverSession]]]:
+    return [walk(1, 1, EVENTS), walk(2, 1, EVENTS), walk(1, 2, ("greeted", "committed", "lost"))]
+
+
+Walked = list[tuple[list[Rule[Any]], list[ReceiverSession]]]
+
+
+def test_w26_every_line_is_followed_and_leads_where_it_says(walked: Walked) -> None:
+    followed = {id(rule) for rules, _ in walked for rule in rules}
+    lines = [rule for table in RECEIVER.values() for rules in table.values() for rule in rules]
+    assert [rule for rule in lines if id(rule) not in followed] == []
+
+
+def test_w26_every_message_that_a_state_has_no_line_for_is_refused(walked: Walked) -> None:
+    for state in ReceiverState:
+        session = next(s for _, met in walked for s in met if s.state is state and not s.detached)
+        for what in ALL_KINDS:
+            if type(what) not in RECEIVER.get(state, {}):
+                before = seen(session)
+                with pytest.raises(ProtocolViolation):
+                    session.on(what)
+                assert seen(session) == before
+
+
+def test_w26_what_holds_at_every_moment(walked: Walked) -> None:
+    for session in (session for _, met in walked for session in met):
+        is_under_way = session.state in set(ReceiverState) - {
+            ReceiverState.OUTSIDE,
+            ReceiverState.JOINING,
+            ReceiverState.WAITING,
+            ReceiverState.READY,
+        }
+        assert is_under_way == (session.begun is not None)
+        assert session.declined is None or session.state is ReceiverState.READY
+        assert session.version is not None or session.state is not ReceiverState.READY
+        if session.detached:
+            assert session.state in (
+                ReceiverState.OUTSIDE,
+                ReceiverState.JOINING,
+                ReceiverState.READY,
+            )
+        assert session.state is not ReceiverState.COMMITTED or session.world > 1
+
+
+def member(peer: int) -> Member:
+    return Member(peer, "a")
+
+
+def staging() -> SenderSession:
+    session = SenderSession()
+    session.admit([member(0)])
+    session.begin([member(0)], version=1)
+    return session
+
+
+def ready_to_decide() -> SenderSession:
+    session = staging()
+    session.prepared(0)
+    return session
+
+
+def decided() -> SenderSession:
+    session = ready_to_decide()
+    session.decide()
+    return session
+
+
+SENDERS: list[Callable[[], SenderSession]] = [SenderSession, staging, ready_to_decide, decided]
+CALLS: dict[str, Callable[[SenderSession], object]] = {
+    "captured": SenderSession.captured,
+    "admit": lambda session: session.admit([member(0)]),
+    "left": lambda session: session.left(next(iter(session.members), 0)),
+    "begin": lambda session: session.begin([member(0)], version=session.version),
+    "prepared": lambda session: session.prepared(0),
+    "failed": lambda session: session.failed(0, "why"),
+    "decide": SenderSession.decide,
+    "abort": SenderSession.abort,
+    "committed": lambda session: session.committed(0),
+    "undone": SenderSession.undone,
+    "finish": SenderSession.finish,
+}
+
+
+@pytest.mark.parametrize("make", SENDERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("event", CALLS)
+def test_w26_a_sender_goes_where_its_table_says(
+    make: Callable[[], SenderSession], event: str
+) -> None:
+    session = make()
+    if event == "left" and not session.members:
+        session.admit([member(0)])
+    before, rules = seen(session), SENDER[session.phase].get(event, ())
+    try:
+        CALLS[event](session)
+    except CallOrderError:
+        assert seen(session) == before
+        assert not rules or rules[0].do is not None
+    else:
+        assert [rule.then for rule in rules] == [session.phase]
+
+
+def test_the_tables_name_what_there_is() -> None:
+    kinds = [rule.on for rule in RECEIVER_RULES]
+    assert {on for on in kinds if isinstance(on, str)} == set(EVENTS)
+    names = {field.name for field in fields(ReceiverSession)}
+    assert {name for rule in RECEIVER_RULES for name in rule.sets} <= names - {"state"}
+    public = {name for name in vars(SenderSession) if not name.startswith("_")}
+    attributes = {field.name for field in fields(SenderSession)}
+    assert {rule.on for rule in SENDER_RULES} == public - attributes == set(CALLS)
+    assert set(RECEIVER) == set(ReceiverState)
+    assert set(SENDER) == set(SenderPhase)
+
+
+def test_the_page_shows_the_tables() -> None:
+    page = DOCUMENT.read_text()
+    assert page == page_with(page), "python -m tests.golden.make_tables"
+
+
+def assigned_in(path: Path) -> Iterator[tuple[str, str]]:
+    """(function, target) of each assignment to an attribute."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield function.name, ast.unparse(node)
+
+
+def test_a_state_has_one_door() -> None:
+    protocol = PACKAGE / "sync" / "protocol"
+    for name, door, target in [
+        ("receiver_session.py", "on", "self.state"),
+        ("sender_session.py", "_on", "self.phase"),
+    ]:
+        doors = {where for where, what in assigned_in(protocol / name) if what == target}
+        assert doors == {door}
+    from_outside = [
+        (path.name, where, what)
+        for path in PACKAGE.rglob("*.py")
+        for where, what in assigned_in(path)
+        if "session." in what
+    ]
+    assert from_outside == []
