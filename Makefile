@@ -24,9 +24,10 @@ INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/deltasync demo
 
-# Two files at once: many tests wait for other processes, and some take gigabytes.
+# Three files at once keep two cores busy: many tests wait for other processes. Not more, since
+# some take gigabytes.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
