@@ -76,7 +76,7 @@ class TrainerEnd:
         place = group.folder / f"lane{group.rank}"
         lane, address = listen(group.plan.link, group.device, place)
         group.told(address)
-        hub, world = group.folder / "group", group.plan.trainers
+        hub, world = group.folder / "calls", group.plan.trainers
         source = ModuleSource(module)
         self._sender: WeightSender | TrainerRank
         if group.rank == 0:

@@ -17,4 +17,4 @@ def test_every_case_is_recorded_and_few_bytes_travel() -> None:
     ]
     assert results[0].bytes >= 2 * results[0].numel
     assert results[-1].met
-    assert "a tenth of everything" in make_markdown(results)
+    assert "a tenth of the model" in make_markdown(results)
