@@ -2,12 +2,12 @@
 
 * DeltaSyncError
   + ConfigError(ValueError)        fix the configuration or the call
-    - CallOrderError               this call has its place after another one; correct the order
+    - CallOrderError               calls in the wrong order; correct the order
   + WireError(ValueError)          the bytes are wrong: nothing of them was written
     - TruncatedFrame               fewer or more bytes than the frame declares
     - BadMagic                     not a deltasync frame
     - UnsupportedVersion           a format version this build does not read
-    - ChecksumMismatch             the header was damaged on its way
+    - ChecksumMismatch             the header was damaged in transit
     - MalformedMessage             unknown kind, missing, extra or mistyped field
     - UnknownCodec                 a codec or compression id outside the closed table
     - UnknownDtype                 a dtype code outside the closed table
@@ -33,7 +33,7 @@
     - TransportTimeout(TimeoutError) the peer was too slow
     - PeerLost(ConnectionError)    the other process is gone; connect again
     - TransportClosed              this end was closed
-    - TransportUnavailable         not on this machine; the text names the way out
+    - TransportUnavailable         not on this machine; the text says what to use instead
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class ConfigError(DeltaSyncError, ValueError):
 
 
 class CallOrderError(ConfigError):
-    """A call that makes no sense now, such as `commit` before `stage`."""
+    """A call in the wrong order, such as `commit` before `stage`."""
 
 
 class WireError(DeltaSyncError, ValueError):
     """Received bytes break the wire format. Nothing of them was written.
 
-    Nor anything else, unless the sync is written in place, as one larger than `max_staged_bytes`
-    is: buckets before the bad one are written then. The receiver `is_dirty`, refuses to serve, and
-    heals by a full sync.
+    If the sync is written in place, as one larger than `max_staged_bytes` is, buckets before the
+    bad one were written: the receiver `is_dirty` and refuses to serve until a full sync. Otherwise
+    nothing was written.
     """
 
 
@@ -119,7 +119,7 @@ class LayoutMismatch(SyncError):
 
 
 class SourceChanged(SyncError):
-    """A parameter changed its shape, or appeared or vanished, under the sender."""
+    """A parameter of the source changed its shape, appeared or disappeared."""
 
 
 class TargetMoved(SyncError):
@@ -167,8 +167,8 @@ class SyncAborted(SyncError):
     """No receiver took the version: none was decided, or all were lost after it. Send again.
 
     Attributes:
-        may_follow: At a receiver: nothing was written, it is a member still, and the sender may try
-            the same version again at once, without whoever failed. Call `stage` again.
+        may_follow: At a receiver: nothing was written, it is still a member, and the sender may
+            retry the same version at once without the receiver that failed. Call `stage` again.
     """
 
     def __init__(self, message: str, *, may_follow: bool = False) -> None:
@@ -199,11 +199,11 @@ class StepApplied(SyncError):
 
 
 class EngineFailed(SyncError):
-    """An engine did not do what it was asked. The text is what it said.
+    """An engine did not do what it was asked to do. The message is the engine's.
 
     Attributes:
-        status: Of its answer over HTTP; None otherwise.
-        error: Name of the exception that a worker raised; empty where the engine alone has spoken.
+        status: HTTP status of its response; None otherwise.
+        error: Name of the exception that a worker raised; empty if only the engine responded.
     """
 
     def __init__(self, message: str, *, status: int | None = None, error: str = "") -> None:

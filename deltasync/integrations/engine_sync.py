@@ -1,4 +1,4 @@
-"""The trainer's end of an engine whose workers connect to it, whichever engine that is."""
+"""The trainer's end for any engine whose workers connect to the trainer."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _RETURN_S = 2.0
 
 
 class Server(Protocol):
-    """The calls that reach every worker of an engine. Each returns when all have done it."""
+    """Calls that reach every worker of an engine. Each returns when all workers are done."""
 
     def connect(self, connection: dict[str, Any], /) -> object:
-        """Let workers connect to a trainer, and end a connection they have. JSON."""
+        """Let workers connect to a trainer, instead of an earlier one. The argument is JSON."""
         ...
 
     def update(self, version: int, /) -> object:
@@ -55,47 +55,47 @@ class Server(Protocol):
         ...
 
     def name(self, version: int, /) -> object:
-        """Call the weights that the engine holds by a version."""
+        """Name the weights that the engine holds with a version."""
         ...
 
     def disconnect(self) -> object:
-        """Let workers end their connection, if they have one."""
+        """Let workers close their connection, if they have one."""
         ...
 
 
 class EngineSync(Closing):
-    """Keeps an engine at a trainer's weights.
+    """Sends a trainer's weights to a running engine.
 
-    Workers receive and stage while they generate. When a version is decided the trainer asks for an
-    update, in which they only write. Once all have, its version becomes the engine's weight
-    version. A full sync, and a delta too large to be staged, is received and written within the
-    update; if that breaks off, weights are a mixture. Generation stays paused after that, and after
-    each update that raises, until a later one has healed them.
+    Workers receive and stage while they generate. When a version is decided, the trainer asks for
+    an update, in which the workers only write. When all have written, the version becomes the
+    engine's weight version. Full syncs, and deltas too large to stage, are received and written
+    within the update; if that breaks off, the weights are a mixture of versions. Generation stays
+    paused after that, and after each update that raises, until a later update repairs the weights.
 
     Use it as a context manager, or `close` it.
 
     Args:
         source: The trainer's parameters, by checkpoint name.
         server: Reaches the engine. While `send_weights` runs, a thread of this object calls it.
-        transport: Of `shared_memory`, `cuda_ipc` or `collective`, listening. Owned from now on.
-        workers: Processes of the engine that hold weights: tensor times pipeline times data
+        transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
+        workers: Number of engine processes that hold weights: tensor times pipeline times data
             parallel.
-        paused: Makes the context in which an update is asked for: pauses generation, and resumes.
-        without_routes: What workers do that keep weights in another layout than they were loaded
-            in, or compute what they keep. "refuse": `connect` raises, and names one. "reload", of
-            vLLM alone: they keep a copy of the whole checkpoint on the host, which is brought up to
-            date and loaded again in each update.
-        keep: Patterns (`visual.*`) of checkpoint tensors that engines may keep as they were started
-            on. Without it `connect` raises for weights that the trainer does not send.
-        unproved: What workers do that cannot prove that an update reaches everything which they
-            compute with. "refuse": `connect` raises, and says why. "accept_stale_weights": they
-            prove nothing, and may go on to compute with old weights in some places.
-        max_staged_bytes: Memory in each worker for a version that is not written yet.
-        options: Of the sender.
+        paused: Returns the context manager that pauses generation during an update and resumes it.
+        without_routes: What to do if a worker keeps weights in another layout than they were
+            loaded in, or computes what it keeps. "refuse": `connect` raises and names one.
+            "reload" (vLLM only): workers keep a copy of the whole checkpoint on the host, which is
+            updated and reloaded in each update.
+        keep: Patterns (`visual.*`) of checkpoint tensors that the engine may keep from its start.
+            Without it, `connect` raises if the trainer does not send a tensor.
+        unproved: What to do if a worker cannot prove that updates reach everything that it computes
+            with. "refuse": `connect` raises and says why. "accept_stale_weights": workers prove
+            nothing, and may compute with old weights in some places.
+        max_staged_bytes: Memory in each worker for a version before it is written.
+        options: Options of the sender.
         timeout_s: For each wait, here and in the workers.
-        group: The other ranks of the trainer, if it has several. This is rank 0 then, and the
-            others use a `TrainerRank` each, with a transport that workers reach too. What fails
-            here in `send_weights`, the engine's part included, raises SyncAborted there.
+        group: The other ranks of the trainer, if it has several. This end is then rank 0, and every
+            other rank uses a `TrainerRank` with a transport that workers can reach. If
+            `send_weights` fails here, including the engine's part, it raises SyncAborted there.
     """
 
     def __init__(
@@ -146,18 +146,18 @@ class EngineSync(Closing):
         self._calls = ThreadPoolExecutor(1)
 
     def connect(self) -> None:
-        """Let the engine's workers connect, anew if they were connected.
+        """Connect the engine's workers, or reconnect them.
 
-        `send_weights` does so itself when workers are missing, and after an update that failed.
-        The first time the trainer's other ranks have to be in theirs.
+        `send_weights` does this itself if workers are missing, and after a failed update. The first
+        time, the trainer's other ranks must be in their `send_weights`.
 
         Raises:
-            ConfigError: A worker cannot take part; the text is the worker's own.
-            DirtyReceiver: A worker's proof could not put back the engine's own weights. Generation
-                is paused, and stays so: restart the engine, which the next call connects then.
-            EngineFailed: The engine, or a worker, raises something else; the text names its type.
-            TransportTimeout: Workers do not come, or the engine's last update has not ended.
-            SyncAborted: A rank of the trainer does not.
+            ConfigError: A worker cannot take part; the message is the worker's own.
+            DirtyReceiver: A worker's proof could not restore the engine's own weights. Generation
+                stays paused: restart the engine, and the next call connects it.
+            EngineFailed: The engine or a worker raised another error; the message names its type.
+            TransportTimeout: Workers did not connect, or the engine's last update has not ended.
+            SyncAborted: Another rank of the trainer did not call `send_weights`.
         """
         with self._caller.call():
             self._limit = CallTimeout(self._timeout_s)
@@ -237,12 +237,12 @@ class EngineSync(Closing):
         on_source_read: Callable[[], None] | None = None,
         on_lost: OnLost = "continue",
     ) -> SyncStats:
-        """`WeightSender.send_weights`, with the engine's update when it is due.
+        """`WeightSender.send_weights`, with the engine's update.
 
-        Raises what that raises, what the engine raises, and SyncAborted if some of its workers do
-        not hold the version. `total_timeout_s` does not interrupt the engine's own calls. Raises
-        ConfigError within `atexit`, before anything is sent: the engine's update needs a thread,
-        and none can start any more.
+        Raises what that raises, what the engine raises, and SyncAborted if some workers do not hold
+        the version. `total_timeout_s` does not interrupt the engine's own calls. Within `atexit` it
+        raises ConfigError before anything is sent, because the engine's update needs a thread and
+        none can start any more.
         """
         _check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -260,21 +260,21 @@ class EngineSync(Closing):
         return judged(stats, on_lost)
 
     def disconnect(self) -> None:
-        """Let the engine's workers end their connection, and leave weights alone.
+        """Close the workers' connection; they no longer touch the weights.
 
-        Call it before anything else writes the engine's weights. The next `send_weights` connects
-        again and sends what differs.
+        Call it before anything else writes the engine's weights. The next `send_weights` reconnects
+        and sends what differs.
         """
         self._is_behind = True
         if not self._is_parents:
             _asked(self._server.disconnect)
 
     def close(self) -> None:
-        """End every connection. The engine keeps its weights.
+        """Close every connection. The engine keeps its weights.
 
-        If a failed update has left generation paused, it is resumed where all workers are known to
-        hold the version. Where the engine may hold a mixture of two versions it stays paused, and
-        an error is logged that says so. An update under way ends first, in its thread.
+        If a failed update has left generation paused, it is resumed if all workers are known to
+        hold the version. If the engine may hold a mixture of two versions, it stays paused and an
+        error is logged. An update in flight ends first, in its thread.
         """
         self.sender.close()
         under_way = [each for each in self._updates.values() if not each.cancel()]

@@ -1,4 +1,4 @@
-"""Syncing after optimizer steps by themselves."""
+"""Syncs that follow optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _APPLIED = "the optimizer step was applied, the sync after it failed"
 
 
 class SupportsSendWeights(Protocol):
-    """What sends after steps: a `WeightSender`, a `TrainerRank`, or an `EngineSync`.
+    """A `WeightSender`, a `TrainerRank`, or an `EngineSync`.
 
     Attributes:
         world: Ranks of the trainer.
@@ -50,10 +50,10 @@ class StepHook:
     Attributes:
         steps: Optimizer steps seen.
         syncs: Syncs done.
-        failures: Syncs that failed; what they had to send goes with the next one.
-        skipped: Syncs left out because another one was under way.
-        last_stats: What the last sync did, or None.
-        last_error: Why the last failed one failed, or None.
+        failures: Syncs that failed; the next sync covers them.
+        skipped: Syncs left out because another one was in flight.
+        last_stats: The stats of the last sync, or None.
+        last_error: The error of the last failed sync, or None.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class StepHook:
         self._sync_under_way = self._syncing = None
 
     def remove(self) -> None:
-        """Stop syncing; wait for the sync under way, but in its own callback. Idempotent.
+        """Stop syncing. Waits for the sync in flight, except in its own callback. Idempotent.
 
-        What that sync raises, `wait` raises, before or after.
+        If that sync fails, `wait` raises its error, before or after this call.
         """
         self._is_removed = True
         self._thread.shutdown(wait=not self._is_in_callback)
@@ -125,9 +125,9 @@ class StepHook:
             handle.remove()
 
     def wait(self) -> None:
-        """Return when no sync is under way. Raises StepApplied as a step does.
+        """Return when no sync is in flight. Raises StepApplied as a step does.
 
-        Raises ConfigError in the callback of a sync in the background, which would wait for itself.
+        Raises ConfigError in the callback of a background sync, which would wait for itself.
         """
         if (ended := self._ended()) is not None:
             ended.result()
@@ -269,39 +269,37 @@ def sync_after_step(
 ) -> StepHook:
     """Send the weights after every `every`-th step of `optimizer`.
 
-    Works with any torch optimizer. Steps between two syncs, a failed sync and a step that a
-    GradScaler skipped lose nothing: each sync compares with what receivers are known to hold.
+    Works with any torch optimizer. Nothing is lost by steps between two syncs, by a failed sync, or
+    by a step that a GradScaler skipped: each sync compares with what receivers are known to hold.
 
     Args:
-        optimizer: Whose steps count; or all that train the model, in the order in which they step,
-            of which the last one's count.
-        sender: What sends: a `WeightSender`, or on other ranks of a trainer a `TrainerRank`, or an
-            `EngineSync`.
+        optimizer: The optimizer whose steps are counted. If several train the model, pass them in
+            the order in which they step; the steps of the last one are counted.
+        sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
         every: Steps from one sync to the next.
-        on_error: After a failed sync, "continue" training (it is counted, the next sync covers
-            both, and a warning is logged, at most one a minute in the long run) or "raise"
-            StepApplied: the step itself was applied. What is no DeltaSyncError (out of memory, say)
-            is always raised so.
-        on_busy: None: the step returns when the sync is done. Otherwise it returns at once: a
-            thread syncs while the next step's forward and backward passes run, and the optimizer
-            waits only until the weights have been read. Nothing else may change them before: no
-            step hooks that were registered earlier, and no forward passes that keep statistics in
-            buffers which are sent. If receivers still stage or write when
-            the next sync is due, "wait" for them, or "skip" it: the one after covers both. A sync
-            that has to start anew (the first, and after a failure) is done in the step; so is one
-            for which no thread can start, as within `atexit`. What a sync in the background
-            raises, a later step raises, or `wait`.
-        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` has
-            them, and each is logged) or "raise" StepApplied, whose cause is the ReceiversLost. The
-            others hold the step; it is counted, and the callback has its stats.
-        callback: Called with the SyncStats, or with the error, after each sync, by its thread. In
-            that of a sync in the background, steps and `wait` raise ConfigError: they would wait
-            for the callback itself.
-        timeout_s: For `send_weights`: each wait on receivers.
+        on_error: After a failed sync, "continue" training or "raise" StepApplied (the step itself
+            was applied). With "continue" the failure is counted, the next sync covers both, and a
+            warning is logged, in the long run at most one a minute. An error that is not a
+            DeltaSyncError, such as out of memory, is always raised this way.
+        on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
+            thread syncs during the next step's forward and backward passes, and the optimizer waits
+            only until the weights have been read. Until then nothing else may change them: neither
+            step hooks that were registered earlier, nor forward passes that keep statistics in
+            buffers that are sent. If receivers still stage or write when the next sync is due,
+            "wait" for them, or "skip" that sync: the one after covers both. The first sync, and one
+            after a failure, run within the step; so does one for which no thread can start, as
+            within `atexit`. If a background sync raises, a later step or `wait` raises its error.
+        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` names
+            them, and each is logged) or "raise" StepApplied, with the ReceiversLost as its cause.
+            The others hold the step; it is counted, and the callback gets its stats.
+        callback: Called with the SyncStats, or with the error, after each sync, in the thread of
+            the sync. In the callback of a background sync, steps and `wait` raise ConfigError,
+            because they would wait for the callback itself.
+        timeout_s: For `send_weights`: each wait for receivers.
         total_timeout_s: For `send_weights`: the whole call; None for no limit.
 
     Returns:
-        The handle; its `remove` ends the syncing.
+        The hook; its `remove` stops the syncs.
     """
     return StepHook(
         optimizer if isinstance(optimizer, Sequence) else [optimizer],

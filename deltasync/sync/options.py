@@ -1,4 +1,4 @@
-"""What users choose at both ends."""
+"""Options of senders and receivers."""
 
 from __future__ import annotations
 

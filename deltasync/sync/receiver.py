@@ -44,20 +44,20 @@ logger = logging.getLogger(__name__)
 
 
 class WeightReceiver(Closing):
-    """Keeps one engine rank's weights at the trainer's.
+    """Receives the trainer's weights into one engine rank.
 
-    `receive_weights` does a sync in the calling thread. Its halves are `stage`, which does all that
-    can fail while the engine serves, and `commit`, which writes and belongs into the engine's
-    pause. Errors leave the old version unless `is_dirty`; the call after one joins anew by itself.
+    `receive_weights` does a sync in the calling thread. It consists of `stage`, which does
+    everything that can fail while the engine serves, and `commit`, which writes in the engine's
+    pause. After an error the old version is intact unless `is_dirty`; the next call rejoins.
 
     Args:
         target: The live weights.
-        transport: The receiver's end of a link. Owned from now on: `close` closes it.
-        lanes: Of a trainer of several ranks: the links to its ranks 1, 2 ... Owned too.
+        transport: The receiver's end of a link. The receiver owns it: `close` closes it.
+        lanes: For a trainer with several ranks: the links to its ranks 1, 2 ... Owned too.
         engine: Name of the inference engine, unique among the sender's receivers.
-        rank: Its own, of the `world` ranks of its engine (tensor-, pipeline-, expert-parallel).
+        rank: This rank, of the engine's `world` ranks (tensor, pipeline, expert parallel).
         options: Memory, scrub.
-        half_written: Another receiver of these weights has ended with them `is_half_written`.
+        half_written: Whether an earlier receiver of these weights ended with `is_half_written`.
 
     Attributes:
         name: In logs and in `SyncStats.lost`: engine[rank/world].
@@ -113,12 +113,12 @@ class WeightReceiver(Closing):
 
     @property
     def state(self) -> ReceiverState:
-        """Where this receiver stands in a sync."""
+        """The receiver's state within a sync."""
         return self._session.state
 
     @property
     def is_detached(self) -> bool:
-        """Whether the weights are not looked at: from `detach` to `attach`."""
+        """Whether the weights must not be read or written: from `detach` to `attach`."""
         return self._session.detached
 
     @property
@@ -128,27 +128,27 @@ class WeightReceiver(Closing):
 
     @property
     def is_half_written(self) -> bool:
-        """Whether they are because a write, or what the engine derives from it, did not end."""
+        """Whether they are dirty because a write, or the update of derived tensors, broke off."""
         return self._session.half_written
 
     def check_serving(self) -> None:
-        """Raises DirtyReceiver when the weights must not serve. Costs nothing: ask often."""
+        """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
         if self._session.dirty:
             raise DirtyReceiver("the weights mix two versions; receive a full sync before serving")
 
     def receive_weights(self, *, timeout_s: float = 60.0) -> int:
         """Receive one sync, or join without one. Returns the version held.
 
-        The calling thread is the engine's: the engine does not serve meanwhile, and nobody
-        replaces storage. That is checked as a sync begins; `commit` checks it in the pause.
+        Call it from the engine's thread: the engine must not serve meanwhile, and storage must not
+        be replaced. That is checked as a sync begins; `commit` checks it in the pause.
 
         Args:
-            timeout_s: For the next sync to begin, and for another try if it is aborted; within it
-                `stall_timeout_s` counts.
+            timeout_s: For a sync to begin, and for the next one after an aborted one. Within a sync
+                `stall_timeout_s` applies.
 
         Raises:
             TransportTimeout: No sync came. The receiver stays a member; call again.
-            DeltaSyncError: The sync failed; call again to join anew.
+            DeltaSyncError: The sync failed; call again to rejoin.
         """
         with self._caller.call():
             self._is_undivided = True
@@ -166,10 +166,10 @@ class WeightReceiver(Closing):
     def stage(self, *, timeout_s: float = 60.0) -> bool:
         """Receive a sync until it is decided; the engine may serve meanwhile.
 
-        Joins first if need be. Returns True when `commit` has to be called next, in the
-        engine's pause, and False when there is nothing to write (joined by digest alone).
-        A sync that needs more memory than `max_staged_bytes` returns True at once: `commit`
-        then receives and writes it in place, and if that breaks off the receiver is dirty.
+        Joins first if necessary. Returns True if `commit` must be called next, in the engine's
+        pause, and False if there is nothing to write (joined by digest alone). If a sync needs more
+        memory than `max_staged_bytes`, returns True at once: `commit` then receives and writes it
+        in place, and if that breaks off, the receiver is dirty.
         """
         with self._caller.call():
             return self._stage(timeout_s)
@@ -201,9 +201,9 @@ class WeightReceiver(Closing):
         `is_dirty`. Writes and reads back; the ranks of an engine wait for each other.
 
         Raises:
-            CallOrderError: Nothing is staged: call `stage` first. Membership goes on.
-            ConfigError: Another thread commits or receives. It goes on.
-            TargetMoved: Storage was replaced. A staged sync was not written; others leave it dirty.
+            CallOrderError: Nothing is staged: call `stage` first. The receiver stays a member.
+            ConfigError: Another thread commits or receives; it is not affected.
+            TargetMoved: Storage was replaced. Nothing staged was written; in place, it is dirty.
             SyncAborted: The sender gave up, or another rank of the engine failed; see `may_follow`.
             DigestMismatch: What was read back is not what was written.
         """
@@ -240,7 +240,7 @@ class WeightReceiver(Closing):
             raise CallOrderError(f"commit while {state.name}: nothing is staged; call stage first")
 
     def digests(self) -> dict[str, int]:
-        """The digest of each parameter held, by each of its names. Raises DirtyReceiver."""
+        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
         with self._lock:
             self.check_serving()
             backend = self._weights.backend
@@ -249,22 +249,22 @@ class WeightReceiver(Closing):
             return {name: digest for names, digest in held for name in names}
 
     def invalidate(self) -> None:
-        """Say that the weights were released, reloaded or written by somebody else.
+        """Report that something else released, reloaded or wrote the weights.
 
-        May be called from any thread. Deltas are refused until the receiver has rejoined, which the
-        next `stage` or `receive_weights` does, and a `StagingThread` at once: it reads the weights
-        then. Call `detach` first if that must not be.
+        May be called from any thread. Deltas are refused until the receiver has rejoined. The next
+        `stage` or `receive_weights` does that, and a `StagingThread` does it at once. Rejoining
+        reads the weights: call `detach` first if they must not be read yet.
         """
         with self._lock:
             self._session.on("invalidated")
             self._synchronize()
 
     def detach(self) -> None:
-        """Leave the weights alone until `attach`: for an engine that sleeps or moves them.
+        """Do not touch the weights until `attach`: for an engine that sleeps or moves them.
 
-        May be called from any thread; when it returns nothing here reads or writes the weights, and
-        a sync under way has failed. An up to date receiver stays a member until another engine gets
-        a sync. `stage` and `receive_weights` wait. Idempotent.
+        Any thread may call it. When it returns, nothing here reads or writes the weights, and a
+        sync in flight has failed. An up-to-date receiver stays a member until another engine gets a
+        sync. `stage` and `receive_weights` wait. Idempotent.
         """
         with self._lock:
             self._session.on("detached")
@@ -272,11 +272,11 @@ class WeightReceiver(Closing):
             self._synchronize()
 
     def attach(self) -> None:
-        """Look at the weights again: they are where they were, or the engine has loaded others.
+        """Use the weights again, whether they are unchanged or the engine has loaded others.
 
-        Any thread may call it once the weights can be read. They are compared with digests held,
-        by the next `stage` or when a sync begins: if they have changed or moved, the receiver
-        rejoins. Call `invalidate` before if it is known that they have. Idempotent.
+        Any thread may call it once the weights can be read. The next `stage`, or the begin of a
+        sync, compares them with the digests: if they have changed or moved, the receiver rejoins.
+        If you know that they have, call `invalidate` first. Idempotent.
         """
         with self._lock:
             if self._session.detached:
@@ -285,7 +285,7 @@ class WeightReceiver(Closing):
             self._attached.set()
 
     def close(self) -> None:
-        """End the connection. The weights stay as they are."""
+        """Close the connection. The weights stay as they are."""
         self._is_closed = True
         self._attached.set()
         self._links.close()

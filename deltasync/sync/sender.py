@@ -42,26 +42,26 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSender(Closing):
-    """Keeps receivers at the trainer's weights.
+    """Sends the trainer's weights to all receivers.
 
-    The first sync captures the source; from then on only changes are sent. A version is
-    final when every member has staged it and would arrive at the sender's digest; until
-    then nothing has changed anywhere. Calls are made by one thread, and the source must not
+    The first sync captures the source; later syncs send only changes. A version becomes final when
+    every member has staged it and predicts the sender's digest; until then no receiver changes,
+    except in syncs that are written as they arrive. Use it from one thread. The source must not
     change during `send_weights`.
 
     Args:
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
-            options of their own.
-        transport: The sender's end of a link. Owned from now on: `close` closes it.
+            their own options.
+        transport: The sender's end of a link. The sender owns it: `close` closes it.
         options: Sizes, policy, dtypes.
         on_phase: Called by the sending thread when a sync begins and when it is decided, for
-            engines that have to be asked to pause and commit. It must not block.
-        admits: Whether an engine of this name may come in; all may by default.
-        group: The other ranks of the trainer, if it has several. This is rank 0 then, and the
-            others use a `TrainerRank` each. Receivers have a lane to each of them.
+            engines that must be asked to pause and commit. It must not block.
+        admits: Whether an engine with this name may join; all may by default.
+        group: The other ranks of the trainer, if it has several. This end is then rank 0, and
+            every other rank uses a `TrainerRank`. Receivers have a lane to each of them.
 
     Attributes:
-        were_asleep: Whether all members have sat out the last sync, since their weights sleep.
+        were_asleep: Whether all members skipped the last sync because their weights sleep.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightSender(Closing):
 
     @property
     def world(self) -> int:
-        """Ranks of the trainer."""
+        """Number of ranks of the trainer."""
         return self._group.world if self._group else 1
 
     @property
@@ -138,8 +138,8 @@ class WeightSender(Closing):
         """Return when `count` receivers are members or have greeted; they join at the next sync.
 
         Raises:
-            TransportTimeout: They do not come.
-            EngineFailed: One has connected to say that it cannot take part; the text says why.
+            TransportTimeout: Fewer receivers have connected in time.
+            EngineFailed: A receiver reported that it cannot take part; the message says why.
         """
         deadline = time.monotonic() + timeout_s
         with self._caller.call():
@@ -161,9 +161,9 @@ class WeightSender(Closing):
                 self._part_with_lost_members()
 
     def retain(self, engines: Collection[str]) -> None:
-        """Go on with these engines alone, until this is called again. Nobody else is let in.
+        """Keep only these engines, and admit no others, until this is called again.
 
-        Others keep the weights that they have.
+        Engines that are dropped keep the weights that they have.
         """
         with self._caller.call():
             self._lobby.retain(engines)
@@ -171,9 +171,9 @@ class WeightSender(Closing):
             self._part_with("not retained", [m for m in members if m.engine not in engines])
 
     def refresh_source(self) -> None:
-        """Look up where the source's tensors are, which the next `send_weights` then need not do.
+        """Look up the source's tensors now, so that the next `send_weights` need not.
 
-        For a call from another thread: see `on_source_read`. Raises SourceChanged.
+        Use it if `send_weights` runs in another thread: see `on_source_read`. Raises SourceChanged.
         """
         with self._caller.call():
             self._own.refresh_source()
@@ -186,33 +186,33 @@ class WeightSender(Closing):
         on_source_read: Callable[[], None] | None = None,
         on_lost: OnLost = "continue",
     ) -> SyncStats:
-        """Bring every receiver to the source's weights as they are now: one version.
+        """Send the source's current weights to every receiver, as one version.
 
-        Members get the delta; if one fails before the decision it is dropped and the
-        others are served. Receivers that have greeted join afterwards, by a full sync if
-        their weights differ.
+        Members get the delta. If a member fails before the decision, it is dropped and the others
+        are served. Receivers that have greeted join afterwards, by a full sync if their weights
+        differ.
 
         Args:
-            timeout_s: For each wait on receivers.
+            timeout_s: For each wait for receivers.
             total_timeout_s: For the whole call: no wait takes longer than what is left of it. A
-                receiver that has not answered by then is dropped, as a slow one is. Comparing and
-                packing are not interrupted. None for no limit.
-            on_source_read: Called when the source has been read for the last time: from then on
-                it may change, while receivers still stage and write. Another thread can then
-                train: it calls `refresh_source` before this call begins, and changes the source
-                only after `on_source_read`, or after this call has ended. Such a call sends
-                deltas to members alone; what would read the source a second time raises
+                receiver that has not answered by then is dropped. Comparing and packing are not
+                interrupted. None for no limit.
+            on_source_read: Called when the source has been read for the last time. From then on it
+                may change, while receivers still stage and write, so another thread can train.
+                That thread must call `refresh_source` before this call begins, and may change the
+                source only after `on_source_read`, or after this call has ended. Such a call sends
+                deltas to members only; if it would have to read the source a second time, it raises
                 SyncAborted.
-            on_lost: What to do about receivers that were lost, once the others hold the version:
-                "continue", which names them in `SyncStats.lost`, or "raise" ReceiversLost.
+            on_lost: What to do if receivers were lost but the others hold the version: "continue",
+                which names them in `SyncStats.lost`, or "raise" ReceiversLost.
 
         Raises:
-            NoReceivers: Nobody is connected.
+            NoReceivers: No receiver is connected.
             ReceiversLost: See `on_lost`. The sync is done.
             TransportTimeout: `total_timeout_s` has passed; the next sync covers this one.
             ConfigError: The weights of every receiver sleep: wake them up first. All stay members.
             SyncAborted: Every receiver failed; nothing is lost, the next sync covers it.
-            SourceChanged: The source is not the same model any more.
+            SourceChanged: The source is no longer the same model.
         """
         limit = CallTimeout(timeout_s, total_timeout_s)
         with self._caller.call(), self._on_own_stream(), one_call(self, limit):
@@ -265,7 +265,7 @@ class WeightSender(Closing):
         )
 
     def close(self) -> None:
-        """End every connection. Receivers keep serving what they hold."""
+        """Close every connection. Receivers keep serving what they hold."""
         self._link.close()
         if self._group is not None:
             self._group.close()

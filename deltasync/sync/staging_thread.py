@@ -1,4 +1,4 @@
-"""Receiving and staging in a thread of its own, while the engine serves."""
+"""Receives and stages in a separate thread, while the engine serves."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ _RETRY_S = 0.2  # between a failed sync and joining anew
 class StagingThread:
     """Runs `stage` of a receiver in the background; the engine only commits.
 
-    Use it as a context manager. The engine's thread asks `is_staged` (free) or waits, pauses,
-    calls `commit`, and resumes. A failed sync is kept in `last_error` and the receiver joins
-    anew; the engine serves its old version meanwhile. Leaving the context waits for the turn
-    under way, at most until the sender or its silence ends it. A version that is staged then can
-    still be committed, by the receiver itself or by another StagingThread. The sender waits for
-    that until its own timeout, drops this receiver and goes on with the others; one that commits
-    later holds a version that was decided, and rejoins at its next sync.
+    Use it as a context manager. The engine's thread calls `is_staged` (free) or `wait_staged`,
+    pauses, calls `commit`, and resumes. If a sync fails, its error is kept in `last_error` and the
+    receiver rejoins; the engine serves its old version meanwhile.
+
+    Leaving the context waits for the current `stage`, at most until the sender ends it or its
+    silence times out. A version that is staged by then can still be committed, by the receiver or
+    by another StagingThread. The sender waits for that until its own timeout; then it drops this
+    receiver and serves the others. A receiver that commits later holds a version that was decided,
+    and rejoins at its next sync.
 
     Args:
-        receiver: Used by this object alone from now on; not closed by it.
+        receiver: Only this object may use it from now on. It is not closed here.
 
     Attributes:
-        last_error: Why the last sync or joining that failed here did so, or None. Memory that was
-            lacking, on a device or on the host, fails a sync too: the next one tries again. What
-            `commit` raises is not kept.
+        last_error: The error of the last sync or join that failed here, or None. A lack of memory,
+            on a device or on the host, also fails a sync, and the next one retries. Errors of
+            `commit` are not kept.
     """
 
     def __init__(self, receiver: WeightReceiver) -> None:
@@ -86,14 +88,14 @@ class StagingThread:
             self._thread.join()
 
     def is_staged(self) -> bool:
-        """Whether a decided version waits for `commit`. Never blocks.
+        """Return whether a decided version waits for `commit`. Never blocks.
 
-        Raises what ended the thread, if that was no failed sync, and ConfigError before it runs.
+        Raises the error that ended the thread, if there is one, and ConfigError before it runs.
         """
         return self.wait_staged(timeout_s=0)
 
     def wait_staged(self, *, timeout_s: float) -> bool:
-        """Wait for that; False when it did not come in time."""
+        """Wait for `is_staged`. Returns False after the timeout."""
         if self._thread.ident is None:
             raise ConfigError("a StagingThread that does not run: use it as a context manager")
         with self._turn:
@@ -174,7 +176,7 @@ class StagingThread:
 
 
 def is_lack_of_memory(error: Exception) -> bool:
-    """Whether memory was lacking: of torch's on the host, only the text says so."""
+    """Whether the error is a lack of memory. For torch on the host, only the text says so."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error)

@@ -28,23 +28,23 @@ class SyncStats:
         receivers: Members that hold the version.
         joined: Receivers that joined in this call, by digest alone or by a full sync.
         full_synced: Those of them that needed a full sync.
-        lost: Why members left, by "engine[rank/world]", and engines were refused, by name.
+        lost: Why members left, by "engine[rank/world]", and why engines were refused, by name.
         numel: Elements of the model.
         nnz: Elements that differed from the snapshot (all, in a full sync).
-        parameters: Parameters of the model, by what became of them: "changed", "unchanged",
-            "frozen" (unchanged and not trained). They add up to all.
-        payload_bytes: Bytes of all payloads, tables included, as they travelled to each receiver.
-        dense_bytes: Bytes of all values: what a dense sync moves.
-        joined_bytes: Payload bytes of the full sync to joiners, beside a delta's.
+        parameters: Number of parameters that are "changed", "unchanged", or "frozen" (unchanged
+            and not trained). They add up to all.
+        payload_bytes: Bytes of all payloads as sent to each receiver, tables included.
+        dense_bytes: Bytes of all values: what a dense sync sends.
+        joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
         num_buckets: Payloads of the delta, or of the full sync.
-        diff_s: Comparing the source with the snapshot, digests included.
+        diff_s: Time to compare the source with the snapshot, digests included.
         transfer_s: From the first frame until every receiver has prepared.
         commit_s: From the decision until every receiver has committed: the pause.
-        receiver_commit_s: The longest that a receiver took to write and read back.
+        receiver_commit_s: The longest time in which a receiver wrote and read back.
         total_s: The whole call.
-        sender_bytes: Memory that the sync took beside the snapshot: patches held and two buckets.
-        receiver_bytes: The most that a receiver took for staging.
-        snapshot_bytes: The sender's copy.
+        sender_bytes: Memory of the sync besides the snapshot: patches held and two buckets.
+        receiver_bytes: The most memory that a receiver used for staging.
+        snapshot_bytes: Size of the sender's snapshot.
     """
 
     version: int

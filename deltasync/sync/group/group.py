@@ -19,13 +19,13 @@ A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.
 
 
 class TrainerGroup(Closing):
-    """The other ranks of a trainer, which the `WeightSender` of rank 0 is given as its `group`.
+    """The other ranks of a trainer, passed to the `WeightSender` of rank 0 as its `group`.
 
-    Every rank calls `send_weights` equally often. Rank 0 raises what another rank fails in.
+    Every rank must call `send_weights` equally often. If another rank fails, rank 0 raises why.
 
     Args:
-        link: To the other ranks: any transport. Owned from now on: `close` closes it.
-        world: Ranks of the trainer.
+        link: A link of any transport to the other ranks. Owned: `close` closes it.
+        world: Number of ranks of the trainer.
     """
 
     def __init__(self, link: SendTransport, world: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks 1 and up of a trainer: each compares and sends what it holds, as rank 0 orders."""
+"""Trainer ranks other than rank 0: each compares and sends what it holds, on rank 0's orders."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
 class TrainerRank(Closing):
-    """One of the ranks of a trainer for which another one speaks: see `WeightSender`'s `group`.
+    """A trainer rank other than rank 0: see `WeightSender`'s `group`.
 
-    `send_weights` has to be called as often as there, and by one thread: that is how ranks know
-    that they send weights of the same step. A rank that has left out a call makes it up, which
+    Call `send_weights` as often as rank 0 does, from one thread: that is how ranks agree that they
+    send weights of the same step. If a rank has missed a call, its next call makes up for it and
     raises.
 
     Args:
         source: What this rank holds of the parameters; read, never written.
-        transport: The sender's end of lanes to all receivers. Owned: `close` closes it.
-        link: To rank 0. Owned too.
-        rank: This one, from 1.
-        world: Ranks of the trainer.
-        options: As of rank 0.
+        transport: The sender's end of the lanes to all receivers. Owned: `close` closes it.
+        link: The link to rank 0. Owned too.
+        rank: This rank, from 1.
+        world: Number of ranks of the trainer.
+        options: The same as on rank 0.
 
     Attributes:
-        world: Ranks of the trainer.
+        world: Number of ranks of the trainer.
         version: The last version that this rank knows to be decided.
     """
 
@@ -96,19 +96,19 @@ class TrainerRank(Closing):
         on_source_read: Callable[[], None] | None = None,
         on_lost: OnLost = "continue",
     ) -> SyncStats:
-        """Take part in a sync. Returns what rank 0 has counted.
+        """Take part in a sync. Returns the stats of rank 0.
 
         Args:
-            timeout_s: As of rank 0. Ten times as long is waited for each of its orders, not for the
-                whole call.
+            timeout_s: The same as on rank 0. The wait for each of its orders, not for the whole
+                call, may take ten times as long.
             total_timeout_s: For the whole call, on all ranks; None for no limit.
-            on_source_read: See `WeightSender.send_weights`; if one rank is given it, so are all.
+            on_source_read: See `WeightSender.send_weights`. Pass it on all ranks or on none.
             on_lost: See `WeightSender.send_weights`.
 
         Raises:
-            SyncAborted: It came to nothing, on any rank; the next one covers it.
+            SyncAborted: The sync failed on some rank; the next one covers it.
             ReceiversLost: See `on_lost`.
-            DeltaSyncError: Why this rank could not do its part.
+            DeltaSyncError: This rank could not do its part.
         """
         limit = CallTimeout(_PATIENCE * timeout_s, total_timeout_s)
         with self._caller.call():
@@ -133,7 +133,7 @@ class TrainerRank(Closing):
         return order.stats
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         self._lanes.close()
         self._link.close()
 
