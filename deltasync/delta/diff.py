@@ -15,8 +15,6 @@ from deltasync.delta.policy import Policy
 from deltasync.errors import InvalidIndices, LayoutMismatch
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
-_SMALL = 1 << 12  # elements up to which one call for all costs less than a chunk's bookkeeping
-
 
 def diff(
     new: Tensor, base: Tensor, *, name: str = "", policy: Policy | None = None
@@ -68,8 +66,6 @@ def changed_runs(
         step: Elements of a chunk.
         crossover: The density above which a chunk is dense.
     """
-    if _is_small_and_same(reader, old):
-        return
     numel, device = old.numel, old.line.device
     changed = KERNELS[device.type].changed
     for start in range(0, numel, step):
@@ -80,20 +76,6 @@ def changed_runs(
             yield Run(start, stop - start), count
         elif count:
             yield Run(start, stop - start, found[0], found[1]), count
-
-
-def _is_small_and_same(reader: WireReader, old: Live) -> bool:
-    """A quick look at small host parameters: models with thousands of them leave most unchanged."""
-    new = reader.flat
-    return (
-        new.numel <= _SMALL
-        and new.line.is_cpu
-        and old.line.is_cpu
-        and new.is_contiguous
-        and old.is_contiguous
-        and reader.dtype == new.dtype
-        and torch.equal(new.line, old.line)
-    )
 
 
 def merged(runs: list[Run], numel: int) -> list[Run]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 
 _BLOCK = 1 << 17  # positions digested at once
+_SMALL = 1 << 12  # elements up to which one call for all costs less than a chunk's bookkeeping
 
 
 class HostBackend:
@@ -103,7 +105,10 @@ class HostBackend:
         Its runs are let go as soon as they outgrow `room` bytes, so that a large parameter takes no
         more memory than a small one.
         """
-        change, share, runs = Change(parameter), ledger.shares[parameter], list[Run]()
+        if parameter not in self.ahead and _is_small_and_same(reader, self.flats[parameter]):
+            return None
+        change, share = Change(parameter), ledger.shares[parameter]
+        runs: list[Run] = []
         for run, nnz in self.find(parameter, reader, policy):
             change.count(run, nnz, share)
             runs.append(run)
@@ -205,3 +210,17 @@ class HostBackend:
         """The smallest element of those that are held in part."""
         parts = [flat for flat in self.flats.values() if flat.held(0, 0) is not None]
         return min((flat.dtype.item_size for flat in parts), default=None)
+
+
+def _is_small_and_same(reader: WireReader, old: Live) -> bool:
+    """A quick look at small host parameters: models with thousands of them leave most unchanged."""
+    new = reader.flat
+    return (
+        new.numel <= _SMALL
+        and new.line.is_cpu
+        and old.line.is_cpu
+        and new.is_contiguous
+        and old.is_contiguous
+        and reader.dtype == new.dtype
+        and torch.equal(new.line, old.line)
+    )
