@@ -58,7 +58,7 @@ def changed_runs(
 ) -> Iterator[tuple[Run, int]]:
     """(run, differing elements) of each chunk that differs, in order.
 
-    This is where a change is decided to be sparse or dense.
+    This decides whether a change is sent sparse or dense; on GPUs `batched.backend` does.
 
     Args:
         reader: The new bits.

@@ -179,7 +179,7 @@ class WeightReceiver(Closing):
             if self._is_in_place:
                 raise CallOrderError("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
-            self._look_after_attach()
+            self._check_after_attach()
             if self._session.state is ReceiverState.OUTSIDE:
                 self._greet(deadline)
             self._scrub_after_sync()
@@ -263,8 +263,8 @@ class WeightReceiver(Closing):
         """Do not touch the weights until `attach`: for an engine that sleeps or moves them.
 
         Any thread may call it. When it returns, nothing here reads or writes the weights, and a
-        sync in flight has failed. An up-to-date receiver stays a member until another engine gets a
-        sync. `stage` and `receive_weights` wait. Idempotent.
+        sync in flight has failed. An up-to-date receiver stays a member until a sync completes
+        without it. `stage` and `receive_weights` wait. Idempotent.
         """
         with self._lock:
             self._session.on("detached")
@@ -299,8 +299,8 @@ class WeightReceiver(Closing):
         self._stream.synchronize()  # kernels of a bucket may still read
         self._weights.backend.synchronize()
 
-    def _look_after_attach(self) -> None:
-        """Leave membership if weights are not what they were when they were detached."""
+    def _check_after_attach(self) -> None:
+        """Leave if the weights have changed while they were detached."""
         with self._lock:
             if not self._session.detached and not self._are_kept():
                 self._session.on("lost")
@@ -357,14 +357,14 @@ class WeightReceiver(Closing):
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
 
     def _take_next(self, deadline: float = 0.0) -> messages.Message:
-        """Receive one message, obey it, and return it."""
+        """Receive one message, act on it, and return it."""
         stall_s = self._options.stall_timeout_s
         is_patient = self._session.state in PATIENT
         timeout_s = rest_of(deadline) if is_patient else self._session.patience_s(stall_s)
         lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
         with self._lock:
             self._session.on(message, lane=lane)
-            self._obey(message, payload, lane)
+            self._handle(message, payload, lane)
         return message
 
     def _reached(self) -> list[tuple[int, int]]:
@@ -373,7 +373,7 @@ class WeightReceiver(Closing):
         is_crowded = isinstance(staging, Loading) and staging.is_crowded(self._session.lanes)
         return [reader.reached for reader in self._readers] if is_crowded else []
 
-    def _obey(self, message: messages.Message, payload: Tensor | None, lane: int) -> None:
+    def _handle(self, message: messages.Message, payload: Tensor | None, lane: int) -> None:
         match message:
             case messages.Layout():
                 self._bind(message)

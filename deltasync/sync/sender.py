@@ -106,10 +106,10 @@ class WeightSender(Closing):
 
     @property
     def options(self) -> SenderOptions:
-        """May be replaced between two syncs, by others of the same snapshot and stream.
+        """May be replaced between two syncs, by options that keep the snapshot and the stream.
 
         Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
-        `wire_dtypes` or the policy's `chunk_numel` differ: these take a new sender.
+        `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
         """
         return self._own.options
 
@@ -138,7 +138,7 @@ class WeightSender(Closing):
         """Return when `count` receivers are members or have greeted; they join at the next sync.
 
         Raises:
-            TransportTimeout: Fewer receivers have connected in time.
+            TransportTimeout: Fewer than `count` receivers connected in time.
             EngineFailed: A receiver reported that it cannot take part; the message says why.
         """
         deadline = time.monotonic() + timeout_s
@@ -383,7 +383,7 @@ class WeightSender(Closing):
         return [e for e in engines if not taken & {hello.engine for hello in e.values()}]
 
     def _part_with_lost_members(self) -> None:
-        """An engine of which a rank has gone is no member any more."""
+        """Drop every engine that has lost a rank."""
         members = list(self._session.members.values())
         gone = {m.engine for m in members if not self._link.is_connected(m.peer)}
         if not gone:
@@ -401,7 +401,7 @@ class WeightSender(Closing):
             self._forget(member)
 
     def _forget(self, *members: Member) -> None:
-        """They have to greet again; digests tell what they miss."""
+        """They must rejoin; digests then show whether they need a full sync."""
         for member in members:
             self._session.left(member.peer)
             self._link.drop(member.peer)
@@ -428,7 +428,7 @@ class WeightSender(Closing):
 
 
 def one_call(sender: WeightSender, limit: CallTimeout) -> AbstractContextManager[None]:
-    """What is done inside is one call of `send_weights` to the other ranks of the trainer.
+    """Everything inside counts as one call of `send_weights` for the trainer's other ranks.
 
     They take part until it ends, and learn how. Raises SyncAborted if one does not come.
     """

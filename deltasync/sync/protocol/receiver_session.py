@@ -3,7 +3,7 @@
 `RECEIVER`, at the end, has it all, and docs/wire-format.md shows it with a diagram. What it does
 not allow raises and changes nothing.
 
-Beside its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve. A
+Besides its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve. A
 *detached* one takes no message that needs its weights.
 """
 
@@ -36,7 +36,7 @@ from deltasync.wire.messages import (
 )
 
 DETACHED = "Detached"
-"""The error of a receiver of which the weights were detached when a sync began."""
+"""The error of a receiver whose weights were detached when a sync began."""
 
 
 class ReceiverState(Enum):
@@ -62,12 +62,12 @@ Event = Literal[
     "committed",  # the version is written and read back
     "restored",  # the old version is back, and was read back
     "corrupted",  # weights changed that no sync touched
-    "detached",  # the weights must not be looked at
+    "detached",  # the weights must not be read
     "attached",  # they may be
     "invalidated",  # somebody else wrote the weights: no delta fits them
     "lost",  # the connection is gone, or must end
 ]
-"""What happens to a receiver beside messages."""
+"""What happens to a receiver besides messages."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ReceiverSession:
         half_written: A write, or what the engine derives from it, has not ended: whatever digest
             the weights have, a full sync has to write all once more.
         undone: The last sync was committed here and has to be taken back.
-        detached: The weights must not be looked at.
+        detached: The weights must not be read.
         declined: The version of a sync that began while they must not, until it is aborted.
         begun: The sync under way.
     """
@@ -150,7 +150,7 @@ class ReceiverSession:
         return self._before[1]
 
     def fail(self, error: BaseException) -> Failed:
-        """The connection ends for this reason. What the sender is told."""
+        """End the connection because of `error`. Returns the message for the sender."""
         begun, kind, reason = self.begun, type(error).__name__, str(error)
         self.on("lost")
         if begun is not None and self.half_written and self._has_written:
@@ -159,7 +159,7 @@ class ReceiverSession:
         return Failed(version=version, error=kind, reason=reason[:4096])
 
     def asleep(self) -> Failed:
-        """What a member answers that sits out a sync."""
+        """The reply of a member that sits out a sync."""
         reason = "the engine's weights sleep, or are detached: wake them up, or attach them, first"
         return Failed(version=self.declined, error=DETACHED, reason=reason)
 
@@ -284,7 +284,7 @@ def _rules() -> list[Rule[ReceiverState]]:
     mixed: dict[str, object] = {"dirty": True, "half_written": True}
     whole: dict[str, object] = {"dirty": False, "half_written": False}
     over: dict[str, object] = {"begun": None}
-    return [
+    return [  # in states, on a message or event, the next state, when, what is done, what is set
         Rule((outside,), "greeted", joining, sets={"undone": False, "_offered": None}),
         Rule((joining,), Layout, when=r._is_first_layout, do=r._keep),
         Rule((joining,), Welcome, waiting, r._needs_full_sync),
