@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 from deltasync.errors import ConfigError
+from deltasync.transports.control.connection import Deadline
 
 
 class CallTimeout:
@@ -20,19 +18,20 @@ class CallTimeout:
         if total_timeout_s is not None and not total_timeout_s >= 0:
             raise ConfigError(f"total_timeout_s is {total_timeout_s}; give seconds, or None")
         self._timeout_s = timeout_s
-        self._end = math.inf if total_timeout_s is None else time.monotonic() + total_timeout_s
+        self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left for the whole call; None for no limit."""
-        return None if self._end == math.inf else max(0.0, self._end - time.monotonic())
+        return None if self._total is None else self._total.remaining_s
 
     @property
     def wait_s(self) -> float:
         """Seconds for the next wait."""
-        return min(self._timeout_s, max(0.0, self._end - time.monotonic()))
+        total = self._total
+        return self._timeout_s if total is None else min(self._timeout_s, total.remaining_s)
 
     @property
     def is_over(self) -> bool:
         """Whether the time for the whole call has passed."""
-        return time.monotonic() >= self._end
+        return self._total is not None and self._total.passed
