@@ -25,7 +25,7 @@ from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.outcome import Joined, Synced, stats_of
-from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.link import SenderLink, reason_of
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.sender_session import Member, SenderSession
@@ -147,8 +147,8 @@ class WeightSender(Closing):
             self._part_with_lost_members()
             while True:
                 if declined := self._lobby.declined():
-                    reasons = sorted({f"{one.error}: {one.reason}" for one in declined})
-                    raise EngineFailed("; ".join(reasons), error=declined[0].error)
+                    whys = sorted(set(map(reason_of, declined)))
+                    raise EngineFailed("; ".join(whys), error=declined[0].error)
                 if self.num_receivers + len(self._lobby) >= count:
                     return
                 rest = deadline - time.monotonic()
