@@ -55,13 +55,11 @@ class Change:
     def count(self, run: Run, nnz: int, share: Share) -> None:
         """Add a run of which `nnz` elements differ."""
         self.nnz += nnz
-        index_bytes, value_bytes = sizes_of(share, run)
-        if index_bytes:
-            self.sparse_bytes += index_bytes + value_bytes
-        else:
-            self.dense_bytes += value_bytes
+        sparse_bytes, dense_bytes = bytes_of(share, run)
+        self.sparse_bytes += sparse_bytes
+        self.dense_bytes += dense_bytes
         if run.indices is not None:
-            self.held_bytes += index_bytes + value_bytes
+            self.held_bytes += sparse_bytes
 
 
 class DeltaPlan:
@@ -143,11 +141,9 @@ class FullPlan:
         self._flats, self.ledger, self._bucket_bytes = flats, ledger, bucket_bytes
         self.sparse_bytes = self.dense_bytes = 0
         for number, run in self._runs():
-            index_bytes, value_bytes = sizes_of(ledger.shares[number], run)
-            if index_bytes:
-                self.sparse_bytes += index_bytes + value_bytes
-            else:
-                self.dense_bytes += value_bytes
+            sparse_bytes, dense_bytes = bytes_of(ledger.shares[number], run)
+            self.sparse_bytes += sparse_bytes
+            self.dense_bytes += dense_bytes
 
     def buckets(self) -> Iterator[_Payload]:
         """Every parameter, dense."""
@@ -274,6 +270,12 @@ def sizes_of(share: Share, run: Run) -> tuple[int, int]:
         return INDEX_ITEM_BYTES * len(indices), item_size * len(indices)
     is_listed = band.gap > 0 and band.is_scattered(run.start, run.start + run.span)
     return INDEX_ITEM_BYTES * run.span if is_listed else 0, item_size * run.span
+
+
+def bytes_of(share: Share, run: Run) -> tuple[int, int]:
+    """(sparse, dense): bytes that a run adds to what a begin declares, one of them 0."""
+    index_bytes, value_bytes = sizes_of(share, run)
+    return (index_bytes + value_bytes, 0) if index_bytes else (0, value_bytes)
 
 
 def _split(run: Run, free: int, share: Share) -> tuple[Run | None, Run | None, int]:
