@@ -18,20 +18,16 @@ if TYPE_CHECKING:
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
+    from deltasync.sync.module import ModuleSource, ModuleTarget
     from deltasync.sync.options import ReceiverOptions, SenderOptions
     from deltasync.sync.protocol.receiver_session import ReceiverState
     from deltasync.sync.protocol.round import SyncPhase
     from deltasync.sync.receiver import WeightReceiver
     from deltasync.sync.sender import WeightSender
-    from deltasync.sync.source.tensors import ModuleSource, NamedTensor, WeightSource
+    from deltasync.sync.source.tensors import NamedTensor, WeightSource
     from deltasync.sync.staging_thread import StagingThread
     from deltasync.sync.stats import SyncStats
-    from deltasync.sync.target.module import (
-        ModuleTarget,
-        WeightTarget,
-        match_parameters,
-        refuse_overlap,
-    )
+    from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_overlap
     from deltasync.sync.target.reloaded import ReloadedTarget
     from deltasync.sync.target.routed import RoutedTarget
     from deltasync.wire.messages import ParameterSpec
@@ -97,15 +93,16 @@ _HOMES = {
         "sync.group.group": "TrainerGroup",
         "sync.group.rank": "TrainerRank",
         "sync.hook": "StepHook SupportsSendWeights sync_after_step",
+        "sync.module": "ModuleSource ModuleTarget",
         "sync.options": "ReceiverOptions SenderOptions",
         "sync.protocol.receiver_session": "ReceiverState",
         "sync.protocol.round": "SyncPhase",
         "sync.receiver": "WeightReceiver",
         "sync.sender": "WeightSender",
-        "sync.source.tensors": "ModuleSource NamedTensor WeightSource",
+        "sync.source.tensors": "NamedTensor WeightSource",
         "sync.staging_thread": "StagingThread",
         "sync.stats": "SyncStats",
-        "sync.target.module": "ModuleTarget WeightTarget match_parameters refuse_overlap",
+        "sync.target.base": "WeightTarget match_parameters refuse_overlap",
         "sync.target.reloaded": "ReloadedTarget",
         "sync.target.routed": "RoutedTarget",
         "wire.messages": "ParameterSpec",

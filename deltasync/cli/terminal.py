@@ -61,7 +61,7 @@ def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) ->
 def tell_left_out(names: list[str]) -> None:
     """Report on stderr what only one of two checkpoints has."""
     if names:
-        from deltasync.sync.target.module import some_of
+        from deltasync.sync.target.base import some_of
 
         line = f"left out, as only one has them: {some_of(names)}"
         tell(printable(line))

@@ -19,7 +19,7 @@ from deltasync.delta.bits import torch_dtype
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.files.frame_file import check_regular
-from deltasync.sync.target.module import some_of
+from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec, limit_broken
 
 INDEX = "model.safetensors.index.json"

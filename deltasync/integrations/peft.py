@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.source.tensors import ModuleWatch, NamedTensor, named_tensors, tied_tensors
+from deltasync.sync.module import ModuleWatch, named_tensors, tied_tensors
+from deltasync.sync.source.tensors import NamedTensor
 
 _PREFIX = "base_model.model."
 

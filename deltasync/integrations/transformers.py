@@ -17,7 +17,8 @@ from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.source.tensors import ModuleWatch, NamedTensor, tied_tensors
+from deltasync.sync.module import ModuleWatch, tied_tensors
+from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.routed import RoutedTarget
 
 

@@ -20,8 +20,9 @@ from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
+from deltasync.sync.module import ModuleSource
 from deltasync.sync.source.streamed import NamedWeights
-from deltasync.sync.source.tensors import Index, ModuleSource
+from deltasync.sync.source.tensors import Index
 from deltasync.transports.address import Address
 
 Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]

@@ -33,10 +33,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.connection import Connection, SentTensors
 from deltasync.integrations.worker import Worker
+from deltasync.sync.module import Registered
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof, reached
-from deltasync.sync.source.tensors import Registered
-from deltasync.sync.target.module import WeightTarget
+from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.reloaded import ReloadedTarget
 
 logger = init_logger(__name__)

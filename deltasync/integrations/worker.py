@@ -27,7 +27,7 @@ from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
-from deltasync.sync.target.module import WeightTarget
+from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.routed import RoutedTarget, Routes
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed

@@ -33,8 +33,8 @@ from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.links import ReceiverLinks, rest_of
 from deltasync.sync.protocol.receiver_session import PATIENT, SERVES, ReceiverSession, ReceiverState
+from deltasync.sync.target.base import EarlyCheck, WeightTarget
 from deltasync.sync.target.bound import BoundWeights, Scrub
-from deltasync.sync.target.module import EarlyCheck, WeightTarget
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages

@@ -26,7 +26,7 @@ from deltasync.delta.bits import Flat, Live, Run, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.target.module import WeightTarget
+from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import flipped, random_bits, specs_of
 from deltasync.wire.messages import ParameterSpec

@@ -19,12 +19,13 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.shard import ShardSpec, cut, narrowed
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
+from deltasync.sync.module import ModuleSource, ModuleTarget
 from deltasync.sync.source.layout import check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
-from deltasync.sync.source.tensors import Index, ModuleSource, NamedTensor, parts_of
+from deltasync.sync.source.tensors import Index, NamedTensor, parts_of
 from deltasync.sync.source.weights import SourceLayout
+from deltasync.sync.target.base import WeightTarget, match_parameters
 from deltasync.sync.target.bound import Scrub
-from deltasync.sync.target.module import ModuleTarget, WeightTarget, match_parameters
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
 

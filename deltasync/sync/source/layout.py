@@ -12,7 +12,7 @@ from deltasync.delta.routes.naming import suggested
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.source.tensors import NamedTensor
-from deltasync.sync.target.module import match_parameters, some_of
+from deltasync.sync.target.base import match_parameters, some_of
 from deltasync.wire.messages import Hello, ParameterSpec, check_limits, layout_hash
 
 

@@ -15,7 +15,7 @@ from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import in_place, matches, prove_reload, refuse_unsent
 from deltasync.sync.proof.proving import Proof, under
-from deltasync.sync.target.module import match_parameters, some_of
+from deltasync.sync.target.base import match_parameters, some_of
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements

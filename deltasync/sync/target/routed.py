@@ -14,6 +14,7 @@ from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.module import ModuleWatch
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import (
     matches,
@@ -25,8 +26,7 @@ from deltasync.sync.proof.proved import (
 )
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.proof.reach import Reach
-from deltasync.sync.source.tensors import ModuleWatch
-from deltasync.sync.target.module import match_parameters, refuse_overlap, some_of
+from deltasync.sync.target.base import match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
 Routes = tuple[Piece, ...]

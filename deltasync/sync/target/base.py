@@ -1,27 +1,18 @@
-"""Where a receiver writes parameters: a protocol, and the one for a plain nn.Module."""
+"""Where a receiver writes parameters, and how they are matched with those that are sent."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from torch import nn
-
-from deltasync.delta.bits import Flat, Live, dtype_of
+from deltasync.delta.bits import Live
 from deltasync.delta.routes.loading import Loader
 from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.overlap import overlapping
 from deltasync.errors import LayoutMismatch, TargetMoved
-from deltasync.sync.source.tensors import (
-    ModuleWatch,
-    NamedTensor,
-    named_tensors,
-    places,
-    tied_tensors,
-)
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -59,60 +50,6 @@ class WeightTarget(Protocol):
             changed: Numbers of the parameters written, in the bound layout; None for all.
         """
         ...
-
-
-class ModuleTarget:
-    """The parameters and persistent buffers of an nn.Module, written in place.
-
-    Args:
-        module: The engine's model. It must keep its storage between syncs; if storage is
-            replaced, call the receiver's `invalidate`.
-        rename: Maps a name in the module to its checkpoint name. If it returns None, the tensor is
-            left out.
-    """
-
-    def __init__(
-        self, module: nn.Module, *, rename: Callable[[str], str | None] | None = None
-    ) -> None:
-        self._module = module
-        self._rename = rename
-        self._places: list[tuple[object, ...]] = []
-        self._watch = ModuleWatch(module)
-
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Return the module's tensors as they are now."""
-        return tuple(_spec(tensor) for tensor in self._tensors())
-
-    def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
-        """Find each parameter of the layout in the module."""
-        tensors = self._tensors()
-        held = tuple(_spec(tensor) for tensor in tensors)
-        numbers = match_parameters(held, layout)
-        live = [Flat.of(tensor.tensor, name=tensor.name) for tensor in tensors]
-        refuse_overlap(held, live)
-        self._places = places(self._module, self._rename)
-        self._watch = ModuleWatch(self._module)
-        return dict(zip(numbers, live, strict=True))
-
-    def check_unmoved(self) -> None:
-        """Raise TargetMoved if a tensor's address, size, strides or dtype has changed."""
-        if self._watch.is_unmoved():
-            return
-        now = places(self._module, self._rename)
-        if now != self._places:
-            moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
-            raise TargetMoved(f"storage of {some_of(moved)} was replaced; rejoin")
-        self._watch = ModuleWatch(self._module)
-
-    def loader(self) -> Loader | None:
-        """Return None: the module's tensors are the checkpoint's."""
-        return None
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        """Do nothing: nothing is derived."""
-
-    def _tensors(self) -> list[NamedTensor]:
-        return tied_tensors(named_tensors(self._module, self._rename))
 
 
 def match_parameters(held: Sequence[ParameterSpec], layout: Sequence[ParameterSpec]) -> list[int]:
@@ -157,11 +94,6 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
             f"{held.name}: {held.dtype.name} here, {sent.dtype.name} on the wire; "
             "give the sender `wire_dtypes` or load the model in that dtype"
         )
-
-
-def _spec(tensor: NamedTensor) -> ParameterSpec:
-    dtype = dtype_of(tensor.tensor, name=tensor.name)
-    return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype)
 
 
 class EarlyCheck:
