@@ -19,10 +19,10 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
+from deltasync.sync.protocol.frames import CallTimeout
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import (
     WeightSender,

@@ -18,10 +18,10 @@ from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
+from deltasync.sync.protocol.frames import CallTimeout
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from torch import Tensor
 
 from deltasync.delta.backend import Applier
-from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bucket import BucketReader, Budget
 from deltasync.delta.routes.loading import Loading
 from deltasync.errors import (
@@ -41,6 +41,7 @@ from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
+_REPLY_TIMEOUT_S, _EARLY_S = 30.0, 1.0
 
 
 class WeightReceiver(Closing):
@@ -84,8 +85,8 @@ class WeightReceiver(Closing):
         self._session = ReceiverSession(
             engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
         )
-        self._stream = OwnStream()
-        self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"), self._stream)
+        self._stream: OwnStream | None = None  # on a GPU, what stages
+        self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"))
         self._readers: list[BucketReader] = []
         self._staging: Applier | None = None
         self._scrub, self._scrub_is_due = Scrub(self._options.scrub_every), False
@@ -175,7 +176,7 @@ class WeightReceiver(Closing):
             return self._stage(timeout_s)
 
     def _stage(self, timeout_s: float) -> bool:
-        with self._failing_safely(), self._stream.entered():
+        with self._failing_safely(), self._stream.entered() if self._stream else nullcontext():
             if self._is_in_place:
                 raise CallOrderError("a sync is written in place: call commit, in the pause")
             deadline = time.monotonic() + timeout_s
@@ -218,7 +219,8 @@ class WeightReceiver(Closing):
         """`commit`; None if the sender gave up while nothing was written in place."""
         self._check_staged()
         with self._failing_safely():
-            self._stream.join()
+            if self._stream is not None:
+                self._stream.join()
             while self._session.state is not ReceiverState.COMMITTING and self._is_in_place:
                 if isinstance(self._take_next(), messages.Abort):
                     if self._session.state is not ReceiverState.OUTSIDE:
@@ -245,8 +247,7 @@ class WeightReceiver(Closing):
             self.check_serving()
             backend = self._weights.backend
             specs, found = backend.ledger.specs, backend.ledger.by_parameter()
-            held = ((specs[number].names, int(found[number])) for number in backend.flats)
-            return {name: digest for names, digest in held for name in names}
+            return {name: int(found[n]) for n in backend.flats for name in specs[n].names}
 
     def invalidate(self) -> None:
         """Report that something else released, reloaded or wrote the weights.
@@ -296,7 +297,8 @@ class WeightReceiver(Closing):
         return is_under_way and self._staging is not None and self._staging.in_place
 
     def _synchronize(self) -> None:
-        self._stream.synchronize()  # kernels of a bucket may still read
+        if self._stream is not None:
+            self._stream.synchronize()  # kernels of a bucket may still read
         self._weights.backend.synchronize()
 
     def _check_after_attach(self) -> None:
@@ -397,7 +399,8 @@ class WeightReceiver(Closing):
         if specs and not flats and self._world == 1:
             raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
         self._weights.backend.synchronize()
-        self._weights = BoundWeights(specs, flats, self._options, self._stream)
+        self._weights = BoundWeights(specs, flats, self._options)
+        self._stream = own_stream(self._weights.backend.device, self._stream)
         self._is_unproved = False
         self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
         self._reply(self._weights.held(half_written=self._session.half_written))
@@ -495,6 +498,3 @@ class WeightReceiver(Closing):
                     self._reply(failed)
             finally:
                 self._links.disconnect()
-
-
-_REPLY_TIMEOUT_S, _EARLY_S = 30.0, 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import (
@@ -19,20 +19,18 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions, check_replaceable
-from deltasync.sync.outcome import Joined, Synced, stats_of
-from deltasync.sync.protocol.link import SenderLink, reason_of
+from deltasync.sync.protocol.frames import CallTimeout, SenderLink, reason_of
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
-from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
+from deltasync.sync.stats import Joined, OnLost, Synced, SyncStats, judged, reasons, stats_of
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -215,7 +213,7 @@ class WeightSender(Closing):
             SourceChanged: The source is no longer the same model.
         """
         limit = CallTimeout(timeout_s, total_timeout_s)
-        with self._caller.call(), self._on_own_stream(), one_call(self, limit):
+        with self._caller.call(), self._own.one_call(on_source_read), one_call(self, limit):
             self._done = stats = self._send_weights(limit, on_source_read)
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
@@ -227,7 +225,6 @@ class WeightSender(Closing):
     ) -> SyncStats:
         began = time.perf_counter()
         self._link.limit = limit
-        self._own.begin(on_source_read)
         self._lobby.listen(timeout_s=0)
         self._part_with_lost_members()
         self._lost, self._lost_between = self._lost_between, {}
@@ -272,7 +269,7 @@ class WeightSender(Closing):
 
     def _sync_members(self) -> Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
-        self._link.hint(Upcoming(version=self.version + 1), self._session.members)
+        self._link.hint(Upcoming(version=self.version + 1))
         done = Synced()
         while self._session.members and not (
             done.result.decided or self._own.is_released or self._link.limit.is_over
@@ -415,16 +412,6 @@ class WeightSender(Closing):
                 f"no receiver is left ({reasons(self._lost)}); the next sync covers this one"
             )
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
-
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        """The trainer's stream goes on meanwhile, and afterwards may change the source."""
-        stream = self._own.stream
-        try:
-            with stream.entered():
-                yield
-        finally:
-            stream.join()
 
 
 def one_call(sender: WeightSender, limit: CallTimeout) -> AbstractContextManager[None]:

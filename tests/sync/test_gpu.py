@@ -23,7 +23,7 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.backend import Kernels
-from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.batched.streams import own_stream
 from deltasync.delta.bits import as_bits
 from deltasync.delta.kernels import KERNELS, host, reference
 from deltasync.testing.processes import free_port, run_ranks
@@ -225,8 +225,8 @@ def follow_fsdp2(rank: int, is_offloaded: bool, port: int) -> None:
 
 def test_what_a_caller_launches_after_joining_comes_after_our_work() -> None:
     """An optimizer's step, after all that is packed."""
-    own = OwnStream()
-    own.move_to(torch.device("cuda", torch.cuda.current_device()))
+    own = own_stream(torch.device("cuda", torch.cuda.current_device()), None)
+    assert own is not None
     callers = torch.cuda.current_stream()
     with own.entered():
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]

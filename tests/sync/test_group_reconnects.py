@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deltasync.errors import SyncAborted
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
+from deltasync.sync.protocol.frames import CallTimeout
 from deltasync.transports import inprocess
 from deltasync.wire.frame import encode
 

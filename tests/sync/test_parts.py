@@ -18,7 +18,7 @@ from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.recorder import CheckpointTensor, record
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
-from deltasync.sync.protocol.agreement import copies
+from deltasync.sync.protocol.sender_session import copies
 from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.strategies import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step

@@ -8,9 +8,7 @@ from contextlib import suppress
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import TransportError
-from deltasync.sync.call_timeout import CallTimeout
-from deltasync.sync.protocol.frames import Emitter, SentBuckets
-from deltasync.sync.protocol.link import SenderLink
+from deltasync.sync.protocol.frames import CallTimeout, Emitter, SenderLink, SentBuckets
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Abort, Attempt, Lane
@@ -64,8 +62,7 @@ class LaneSender:
         emitter = Emitter(plan, version, compression=self._compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
-            for message, payload in emitter.buckets():
-                self._link.send(message, payload)
+            self._link.send_buckets(emitter)
         except BaseException:
             with suppress(TransportError):
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))

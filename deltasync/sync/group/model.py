@@ -11,8 +11,8 @@ from deltasync.delta.backend import Digests
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.agreement import Copies
 from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, held_of
 from deltasync.wire.digest import MASK

@@ -18,12 +18,12 @@ from deltasync.errors import (
     TransportTimeout,
     VersionGap,
 )
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
+from deltasync.sync.protocol.frames import CallTimeout
 from deltasync.sync.protocol.links import rest_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
@@ -119,8 +119,7 @@ class TrainerRank(Closing):
     ) -> SyncStats:
         self._call += 1
         self._trains_meanwhile = on_source_read is not None
-        self._weights.begin(on_source_read)
-        with self._alone(), self._weights.stream.entered():
+        with self._alone(), self._weights.one_call(on_source_read):
             error = None
             while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                 error = self._carry_out(order) or error
@@ -321,5 +320,3 @@ class TrainerRank(Closing):
         except BaseException:
             self._start_over()
             raise
-        finally:
-            self._weights.stream.join()

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.errors import SyncAborted
-from deltasync.sync.call_timeout import CallTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.group.model import (
@@ -20,8 +19,8 @@ from deltasync.sync.group.model import (
     numbers_of,
     runs_of,
 )
-from deltasync.sync.protocol.agreement import Copies
-from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.frames import CallTimeout, SentBuckets
+from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.weights import OwnWeights, coverage_of
 from deltasync.wire.messages import ParameterSpec

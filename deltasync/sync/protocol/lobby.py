@@ -18,15 +18,15 @@ from deltasync.errors import (
     UnsupportedVersion,
     WireError,
 )
-from deltasync.sync.protocol.agreement import (
+from deltasync.sync.protocol.frames import SenderLink, reason_of
+from deltasync.sync.protocol.sender_session import (
     Copies,
     DigestCheck,
+    Member,
     copies,
     digest_checks,
     peers_with_wrong_digest,
 )
-from deltasync.sync.protocol.link import SenderLink, reason_of
-from deltasync.sync.protocol.sender_session import Member
 from deltasync.sync.source.layout import SentLayout, check_engine
 from deltasync.wire.frame import FORMAT_VERSION
 from deltasync.wire.messages import (

@@ -11,11 +11,15 @@ from typing import Protocol
 from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
-from deltasync.sync.protocol.agreement import digest_checks, peers_with_wrong_digest
-from deltasync.sync.protocol.frames import Emitter, SentBuckets
-from deltasync.sync.protocol.link import SenderLink, reason_of
+from deltasync.sync.protocol.frames import Emitter, SenderLink, SentBuckets, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED
-from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession
+from deltasync.sync.protocol.sender_session import (
+    Member,
+    SenderPhase,
+    SenderSession,
+    digest_checks,
+    peers_with_wrong_digest,
+)
 from deltasync.sync.source.layout import SentLayout
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
@@ -170,8 +174,7 @@ class Round:
     def _send_buckets(self, emitter: Emitter) -> None:
         """Send our own, and wait until the trainer's other ranks have sent theirs."""
         try:
-            for message, payload in emitter.buckets():
-                self._link.send(message, payload)
+            self._link.send_buckets(emitter)
             self._packed()
         except TransportError as error:
             self._note_lost(error)
@@ -228,13 +231,8 @@ class Round:
         if self._link.is_open:
             with suppress(TransportError):
                 self._link.send(Abort(version=self._version, reason=reason[:4096]))
-        if not self._has_asked:
-            self._hear_lost()
-        self._drop(self._session.abort(self._result.asleep))
-
-    def _hear_lost(self) -> None:
-        """Those that failed before they were asked have said why as they left."""
-        self._session.failures.update(self._link.last_words(self._lost()))
+        said = {} if self._has_asked else self._link.last_words(self._lost())
+        self._drop(self._session.abort(self._result.asleep, said=said))
 
     def _break_off(self, error: BaseException) -> None:
         """Leave nobody in doubt: an undecided version is aborted, after a decision all rejoin."""

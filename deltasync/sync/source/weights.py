@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Protocol
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
-from deltasync.delta.batched.streams import OwnStream
+from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import (
@@ -25,7 +26,7 @@ from deltasync.delta.shard import (
 )
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
-from deltasync.sync.protocol.agreement import Copies
+from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
 from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
 from deltasync.wire.messages import ParameterSpec
@@ -87,7 +88,7 @@ class LocalWeights(Weights):
 
     Attributes:
         options: Sizes, policy, dtypes.
-        stream: On GPUs, what compares and packs.
+        stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
     """
 
@@ -97,10 +98,10 @@ class LocalWeights(Weights):
 
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
-        self.stream = OwnStream()
+        self.stream: OwnStream | None = None
         self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
-        self.is_released = False
+        self._is_looked_up = self.is_released = False
 
     @property
     def digests(self) -> Digests:
@@ -109,15 +110,28 @@ class LocalWeights(Weights):
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """The ledger knows all."""
 
-    def begin(self, on_source_read: Callable[[], None] | None) -> None:
-        """A call begins. See `WeightSender.send_weights`."""
+    @contextmanager
+    def one_call(self, on_source_read: Callable[[], None] | None) -> Iterator[None]:
+        """What is done inside is one call of `WeightSender.send_weights`.
+
+        On a GPU it runs on `stream`: the caller's stream goes on meanwhile, and what is enqueued
+        there afterwards comes after it, so it may change the source.
+        """
         self._on_source_read, self.is_released = on_source_read, False
+        self._is_looked_up &= on_source_read is not None
+        try:
+            with nullcontext() if self.stream is None else self.stream.entered():
+                yield
+        finally:
+            if self.stream is not None:
+                self.stream.join()
 
     def release(self) -> None:
         """The source is not read any more; on GPUs what the caller's stream does comes later."""
         if self._on_source_read is not None and not self.is_released:
             self.is_released = True
-            self.stream.join()
+            if self.stream is not None:
+                self.stream.join()
             self._on_source_read()
 
     def refresh_source(self) -> None:
@@ -146,7 +160,6 @@ class OwnWeights(LocalWeights):
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
         self.source = _Kept(source, options) if options.leave_out else source
-        self._is_looked_up = False
         self._devices: list[torch.device] = []  # of what was captured
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
@@ -170,11 +183,7 @@ class OwnWeights(LocalWeights):
             last = self._new_snapshot(layout)
         self._snapshot, self.layout, self._devices = last, layout, devices
         self.snapshot_bytes = last.num_bytes
-        self.stream.move_to(last.device)
-
-    def begin(self, on_source_read: Callable[[], None] | None) -> None:
-        super().begin(on_source_read)
-        self._is_looked_up &= on_source_read is not None
+        self.stream = own_stream(last.device, self.stream)
 
     def refresh_source(self) -> None:
         if self.layout is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from deltasync.delta.backend import Applier, Backend, backend_for
-from deltasync.delta.batched.streams import OwnStream
 from deltasync.delta.bits import Live
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import chunk_numel_on
@@ -33,7 +32,6 @@ class BoundWeights:
         specs: Sequence[ParameterSpec],
         flats: Mapping[int, Live],
         options: ReceiverOptions,
-        stream: OwnStream,
     ) -> None:
         """Measure them.
 
@@ -41,13 +39,11 @@ class BoundWeights:
             specs: The layout.
             flats: The storage of each parameter that is held, by number.
             options: Memory, kernels.
-            stream: On GPUs, what stages; moved to where the weights are.
         """
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = options.chunk_numel or chunk_numel_on(*devices)
         ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
         self.backend = backend_for(flats, ledger, kernels=options.kernels)
-        stream.move_to(self.backend.device)
         ledger.sums[:] = self.backend.measure(np.arange(len(ledger.sums)))
         self.parts = {n: f.numel for n, f in flats.items() if f.held(0, 0) is not None}
         limit = options.max_staged_bytes
