@@ -29,10 +29,10 @@ def apply(
     CHECKPOINT is a safetensors file, or a folder of them: then its other files are copied too.
     Whether it is what the patch fits on is checked first, and what was written at the end.
     """
+    from deltasync.delta.digests import digest_text
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.frame_file import refuse_existing
     from deltasync.files.patch_file import PatchFile, apply_patch_file
-    from deltasync.wire.messages import digest_text
 
     refuse_existing(out)
     file, base = PatchFile(patch), Checkpoint(checkpoint)

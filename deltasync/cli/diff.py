@@ -190,7 +190,7 @@ def _as_json(
     sizes: Mapping[str, int],
     patch: PatchSummary | None,
 ) -> dict[str, Any]:
-    from deltasync.wire.messages import digest_text
+    from deltasync.delta.digests import digest_text
 
     def told(one: Sparsity) -> dict[str, Any]:
         return {"numel": one.numel, "changed": one.changed, "density": one.density}

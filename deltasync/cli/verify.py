@@ -56,8 +56,8 @@ def verify(
 
 
 def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:
+    from deltasync.delta.digests import digest_text
     from deltasync.files.comparing import measure_digests
-    from deltasync.wire.messages import digest_text
 
     with phases(max(first.num_bytes, second.num_bytes)) as phase:
         digests = [

@@ -128,7 +128,7 @@ class Applier(Protocol):
         ...
 
     def commit(self) -> int:
-        """Write. Returns the digest of the weights as re-read."""
+        """Write, and read back. Returns the digest of the weights. Raises DigestMismatch."""
         ...
 
     def undo(self) -> None:

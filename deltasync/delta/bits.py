@@ -17,7 +17,9 @@ from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
 _BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The type that carries the bits of elements of so many bytes."""
+
 _TORCH = {
     "bool": torch.bool,
     "uint8": torch.uint8,
@@ -102,12 +104,12 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def integer_dtype(dtype: Dtype) -> torch.dtype:
     """The integer type that carries the bits of `dtype`."""
-    return _INTEGERS[dtype.item_size]
+    return INTEGERS[dtype.item_size]
 
 
 def as_bits(tensor: Tensor) -> Tensor:
     """`tensor`'s elements as integers of their size, over the same storage."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+    return tensor.detach().view(INTEGERS[tensor.element_size()])
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:

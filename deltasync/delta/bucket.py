@@ -13,8 +13,9 @@ from torch import Tensor
 
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.errors import LimitExceeded
-from deltasync.wire.messages import ParameterSpec
-from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, block_offsets, read_table
+from deltasync.wire.compression import decompress
+from deltasync.wire.messages import Bucket, ParameterSpec
+from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, read_table
 
 Where: TypeAlias = slice | NDArray[np.bool_]
 
@@ -69,65 +70,70 @@ class ReadBucket:
             yield parameter, Run(start, span, indices, bits)
 
 
-class Budget:
-    """What is left of the indices and values that a sync declares, on all of its connections.
-
-    Args:
-        num_bytes: What it declares. A row takes some of it, so that buckets are bounded too.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
-
-    def take(self, rows: Rows) -> None:
-        """Raises LimitExceeded for rows that bring more."""
-        self._left -= int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
-        if self._left < 0:
-            raise LimitExceeded(
-                f"the sync is {-self._left} bytes larger than its begin declared: begin must count "
-                "the indices and values of all buckets"
-            )
-
-
 class BucketReader:
     """Takes the buckets of a sync apart, in order, checking each bound of the wire format.
 
     Args:
         specs: The layout.
+        lanes: Connections on which buckets come. Those of each have an order of their own.
 
     Attributes:
-        reached: (parameter, flat position) up to which buckets of this sync have come.
+        reached: (parameter, flat position) up to which buckets of this sync have come, by lane.
     """
 
-    def __init__(self, specs: tuple[ParameterSpec, ...]) -> None:
-        self._specs = specs
+    def __init__(self, specs: tuple[ParameterSpec, ...], lanes: int = 1) -> None:
+        self._specs, self._lanes = specs, lanes
         self._numels = np.array([spec.numel for spec in specs], np.uint64)
         self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
         self.begin()
 
-    def begin(self, budget: Budget | None = None) -> None:
-        """A new sync begins, which brings no more than `budget` if there is one."""
-        self.reached, self._budget = (0, 0), budget
+    def begin(self, num_bytes: int | None = None) -> None:
+        """A new sync begins.
 
-    def open(self, payload: Tensor, num_rows: int) -> ReadBucket:
+        Args:
+            num_bytes: The indices and values that it declares, on all lanes; None for no bound. A
+                row takes some of it, so that buckets are bounded too.
+        """
+        self.reached, self._left = [(0, 0)] * self._lanes, num_bytes
+
+    def unpack(self, bucket: Bucket, payload: Tensor | None, *, lane: int = 0) -> ReadBucket:
+        """Check the table of a payload as it came, compressed or not. Raises WireError."""
+        return self.open(inflated(bucket, payload), bucket.num_rows, lane=lane)
+
+    def open(self, payload: Tensor, num_rows: int, *, lane: int = 0) -> ReadBucket:
         """Check the table of uint8[n] `payload`. Raises WireError."""
         if payload.data_ptr() % ALIGNMENT:
             payload = payload.clone()
         table = payload[: num_rows * ROW.itemsize].cpu().numpy()
-        rows = read_table(
+        rows, index_at, value_at = read_table(
             table,
             payload_bytes=len(payload),
             numels=self._numels,
             item_sizes=self._item_sizes,
-            after=self.reached,
+            after=self.reached[lane],
         )
-        if self._budget is not None:
-            self._budget.take(rows)
+        if self._left is not None:
+            self._left -= int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
+            if self._left < 0:
+                raise LimitExceeded(
+                    f"the sync is {-self._left} bytes larger than its begin declared: begin must "
+                    "count the indices and values of all buckets"
+                )
         last = rows[-1]
-        self.reached = int(last["parameter"]), int(last["start"] + last["span"])
-        index_at, value_at, _ = block_offsets(rows)
+        self.reached[lane] = int(last["parameter"]), int(last["start"] + last["span"])
         return ReadBucket(self._specs, rows, index_at, value_at, payload)
 
     def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
         """(parameter, run) of each row. Raises WireError."""
         return list(self.open(payload, num_rows).runs())
+
+
+def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
+    """uint8[raw_bytes]: a payload as it was packed. Raises WireError."""
+    if payload is None:
+        payload = torch.empty(0, dtype=torch.uint8)
+    if bucket.compression == "none":
+        return payload
+    sent = payload.cpu().numpy().data
+    data = decompress(sent, compression=bucket.compression, raw_bytes=bucket.raw_bytes)
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))

@@ -30,6 +30,11 @@ Measure = Callable[[Ints], NDArray[np.uint64]]
 """(chunks) -> uint64[n], the digests of these chunks as they are in memory."""
 
 
+def digest_text(digest: int) -> str:
+    """A 64-bit digest as messages have it and people read it: 16 hexadecimal digits."""
+    return f"{digest:016x}"
+
+
 def cut(lengths: Ints, step: Ints | int) -> tuple[Ints, Ints]:
     """(which, begin): runs of these lengths cut into pieces of at most `step`."""
     pieces = -(-lengths // step)

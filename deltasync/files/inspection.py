@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.bucket import ReadBucket, inflated
 from deltasync.delta.diff import check_indices
 from deltasync.errors import (
     BadMagic,
@@ -26,7 +26,6 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.files.frame_file import FrameFile
-from deltasync.sync.protocol.frames import inflated
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
@@ -214,8 +213,9 @@ def _rows_alone(payload: Tensor, message: Bucket) -> Rows:
     item_sizes[compact] = rows["value_bytes"] // np.maximum(rows["count"], 1)
     rows["parameter"] = compact
     numels = np.full(len(numbers), MAX_NUMEL, np.uint64)
-    rows = read_table(
+    rows, _, _ = read_table(
         rows.view(np.uint8), payload_bytes=len(payload), numels=numels, item_sizes=item_sizes
-    ).copy()
+    )
+    rows = rows.copy()
     rows["parameter"] = numbers[compact]
     return rows

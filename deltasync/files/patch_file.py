@@ -12,7 +12,7 @@ from typing import overload
 
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
@@ -22,7 +22,7 @@ from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import FrameFile, appearing, write_frames
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.transports.base import Frame
-from deltasync.wire.messages import ParameterSpec, digest_text
+from deltasync.wire.messages import ParameterSpec
 
 _BUCKET_BYTES = 16 << 20
 _HELD_BYTES = 256 << 20  # of changes that are not looked for a second time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,19 +11,13 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from torch import Tensor
 
-from deltasync.delta.backend import Applier
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bucket import BucketReader, Budget
-from deltasync.delta.routes.loading import Loading
+from deltasync.delta.digests import digest_text
 from deltasync.errors import (
     CallOrderError,
-    DeltaSyncError,
-    DigestMismatch,
     DirtyReceiver,
-    LayoutMismatch,
     PeerLost,
     SyncAborted,
-    TargetMoved,
     TransportClosed,
     TransportError,
     TransportTimeout,
@@ -30,18 +25,17 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_receiver
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.frames import inflated
-from deltasync.sync.protocol.links import ReceiverLinks, rest_of
+from deltasync.sync.protocol.links import ReceiverLinks
 from deltasync.sync.protocol.receiver_session import PATIENT, SERVES, ReceiverSession, ReceiverState
-from deltasync.sync.target.base import EarlyCheck, WeightTarget
-from deltasync.sync.target.bound import BoundWeights, Scrub
+from deltasync.sync.target.base import WeightTarget
+from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
-_REPLY_TIMEOUT_S, _EARLY_S = 30.0, 1.0
+_REPLY_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 30.0, 3600.0
 
 
 class WeightReceiver(Closing):
@@ -78,7 +72,6 @@ class WeightReceiver(Closing):
     ) -> None:
         check_receiver(target, (transport, *lanes), options)
         self._options = options or ReceiverOptions()
-        self._target = target
         self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world
         self.name = f"{engine}[{rank}/{world}]"
@@ -86,16 +79,14 @@ class WeightReceiver(Closing):
             engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
         )
         self._stream: OwnStream | None = None  # on a GPU, what stages
-        self._weights = BoundWeights((), {}, ReceiverOptions(kernels="torch"))
-        self._readers: list[BucketReader] = []
-        self._staging: Applier | None = None
-        self._scrub, self._scrub_is_due = Scrub(self._options.scrub_every), False
+        self._weights = BoundWeights(target, self._options, on=self._session.on)
+        self._scrub_is_due = False
+        self._deadline = 0.0  # of a call, for a sync to begin
+        self._silence_s = 0.0  # how long the sender of a sync may be silent
         self._caller = OneCaller("a sync is under way; a WeightReceiver is used by one thread")
-        self._is_undivided = False  # from the begin of a sync to its commit, in one call
-        self._early = EarlyCheck(target)
         self._attached = threading.Event()
         self._attached.set()
-        self._is_closed, self._is_unproved = False, False  # weights were detached, may differ now
+        self._is_closed = False
         self._lock = threading.RLock()  # held while weights are looked at or written
         forks.inert_in_children(self._forked)
 
@@ -105,7 +96,7 @@ class WeightReceiver(Closing):
         self._attached.set()
         self._caller.forked()
         self._session.on("lost")
-        self._staging = None
+        self._weights.staging = None
 
     @property
     def version(self) -> int | None:
@@ -152,14 +143,13 @@ class WeightReceiver(Closing):
             DeltaSyncError: The sync failed; call again to rejoin.
         """
         with self._caller.call():
-            self._is_undivided = True
+            self._weights.still_since = time.monotonic()
             try:
                 while self._stage(timeout_s):
                     if (version := self._commit()) is not None:
                         return version
             finally:
-                self._is_undivided = False
-                self._early.forget()
+                self._weights.still_since = math.inf
         if self._session.version is None:
             raise SyncAborted("invalidated while joining; call again")
         return self._session.version
@@ -179,17 +169,17 @@ class WeightReceiver(Closing):
         with self._failing_safely(), self._stream.entered() if self._stream else nullcontext():
             if self._is_in_place:
                 raise CallOrderError("a sync is written in place: call commit, in the pause")
-            deadline = time.monotonic() + timeout_s
+            self._deadline = time.monotonic() + timeout_s
             self._check_after_attach()
             if self._session.state is ReceiverState.OUTSIDE:
-                self._greet(deadline)
+                self._greet()
             self._scrub_after_sync()
             while self._session.state is not ReceiverState.COMMITTING:
-                message = self._take_next(deadline)
+                message = self._take_next()
                 if self._is_in_place:
                     return True
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
-                    deadline = time.monotonic() + timeout_s
+                    self._deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and self.state in SERVES:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)
                     return False
@@ -227,13 +217,13 @@ class WeightReceiver(Closing):
                         return None
                     raise SyncAborted("the sender gave up; weights written in place are dirty")
             with self._lock:
-                begun, staging, state = self._session.begun, self._staging, self._session.state
-                if state is not ReceiverState.COMMITTING or begun is None or staging is None:
+                begun, state = self._session.begun, self._session.state
+                if state is not ReceiverState.COMMITTING or begun is None:
                     raise CallOrderError(f"commit while {state.name}; call stage first")
-                self._write(begun, staging)
+                self._write(begun)
             if self._world > 1:
-                self._wait_for_engine(staging)
-            self._staging, self._scrub_is_due = None, True
+                self._wait_for_engine()
+            self._weights.staging, self._scrub_is_due = None, True
             return begun.version
 
     def _check_staged(self) -> None:
@@ -245,9 +235,7 @@ class WeightReceiver(Closing):
         """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
         with self._lock:
             self.check_serving()
-            backend = self._weights.backend
-            specs, found = backend.ledger.specs, backend.ledger.by_parameter()
-            return {name: int(found[n]) for n in backend.flats for name in specs[n].names}
+            return self._weights.digests()
 
     def invalidate(self) -> None:
         """Report that something else released, reloaded or wrote the weights.
@@ -282,7 +270,7 @@ class WeightReceiver(Closing):
         with self._lock:
             if self._session.detached:
                 self._session.on("attached")
-                self._is_unproved = True
+                self._weights.may_differ = True
             self._attached.set()
 
     def close(self) -> None:
@@ -294,7 +282,8 @@ class WeightReceiver(Closing):
     @property
     def _is_in_place(self) -> bool:
         is_under_way = self._session.state in (ReceiverState.STAGING, ReceiverState.PREPARED)
-        return is_under_way and self._staging is not None and self._staging.in_place
+        staging = self._weights.staging
+        return is_under_way and staging is not None and staging.in_place
 
     def _synchronize(self) -> None:
         if self._stream is not None:
@@ -304,23 +293,17 @@ class WeightReceiver(Closing):
     def _check_after_attach(self) -> None:
         """Leave if the weights have changed while they were detached."""
         with self._lock:
-            if not self._session.detached and not self._are_kept():
+            is_held = self._session.state is ReceiverState.READY and not self._session.detached
+            if is_held and self._weights.may_differ and not self._weights.are_kept():
                 self._session.on("lost")
 
-    def _are_kept(self) -> bool:
-        """Whether weights that were detached are those that are held; looked at once."""
-        is_held = self._session.state in (ReceiverState.READY, ReceiverState.STAGING)
-        is_due, self._is_unproved = self._is_unproved and is_held, False
-        try:
-            if is_due:
-                self._target.check_unmoved()
-        except TargetMoved:
-            return False
-        return not is_due or self._weights.are_as_measured()
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
-    def _greet(self, deadline: float) -> None:
+    def _greet(self) -> None:
         hello = messages.Hello(
-            parameters=self._parameters(deadline),  # before anything else: this may take long
+            parameters=self._parameters(),  # before anything else: this may take long
             engine=self._engine,
             rank=self._rank,
             world=self._world,
@@ -330,21 +313,21 @@ class WeightReceiver(Closing):
             connection=None,  # the links say which, if there are lanes
             lanes=0,
         )
-        self._staging = None
-        self._links.connect(hello, timeout_s=rest_of(deadline))
+        self._weights.staging = None
+        self._links.connect(hello, timeout_s=self._left_s)
         self._session.on("greeted")
 
-    def _parameters(self, deadline: float) -> tuple[messages.Entry, ...]:
+    def _parameters(self) -> tuple[messages.Entry, ...]:
         """What the target holds, when it may be asked. Raises TransportTimeout, TransportClosed."""
         if self._session.detached:
             self._links.disconnect()  # nobody is to wait for this receiver
-        self._attached.wait(rest_of(deadline))
+        self._attached.wait(self._left_s)
         with self._lock:
             if self._is_closed:
                 raise TransportClosed("this receiver was closed")
             if self._session.detached:
                 raise TransportTimeout("the weights are detached: no sync comes before `attach`")
-            return messages.entries(self._target.parameters())
+            return messages.entries(self._weights.target.parameters())
 
     def _scrub_after_sync(self) -> None:
         """Once between two syncs: the sender is busy comparing meanwhile."""
@@ -353,103 +336,63 @@ class WeightReceiver(Closing):
             if not self._scrub_is_due or not is_ready:
                 return
             self._scrub_is_due = False
-            name = self._scrub.check(self._weights.backend)
+            name = self._weights.scrub()
             if name is not None:
                 self._session.on("corrupted")
                 raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
 
-    def _take_next(self, deadline: float = 0.0) -> messages.Message:
+    def _take_next(self) -> messages.Message:
         """Receive one message, act on it, and return it."""
-        stall_s = self._options.stall_timeout_s
-        is_patient = self._session.state in PATIENT
-        timeout_s = rest_of(deadline) if is_patient else self._session.patience_s(stall_s)
-        lane, message, payload = self._links.receive(timeout_s=timeout_s, reached=self._reached())
+        lane, message, payload = self._links.receive(
+            timeout_s=self._left_s if self._session.state in PATIENT else self._silence_s,
+            reached=self._weights.reached() if self._session.lanes > 1 else (),
+        )
         with self._lock:
             self._session.on(message, lane=lane)
             self._handle(message, payload, lane)
         return message
 
-    def _reached(self) -> list[tuple[int, int]]:
-        """How far each lane has come, if those that lag behind should be heard first."""
-        staging = self._staging
-        is_crowded = isinstance(staging, Loading) and staging.is_crowded(self._session.lanes)
-        return [reader.reached for reader in self._readers] if is_crowded else []
-
     def _handle(self, message: messages.Message, payload: Tensor | None, lane: int) -> None:
         match message:
             case messages.Layout():
                 self._bind(message)
-            case messages.Upcoming() if self._is_undivided and not self._session.detached:
-                self._early.make()
+            case messages.Upcoming() if not self._session.detached:
+                self._weights.check_early()
             case messages.Begin() if self._session.declined is None:
                 self._begin(message)
             case messages.Bucket() if self._session.declined is None:
-                self._stage_bucket(message, payload, lane)
+                self._weights.stage(message, payload, lane, progress=self._links.progress)
             case messages.Prepare() if self._session.declined is not None and not lane:
                 self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
             case messages.Abort():
-                self._staging = None
+                self._weights.staging = None
 
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""
-        specs = layout.specs()
-        flats = self._target.bind(specs)
-        if specs and not flats and self._world == 1:
-            raise LayoutMismatch(f"{self._engine} holds none of the parameters that are sent")
-        self._weights.backend.synchronize()
-        self._weights = BoundWeights(specs, flats, self._options)
-        self._stream = own_stream(self._weights.backend.device, self._stream)
-        self._is_unproved = False
-        self._readers = [BucketReader(specs) for _ in range(self._session.lanes)]
-        self._reply(self._weights.held(half_written=self._session.half_written))
+        weights, session = self._weights, self._session
+        weights.bind(layout.specs(), lanes=session.lanes, is_alone=self._world == 1)
+        self._stream = own_stream(weights.backend.device, self._stream)
+        self._reply(weights.held(half_written=session.half_written))
 
     def _begin(self, begin: messages.Begin) -> None:
-        if not self._are_kept():
-            raise DigestMismatch("weights changed or moved while they were detached; rejoin")
-        budget = Budget(begin.sparse_bytes + begin.dense_bytes)
-        for reader in self._readers:
-            reader.begin(budget)
-        loader = self._target.loader() if begin.base_version is None else None
-        self._staging = self._weights.applier(
-            begin, loader, writing=lambda: self._session.on("writing")
-        )
-        if self._is_undivided:
-            self._early.make(max_age_s=_EARLY_S)
-
-    def _stage_bucket(self, bucket: messages.Bucket, payload: Tensor | None, lane: int) -> None:
-        assert self._staging is not None
-        opened = self._readers[lane].open(inflated(bucket, payload), bucket.num_rows)
-        self._links.progress()
-        self._staging.stage_bucket(opened)
-        self._links.progress()
+        # The sender may itself be waiting for others.
+        theirs = 2 * min(begin.timeout_s, _MAX_SENDER_TIMEOUT_S)
+        self._silence_s = max(self._options.stall_timeout_s, theirs)
+        self._weights.begin(begin)
 
     def _prepared(self, prepare: messages.Prepare) -> None:
-        assert self._staging is not None
-        self._early.tell()
-        text, staged = messages.digest_text(self._staging.ledger.total), self._staging.staged_bytes
-        self._reply(messages.Prepared(version=prepare.version, digest=text, staged_bytes=staged))
+        digest, staged_bytes = self._weights.predict()
+        text = digest_text(digest)
+        self._reply(
+            messages.Prepared(version=prepare.version, digest=text, staged_bytes=staged_bytes)
+        )
 
-    def _write(self, begun: messages.Begin, staging: Applier) -> None:
+    def _write(self, begun: messages.Begin) -> None:
         """The pause: write, read back, answer."""
-        if not self._early.is_made:
-            self._target.check_unmoved()
-        began = time.perf_counter()
-        self._session.on("writing")
-        try:
-            digest = staging.commit()
-            if digest != staging.ledger.total:
-                raise DigestMismatch("the weights read back are not those that were written")
-            if not isinstance(staging, Loading):  # which has finished before it read back
-                changed = staging.ledger.changed_since(self._weights.backend.ledger)
-                self._target.finish(None if self._session.heals else changed)
-            self._session.on("committed")
-        except BaseException:
-            self._undo(staging)
-            raise
-        self._weights.backend.ledger, commit_s = staging.ledger, time.perf_counter() - began
-        text = messages.digest_text(digest)
+        digest, commit_s = self._weights.write(heals=self._session.heals)
+        text = digest_text(digest)
         with suppress(TransportError):  # the version is decided, and the next receive will tell
             self._reply(messages.Committed(version=begun.version, digest=text, commit_s=commit_s))
         kind = "full" if begun.base_version is None else "delta"
@@ -457,14 +400,7 @@ class WeightReceiver(Closing):
         what = (self.name, begun.version, kind, num_bytes, commit_s * 1e3)
         logger.info("%s wrote v%d: %s, %d bytes of patches, %.1f ms", *what)
 
-    def _undo(self, staging: Applier) -> None:
-        """Put the old version back; the weights stay dirty unless that is proved to be done."""
-        with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
-            staging.undo()
-            self._target.finish()
-            self._session.on("restored")
-
-    def _wait_for_engine(self, staging: Applier) -> None:
+    def _wait_for_engine(self) -> None:
         """Learn whether the engine's other ranks have committed too."""
         before = self._session.version
         self._take_next()
@@ -472,7 +408,7 @@ class WeightReceiver(Closing):
             if self._session.state is ReceiverState.READY:
                 return
             if self._session.undone:
-                self._undo(staging)
+                self._weights.undo()
         outcome = "weights are dirty" if self._session.dirty else f"v{before} was put back"
         raise SyncAborted(f"another rank of the engine failed: {outcome}")
 
@@ -490,7 +426,7 @@ class WeightReceiver(Closing):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._staging = None
+        self._weights.staging = None
         failed = self._session.fail(error)
         with suppress(TransportError):
             try:

@@ -347,8 +347,3 @@ def layout_hash(specs: tuple[ParameterSpec, ...]) -> str:
 
 def _hash(entries: tuple[Entry, ...]) -> str:
     return hashlib.sha256(TypeAdapter(tuple[Entry, ...]).dump_json(entries)).hexdigest()
-
-
-def digest_text(digest: int) -> str:
-    """A 64-bit digest as it stands in a message."""
-    return f"{digest:016x}"

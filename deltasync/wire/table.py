@@ -32,6 +32,7 @@ ROW = np.dtype(
     ]
 )
 Rows: TypeAlias = NDArray[np.void]
+Ints: TypeAlias = NDArray[np.int64]
 
 
 class RowKind(IntEnum):
@@ -46,7 +47,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def block_offsets(rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def block_offsets(rows: Rows) -> tuple[Ints, Ints, int]:
     """Where each row's indices and values begin, and where the payload ends, in bytes."""
     lengths = np.empty((len(rows), 2), np.int64)
     lengths[:, 0], lengths[:, 1] = rows["index_bytes"], rows["value_bytes"]
@@ -64,8 +65,10 @@ def read_table(
     numels: NDArray[np.uint64],
     item_sizes: NDArray[np.uint64],
     after: tuple[int, int] = (0, 0),
-) -> Rows:
-    """The rows of one bucket, each rule from W10 to W13 and W17 checked.
+) -> tuple[Rows, Ints, Ints]:
+    """(rows, where indices begin, where values begin) of one bucket: see `block_offsets`.
+
+    Each rule from W10 to W13 and W17 is checked.
 
     Args:
         table: The first bytes of the payload, as many as the declared rows take; fewer if
@@ -83,9 +86,9 @@ def read_table(
     rows: Rows = np.frombuffer(table.tobytes(), ROW)
     _check_codes(rows, len(numels))
     _check_bounds(rows, numels[rows["parameter"]])
-    _check_lengths(rows, item_sizes[rows["parameter"]], payload_bytes)
+    index_at, value_at = _offsets(rows, item_sizes[rows["parameter"]], payload_bytes)
     _check_order(rows, after)
-    return rows
+    return rows, index_at, value_at
 
 
 def _require(good: NDArray[np.bool_], rule: str) -> None:
@@ -115,7 +118,7 @@ def _check_bounds(rows: Rows, numel: NDArray[np.uint64]) -> None:
     _require(sparse | (count == span), "count of a dense row is not its span")
 
 
-def _check_lengths(rows: Rows, item_size: NDArray[np.uint64], payload_bytes: int) -> None:
+def _offsets(rows: Rows, item_size: NDArray[np.uint64], payload_bytes: int) -> tuple[Ints, Ints]:
     sparse = rows["kind"] == RowKind.SPARSE
     # count <= 2^62 and item size <= 8 could wrap; a length within the payload cannot.
     _require(rows["count"] <= payload_bytes, "more elements than the payload has bytes")
@@ -124,9 +127,10 @@ def _check_lengths(rows: Rows, item_size: NDArray[np.uint64], payload_bytes: int
     _require(rows["value_bytes"] == rows["count"] * item_size, "value bytes do not fit the count")
     if float(rows["index_bytes"].sum(dtype=float) + rows["value_bytes"].sum(dtype=float)) > 2**53:
         raise TruncatedFrame("the blocks are longer than any payload")
-    end = block_offsets(rows)[2]
+    index_at, value_at, end = block_offsets(rows)
     if end != payload_bytes:
         raise TruncatedFrame(f"payload of {payload_bytes} bytes, its blocks end at {end}")
+    return index_at, value_at
 
 
 def _check_order(rows: Rows, after: tuple[int, int]) -> None:

@@ -267,11 +267,23 @@ class Faulty:
         self._put_back(old)
 
 
+class StuckLine(Tensor):
+    """The storage of a faulty parameter."""
+
+    of: Faulty
+
+    def scatter_(self, dim: int, positions: Tensor, bits: Tensor) -> Tensor:  # type: ignore[override]
+        self.of.scatter(positions, bits)
+        return self
+
+
 def faulty(tensor: Tensor, **arguments: int) -> tuple[Lines, Any]:
     """One parameter, however it is written."""
     broken = Faulty(Flat.of(tensor), **arguments)
     lines = Lines({0: broken.flat}, 1)
-    lines.flats, lines.storages = cast("Any", ({0: broken}, [broken]))
+    line = broken.flat.line.as_subclass(StuckLine)
+    line.of = broken
+    lines.flats, lines.storages = cast("Any", ({0: broken}, [line]))
     return lines, broken
 
 

@@ -23,7 +23,7 @@ from deltasync.delta.batched.staging import BatchedStaging, _Dense, _Sparse
 from deltasync.delta.batched.warm_up import sync_tiny_models
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
-from deltasync.delta.bucket import BucketReader, Budget
+from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing import strategies as own
@@ -90,7 +90,7 @@ class Ends:
         """The delta, packed into poisoned payloads and staged."""
         staging = BatchedStaging(self.weights, self.ledger, in_place=in_place)
         reader = BucketReader(self.specs)
-        reader.begin(Budget(delta.sparse_bytes + delta.dense_bytes))
+        reader.begin(delta.sparse_bytes + delta.dense_bytes)
         for bucket in delta.buckets():
             payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8, device=DEVICE)
             bucket.write(payload)
@@ -301,10 +301,10 @@ def test_in_place_nothing_of_a_bucket_with_bad_indices_is_written_nor_of_later_o
 
 def test_a_sync_larger_than_declared_is_refused() -> None:
     both, payload, reader = payload_of([1, 2, 3])
-    reader.begin(Budget(3 * 6 - 1))
+    reader.begin(3 * 6 - 1)
     with pytest.raises(LimitExceeded, match="1 bytes larger than its begin declared"):
         reader.open(payload, 1)
-    reader.begin(Budget(3 * 6))
+    reader.begin(3 * 6)
     staging = BatchedStaging(both.weights, both.ledger)
     staging.stage_bucket(reader.open(payload, 1))
 
@@ -364,9 +364,7 @@ def in_parts(dense_above: float, receiver_chunk: int) -> tuple[Ends, BatchedStag
     both = Ends(placed(model), placed(model), policy, receiver_chunk)
     both.source["w"][::4] = 3
     staging = both.staged(both.compare(bucket_bytes=300, max_held_bytes=0))
-    assert {type(part) for part, _ in staging._all_parts()} == {
-        _Dense if dense_above == 0 else _Sparse
-    }
+    assert {type(part) for part, _ in staging._staged} == {_Dense if dense_above == 0 else _Sparse}
     return both, staging
 
 

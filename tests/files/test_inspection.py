@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from deltasync.delta.bucket import inflated
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.files.inspection import Inspection
 from deltasync.files.patch_file import write_patch
-from deltasync.sync.protocol.frames import inflated
 from deltasync.transports.base import Frame
 from deltasync.wire import messages as m
 from deltasync.wire.frame import decode, encode

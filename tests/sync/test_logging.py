@@ -74,7 +74,7 @@ def test_a_lost_receiver_and_the_second_try_are_warned_of(caplog: pytest.LogCapt
     source = random_model(SHAPES, 0)
     with fleet(source) as here:
         joined(here, "stays", "leaves")
-        replace_storage(here.serving["leaves/0"].receiver._target._module)  # type: ignore[attr-defined]
+        replace_storage(here.serving["leaves/0"].receiver._weights.target._module)  # type: ignore[attr-defined]
         source.get_parameter("a").data += 1
         stats = here.sender.send_weights(timeout_s=5)
     why = r"leaves\[0/1\]: TargetMoved: storage of 'a' was replaced; rejoin"

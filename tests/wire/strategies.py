@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
+from deltasync.delta.digests import digest_text
 from deltasync.wire import messages as m
 from deltasync.wire.messages import ParameterSpec
 
@@ -26,7 +27,7 @@ names = st.text(characters, min_size=1, max_size=12)
 engines = st.lists(names, max_size=3).map(tuple)
 counts = st.integers(0, 2**63 - 1)
 versions = st.integers(0, 2**53 - 1)
-digests = st.integers(0, 2**64 - 1).map(m.digest_text)
+digests = st.integers(0, 2**64 - 1).map(digest_text)
 connections = st.binary(min_size=16, max_size=16).map(bytes.hex)
 texts = st.text(characters, max_size=40)
 seconds = st.floats(0, 1e300, allow_nan=False)

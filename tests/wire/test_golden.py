@@ -14,6 +14,7 @@ import torch
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.delta.bucket import BucketReader
+from deltasync.delta.digests import digest_text
 from deltasync.delta.host.plans import buckets
 from deltasync.wire import messages
 from deltasync.wire.compression import decompress
@@ -154,4 +155,4 @@ def test_w18_run_vectors(vector: dict[str, Any]) -> None:
     ramp = np.arange(vector["count"], dtype=np.uint64) * np.uint64(int(vector["step"], 16))
     bits = ramp.astype(f"u{vector['item_size']}")
     found = digest_run(bits, key=seed_of(vector["name"]), start=int(vector["start"], 16))
-    assert messages.digest_text(found) == vector["digest"]
+    assert digest_text(found) == vector["digest"]

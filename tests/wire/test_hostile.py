@@ -272,7 +272,7 @@ def packed(draw: strategies.Draw) -> tuple[tuple[m.ParameterSpec, ...], bytearra
 def test_right_tables_are_read(case: tuple[tuple[m.ParameterSpec, ...], bytearray, int]) -> None:
     specs, payload, num_rows = case
     numels, item_sizes = strategies.numels_and_item_sizes(specs)
-    rows = read_table(
+    rows, _, _ = read_table(
         np.frombuffer(payload, np.uint8)[: num_rows * ROW.itemsize],
         payload_bytes=len(payload),
         numels=numels,
@@ -296,7 +296,7 @@ def test_lying_tables_are_refused_or_within_bounds(
         near = st.sampled_from([(value + step) & top for step in range(-9, 10)])
         table[field][row] = data.draw(near | st.integers(0, top))
     try:
-        rows = read_table(
+        rows, _, _ = read_table(
             table.view(np.uint8),
             payload_bytes=len(payload),
             numels=numels,

@@ -185,7 +185,7 @@ def test_w25_a_damaged_payload_is_found_without_the_weights(
 def test_w25_a_payload_that_is_not_compressed_is_read_too(
     frames: list[Frame], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    from deltasync.sync.protocol.frames import inflated
+    from deltasync.delta.bucket import inflated
 
     bucket, _ = decode(frames[2].header)
     assert isinstance(bucket, m.Bucket)

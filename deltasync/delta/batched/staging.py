@@ -61,14 +61,7 @@ class _Dense:
         return self.pieces.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """One bucket: its payload and how to read it."""
-
-    payload: Tensor
-    parts: tuple[_Sparse | _Dense, ...]
-
-
+_LOST = "the weights read back are not those that were written"
 _MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 
 
@@ -109,7 +102,7 @@ class BatchedStaging:
         self._writing = writing
         self._weights, self._before = weights, ledger
         self.in_place = in_place
-        self._staged: list[_Staged] = []
+        self._staged: list[tuple[_Sparse | _Dense, Tensor]] = []  # with its payload
         self._num_written = 0  # parts
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
         device = weights.device
@@ -132,11 +125,11 @@ class BatchedStaging:
                 return
             self._record(payload)
             with self._aside():
-                staged = _Staged(payload, self._parts(bucket, payload.data_ptr()))
-                for part in staged.parts:
+                parts = self._parts(bucket, payload.data_ptr())
+                for part in parts:
                     self._check(part, payload)
-            self.staged_bytes += payload.nbytes + sum(part.num_bytes for part in staged.parts)
-            self._staged.append(staged)
+            self.staged_bytes += payload.nbytes + sum(part.num_bytes for part in parts)
+            self._staged += ((part, payload) for part in parts)
 
     @cached_property
     def ledger(self) -> DigestLedger:
@@ -155,17 +148,19 @@ class BatchedStaging:
         ledger.sums[self._is_whole] = 0
         ledger.sums += found
         if self.in_place and self._surplus():
-            raise DigestMismatch("the weights read back are not those that were written")
+            raise DigestMismatch(_LOST)
         return ledger
 
     def commit(self) -> int:
-        """Write everything and read it back. Returns the digest of the weights as re-read."""
+        """Write everything and read it back. Returns the digest. Raises DigestMismatch."""
         expected = self.ledger.total
         if self.in_place:
             return expected
         with device_of(self._weights.device):
             self._write_rest()
-            return (expected + self._surplus()) & MASK
+            if self._surplus():
+                raise DigestMismatch(_LOST)
+        return expected
 
     def undo(self) -> None:
         """Put the old bits back and check that they are there. Raises DigestMismatch."""
@@ -177,7 +172,7 @@ class BatchedStaging:
                 return
             self._write_rest()  # so that the sums are of everything
             sums = torch.zeros_like(self._written_sums)
-            for part, payload in self._all_parts():
+            for part, payload in self._staged:
                 self._write(part, payload, sums)
             staged, written = Numbers(self._sums).read()
             restored = Numbers(sums).read()
@@ -212,13 +207,9 @@ class BatchedStaging:
             if self._weights.side is not None:
                 tensor.record_stream(self._weights.side)
 
-    def _all_parts(self) -> list[tuple[_Sparse | _Dense, Tensor]]:
-        """(part, payload) of all that is staged."""
-        return [(part, staged.payload) for staged in self._staged for part in staged.parts]
-
     def _write_rest(self) -> None:
         """Write the parts that are not written yet."""
-        for part, payload in self._all_parts()[self._num_written :]:
+        for part, payload in self._staged[self._num_written :]:
             self._write(part, payload, self._written_sums)
             self._num_written += 1
 
@@ -227,7 +218,7 @@ class BatchedStaging:
         staged, written = Numbers(self._sums).read()
         return _total(written[0]) - _total(staged[0])
 
-    def _parts(self, bucket: ReadBucket, address: int) -> tuple[_Sparse | _Dense, ...]:
+    def _parts(self, bucket: ReadBucket, address: int) -> list[_Sparse | _Dense]:
         """How to read a bucket whose payload lies at `address` on the device."""
         rows, boxes = bucket.rows, self._weights.boxes
         item_sizes = self._before.item_sizes[rows["parameter"]]
@@ -249,7 +240,7 @@ class BatchedStaging:
                 index_at //= INDEX_ITEM_BYTES
                 value_at //= item_size
                 parts.append(self._sparse(rows[here], index_at, value_at, item_size, box))
-        return tuple(parts)
+        return parts
 
     def _addresses(self, parameter: NDArray[np.uint32], box: Ints | None) -> Ints:
         """int64[n]: of parameters, 0 if they are not held, or of boxes."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, Run, integer_dtype
+from deltasync.delta.bits import INTEGERS, Flat, Live, Run
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.diff import check_indices
 from deltasync.delta.digests import DigestLedger, Ints, cut
@@ -74,10 +74,10 @@ class Staging:
         sparse = self._lines.sparse(bucket)
         item_size = self.ledger.item_sizes[bucket.rows["parameter"]] * sparse
         groups = [
-            HostRows.of(bucket, np.flatnonzero(item_size == size), self._lines)
+            HostRows.of(bucket, np.flatnonzero(item_size == size), self._lines, int(size))
             for size in np.unique(item_size[sparse])
         ]
-        alone = list(bucket.runs(~sparse))
+        alone = [] if sparse.all() else list(bucket.runs(~sparse))
         for rows in groups:
             rows.check(bucket.specs)
         for parameter, run in alone:
@@ -91,19 +91,19 @@ class Staging:
         """Take over checked rows, all of them held in `lines`."""
         positions, old = rows.positions(), torch.empty_like(rows.bits)
         staged = []
-        for line, part in rows.by_line():
-            flat = self._lines.storages[line]
-            torch.index_select(flat.line, 0, positions[part], out=old[part])
-            name = self.ledger.specs[rows.parameter_at(part.start)].name
-            staged.append(StagedRun(name, flat, 0, positions[part], rows.bits[part], old[part]))
-        pieces = HostPieces.of(rows, self.ledger)
-        change = pieces.digests(rows.bits) - pieces.digests(old)
-        np.add.at(self.ledger.sums, pieces.place, change)
+        for number, part in rows.by_line():
+            line = self._lines.storages[number]
+            torch.index_select(line, 0, positions[part], out=old[part])
+            spec = self.ledger.specs[rows.parameter_at(part.start)]
+            staged.append(StagedRun(spec, line, 0, positions[part], rows.bits[part], old[part]))
+        indices, (cuts, keys, chunks) = rows.indices.numpy(), rows.pieces(self.ledger)
+        change = digest_pieces(indices, rows.bits.numpy(), keys, cuts)
+        change -= digest_pieces(indices, old.numpy(), keys, cuts)
+        np.add.at(self.ledger.sums, chunks, change)
         self._take(staged)
 
     def _stage_run(self, parameter: int, run: Run) -> None:
-        flat = self._lines.flats.get(parameter)
-        name = self.ledger.specs[parameter].name
+        flat, spec = self._lines.flats.get(parameter), self.ledger.specs[parameter]
         if flat is None or run.bits is None:
             return
         bits = run.bits.to(flat.line.device, copy=not self.in_place)
@@ -117,7 +117,7 @@ class Staging:
         else:
             old = flat.gather(positions)
             self.ledger.replace_sparse(parameter, positions, old, new)
-        self._take([StagedRun(name, flat, run.start, positions, new, old)])
+        self._take([StagedRun(spec, flat, run.start, positions, new, old)])
 
     def _take(self, runs: list[StagedRun]) -> None:
         if self.in_place:
@@ -128,7 +128,7 @@ class Staging:
             return
         self.staged_bytes += sum(run.num_bytes for run in runs)
         if self._max_bytes is not None and self.staged_bytes > self._max_bytes:
-            raise LimitExceeded(f"{runs[0].name}: the sync is larger than its begin declared")
+            raise LimitExceeded(f"{runs[0].spec.name}: the sync is larger than its begin declared")
         self._runs += runs
 
     def commit(self) -> int:
@@ -149,7 +149,7 @@ class Staging:
             run.restore()
         for run in self._runs:
             if not run.is_restored():
-                raise DigestMismatch(f"{run.name}: undo failed")
+                raise DigestMismatch(f"{run.spec.name}: undo failed")
 
 
 @dataclass(slots=True)
@@ -157,16 +157,16 @@ class StagedRun:
     """Elements of one live tensor, checked and ready to be written.
 
     Attributes:
-        name: For errors: what it belongs to.
-        flat: The live tensor.
+        spec: What it belongs to, or one of those.
+        live: Where it is written: a parameter, or a line of storage.
         start: Flat position of a dense run's first element.
         positions: int64[count] flat positions; None for a dense run.
         bits: int[count], the new bits.
         old: int[count], the undo log.
     """
 
-    name: str
-    flat: Live
+    spec: ParameterSpec
+    live: Live | Tensor
     start: int
     positions: Tensor | None
     bits: Tensor
@@ -180,7 +180,7 @@ class StagedRun:
             self._write(self.bits, block)
             if not torch.equal(self._read(block), self.bits[block]):
                 raise DigestMismatch(
-                    f"{self.name}: the weights read back are not those that were written"
+                    f"{self.spec.name}: the weights read back are not those that were written"
                 )
 
     def restore(self) -> None:
@@ -192,15 +192,23 @@ class StagedRun:
         return torch.equal(self._read(slice(0, len(self.old))), self.old)
 
     def _write(self, bits: Tensor, block: slice) -> None:
-        if self.positions is None:
-            self.flat.write(self.start + block.start, bits[block])
+        live, positions = self.live, self.positions
+        if isinstance(live, Tensor):
+            assert positions is not None
+            live.scatter_(0, positions[block], bits[block])
+        elif positions is None:
+            live.write(self.start + block.start, bits[block])
         else:
-            self.flat.scatter(self.positions[block], bits[block])
+            live.scatter(positions[block], bits[block])
 
     def _read(self, block: slice) -> Tensor:
-        if self.positions is None:
-            return self.flat.read(self.start + block.start, self.start + block.stop)
-        return self.flat.gather(self.positions[block])
+        live, positions = self.live, self.positions
+        if isinstance(live, Tensor):
+            assert positions is not None
+            return live.index_select(0, positions[block])
+        if positions is None:
+            return live.read(self.start + block.start, self.start + block.stop)
+        return live.gather(positions[block])
 
     @property
     def num_bytes(self) -> int:
@@ -221,7 +229,7 @@ class Lines:
 
     def __init__(self, flats: Mapping[int, Live], num_parameters: int) -> None:
         self.flats = flats
-        self.storages: list[Flat] = []
+        self.storages: list[Tensor] = []
         self.number = np.full(num_parameters, _ABSENT)
         self.offset = np.zeros(num_parameters, np.int64)
         known: dict[tuple[int, int], int] = {}
@@ -265,7 +273,7 @@ class HostRows:
     begin: Ints
 
     @classmethod
-    def of(cls, bucket: ReadBucket, where: Ints, lines: Lines) -> HostRows:
+    def of(cls, bucket: ReadBucket, where: Ints, lines: Lines, item_size: int) -> HostRows:
         """Copy rows `where` out of a payload, in the order in which they lie in memory."""
         parameter = bucket.rows["parameter"][where]
         line = lines.number[parameter]
@@ -275,8 +283,8 @@ class HostRows:
         payload = bucket.payload.numpy()
         cuts = np.concatenate(([0], np.cumsum(rows["count"], dtype=np.int64)))
         indices = _joined(payload, bucket.index_at[where], rows["index_bytes"]).view(torch.int32)
-        dtype = integer_dtype(bucket.specs[int(parameter[0])].dtype)
-        bits = _joined(payload, bucket.value_at[where], rows["value_bytes"]).view(dtype)
+        bits = _joined(payload, bucket.value_at[where], rows["value_bytes"])
+        bits = bits.view(INTEGERS[item_size])
         return cls(rows, cuts, indices, bits, line[order], begin[order])
 
     def check(self, specs: tuple[ParameterSpec, ...]) -> None:
@@ -316,53 +324,35 @@ class HostRows:
         for line, (low, high) in zip(self.line[first].tolist(), pairwise(bounds), strict=True):
             yield line, slice(low, high)
 
+    def pieces(self, ledger: DigestLedger) -> tuple[Ints, NDArray[np.uint64], Ints]:
+        """The rows cut where the ledger's chunks end.
 
-@dataclass(frozen=True, slots=True)
-class HostPieces:
-    """The rows cut where chunks end, to be digested.
-
-    Attributes:
-        rows: What is cut.
-        cuts: int64[pieces + 1], where the elements of each begin, and n. None is empty.
-        keys: uint64[pieces]: the digest keys of their first positions.
-        place: int64[pieces]: the chunks that they belong to, in a ledger.
-    """
-
-    rows: HostRows
-    cuts: Ints
-    keys: NDArray[np.uint64]
-    place: Ints
-
-    @classmethod
-    def of(cls, rows: HostRows, ledger: DigestLedger) -> HostPieces:
-        """Cut at the ends of the ledger's chunks."""
-        chunk_numel, first, keys = ledger.chunk_numel, ledger.first, ledger.keys
-        start, parameter = rows.rows["start"].astype(np.int64), rows.rows["parameter"]
+        Returns:
+            int64[pieces + 1], where the elements of each begin, and n; None is empty.
+            uint64[pieces], the digest keys of their first positions. int64[pieces], the chunks of
+            the ledger that they belong to.
+        """
+        chunk_numel, parameter = ledger.chunk_numel, self.rows["parameter"]
+        start, span = (self.rows[name].astype(np.int64) for name in ("start", "span"))
         chunk = start // chunk_numel
-        last = (start + rows.rows["span"].astype(np.int64) - 1) // chunk_numel
-        row, nth = cut(last - chunk + 1, 1)
-        cuts = np.append(rows.cuts[row], rows.cuts[-1])
+        row, nth = cut((start + span - 1) // chunk_numel - chunk + 1, 1)
+        cuts = np.append(self.cuts[row], self.cuts[-1])
         chunk = chunk[row] + nth
-        indices = rows.indices.numpy()
+        indices = self.indices.numpy()
         for piece in np.flatnonzero(nth).tolist():
-            low, high = rows.cuts[row[piece] : row[piece] + 2]
+            low, high = self.cuts[row[piece] : row[piece] + 2]
             bound = np.int32(chunk[piece] * chunk_numel - start[row[piece]])
             cuts[piece] += indices[low:high].searchsorted(bound)
         filled = np.flatnonzero(np.diff(cuts))
         cuts, row, chunk = np.append(cuts[filled], cuts[-1]), row[filled], chunk[filled]
         begin = start[row].view(np.uint64) * np.uint64(GOLDEN_RATIO)
-        return cls(rows, cuts, keys[parameter[row]] + begin, first[parameter[row]] + chunk)
-
-    def digests(self, bits: Tensor) -> NDArray[np.uint64]:
-        """uint64[pieces], if the elements have int[n] `bits`."""
-        return digest_pieces(self.rows.indices.numpy(), bits.numpy(), self.keys, self.cuts)
+        return cuts, ledger.keys[parameter[row]] + begin, ledger.first[parameter[row]] + chunk
 
 
-def _whole(flat: Flat) -> Flat:
-    """All of the storage that a contiguous tensor lies in."""
+def _whole(flat: Flat) -> Tensor:
+    """All of the storage that a contiguous tensor lies in, as integers."""
     numel = flat.line.untyped_storage().nbytes() // flat.dtype.item_size
-    line = flat.line.as_strided((numel,), (1,), 0)
-    return Flat(line, flat.dtype, line, numel, is_contiguous=True)
+    return flat.line.as_strided((numel,), (1,), 0)
 
 
 def _joined(payload: NDArray[np.uint8], begin: Ints, num_bytes: NDArray[np.uint64]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltasync.delta.backend import Digests
+from deltasync.delta.digests import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
@@ -16,7 +17,7 @@ from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, held_of
 from deltasync.wire.digest import MASK
-from deltasync.wire.messages import ParameterSpec, digest_text, entries, parameter_specs
+from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
 
 
 @dataclass(frozen=True, slots=True)

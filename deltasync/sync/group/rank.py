@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -24,12 +23,12 @@ from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.frames import CallTimeout
-from deltasync.sync.protocol.links import rest_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
+from deltasync.transports.control.connection import Deadline
 from deltasync.wire.frame import encode
 
 _REPLY_TIMEOUT_S = 30.0
@@ -139,7 +138,7 @@ class TrainerRank(Closing):
     def _receive(self, patience_s: float) -> orders.Order:
         """The next order of this call. Raises SyncAborted if none comes within `patience_s`."""
         while True:
-            order, self._next = self._next or self._hear(time.monotonic() + patience_s), None
+            order, self._next = self._next or self._hear(Deadline(patience_s)), None
             if order.call == self._call:
                 return order
             if order.call > self._call:
@@ -148,7 +147,7 @@ class TrainerRank(Closing):
             if not isinstance(order, orders.Decide | orders.Done):
                 self._answer(orders.Failed(error="SyncAborted", reason="has left this sync"))
 
-    def _hear(self, deadline: float) -> orders.Order:
+    def _hear(self, deadline: Deadline) -> orders.Order:
         try:
             if not self._is_connected:
                 here = orders.Here(
@@ -157,7 +156,7 @@ class TrainerRank(Closing):
                     capture=self._captured,
                     address=self._address,
                 )
-                self._link.connect(encode(here), timeout_s=rest_of(deadline))
+                self._link.connect(encode(here), timeout_s=deadline.remaining_s)
                 self._is_connected = True
             order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
@@ -169,14 +168,14 @@ class TrainerRank(Closing):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
 
-    def _heard(self, deadline: float) -> bytes:
+    def _heard(self, deadline: Deadline) -> bytes:
         """What rank 0 says next. Receivers bring their lanes meanwhile, and greet it only then."""
         while True:
             self._lanes.listen()
             try:
-                return self._link.receive(timeout_s=min(_TURN_S, rest_of(deadline))).header
+                return self._link.receive(timeout_s=min(_TURN_S, deadline.remaining_s)).header
             except TransportTimeout:
-                if not rest_of(deadline):
+                if deadline.passed:
                     raise
 
     def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:

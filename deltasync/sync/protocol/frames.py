@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from deltasync.delta.backend import Plan
 from deltasync.errors import ConfigError, DeltaSyncError, TransportError, WireError
 from deltasync.transports.base import Frame, SendTransport
 from deltasync.transports.control.connection import Deadline
-from deltasync.wire.compression import Compression, compress, decompress
+from deltasync.wire.compression import Compression, compress
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Begin, Bucket, Failed, Message, Prepare
 
@@ -102,7 +101,8 @@ class Emitter:
             payload = raw = self._buffer(bucket.num_bytes)
             bucket.write(raw)
             if self._compression != "none":
-                payload = _owned(compress(raw.cpu().numpy().data))
+                data = bytearray(compress(raw.cpu().numpy().data))
+                payload = torch.frombuffer(data, dtype=torch.uint8)
             message = Bucket(
                 version=self._version,
                 sequence=sent.num_buckets,
@@ -118,16 +118,6 @@ class Emitter:
     def prepare(self) -> Prepare:
         """The message that ends the buckets."""
         return Prepare(version=self._version, num_buckets=self.sent.num_buckets)
-
-
-def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
-    """uint8[raw_bytes]: a payload as it was packed. Raises WireError."""
-    if payload is None:
-        payload = torch.empty(0, dtype=torch.uint8)
-    if bucket.compression == "none":
-        return payload
-    data = payload.cpu().numpy().data
-    return _owned(decompress(data, compression=bucket.compression, raw_bytes=bucket.raw_bytes))
 
 
 class CallTimeout:
@@ -275,7 +265,3 @@ def _decoded(data: bytes) -> Message | WireError:
         return decode(data)[0]
     except WireError as error:
         return error
-
-
-def _owned(data: bytes | memoryview) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))

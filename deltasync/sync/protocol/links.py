@@ -79,10 +79,11 @@ class ReceiverLinks:
         """
         end = time.monotonic() + timeout_s
         while True:
+            left_s = max(0.0, end - time.monotonic())
             if len(self._links) == 1:
-                lane, frame = 0, self._links[0].receive(timeout_s=rest_of(end))
+                lane, frame = 0, self._links[0].receive(timeout_s=left_s)
             else:
-                lane, frame = self._next(Deadline(rest_of(end)), reached)
+                lane, frame = self._next(Deadline(left_s), reached)
             message, _ = decode(
                 frame.header,
                 max_payload_bytes=self._max_payload_bytes,
@@ -186,8 +187,3 @@ class ReceiverLinks:
             except TransportTimeout:
                 return None
         return self._kept[lane]
-
-
-def rest_of(deadline: float) -> float:
-    """Seconds until then on the monotonic clock, never negative."""
-    return max(0.0, deadline - time.monotonic())

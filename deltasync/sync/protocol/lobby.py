@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from deltasync.delta.backend import Digests
+from deltasync.delta.digests import digest_text
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -38,7 +39,6 @@ from deltasync.wire.messages import (
     ParameterSpec,
     Refused,
     Welcome,
-    digest_text,
     entries,
 )
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import BucketReader, ReadBucket
+from deltasync.delta.digests import digest_text
 from deltasync.errors import ProtocolViolation, TruncatedFrame
-from deltasync.sync.protocol.frames import Emitter, inflated
+from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.transports.base import Frame
 from deltasync.wire.compression import Compression
@@ -29,7 +30,6 @@ from deltasync.wire.messages import (
     Prepare,
     Sealed,
     Welcome,
-    digest_text,
     entries,
     layout_hash,
 )
@@ -121,7 +121,7 @@ class OneWayReader:
                 self._begin(message)
             case Bucket():
                 self._session.on(message)
-                return self._buckets.open(inflated(message, payload), message.num_rows)
+                return self._buckets.unpack(message, payload)
             case Prepare():
                 self._session.on(message)
             case Sealed():

@@ -54,7 +54,6 @@ class ReceiverState(Enum):
 
 # Where no sync is under way: waiting longer loses nothing.
 PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
-_MAX_SENDER_TIMEOUT_S = 3600.0
 SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
 Event = Literal[
     "greeted",  # said hello on a new connection
@@ -138,11 +137,6 @@ class ReceiverSession:
                 "up, or attach them, before a sync"
             )
         raise ProtocolViolation(f"{what.kind} while {self.state.name}")
-
-    def patience_s(self, stall_timeout_s: float) -> float:
-        """How long the sender may be silent: it may itself be waiting for others."""
-        theirs = 0.0 if self.begun is None else min(self.begun.timeout_s, _MAX_SENDER_TIMEOUT_S)
-        return max(stall_timeout_s, 2 * theirs)
 
     @property
     def heals(self) -> bool:

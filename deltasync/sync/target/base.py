@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -12,7 +10,7 @@ from deltasync.delta.bits import Live
 from deltasync.delta.routes.loading import Loader
 from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.overlap import overlapping
-from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.errors import LayoutMismatch
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -94,40 +92,6 @@ def _check_same(held: ParameterSpec, sent: ParameterSpec) -> None:
             f"{held.name}: {held.dtype.name} here, {sent.dtype.name} on the wire; "
             "give the sender `wire_dtypes` or load the model in that dtype"
         )
-
-
-class EarlyCheck:
-    """A target's `check_unmoved`, run before its result is needed."""
-
-    def __init__(self, target: WeightTarget) -> None:
-        self._target = target
-        self._made_at = -math.inf
-        self._found: TargetMoved | None = None
-
-    @property
-    def is_made(self) -> bool:
-        """Whether it has run since `forget`."""
-        return self._made_at > -math.inf
-
-    def make(self, *, max_age_s: float = 0.0) -> None:
-        """Check, unless the last check is younger than `max_age_s`. Keep the result for `tell`."""
-        now = time.monotonic()
-        if now - self._made_at < max_age_s:
-            return
-        self._made_at, self._found = now, None
-        try:
-            self._target.check_unmoved()
-        except TargetMoved as error:
-            self._found = error
-
-    def tell(self) -> None:
-        """Raise the TargetMoved that was found."""
-        if self._found is not None:
-            raise self._found
-
-    def forget(self) -> None:
-        """Drop the result: the next `make` checks again."""
-        self._made_at, self._found = -math.inf, None
 
 
 def refuse_overlap(specs: Sequence[ParameterSpec], live: Iterable[Live]) -> None:

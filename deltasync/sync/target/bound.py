@@ -1,51 +1,92 @@
-"""The live weights of a receiver, as they were bound to the layout that its sender sends."""
+"""The live weights of a receiver, bound to the layout of its sender, and the sync under way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
+from torch import Tensor
 
 from deltasync.delta.backend import Applier, Backend, backend_for
-from deltasync.delta.bits import Live
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.digests import DigestLedger, digest_text
+from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import chunk_numel_on
-from deltasync.delta.routes.loading import Loader, Loading
-from deltasync.errors import LimitExceeded
+from deltasync.delta.routes.loading import Loading
+from deltasync.errors import (
+    DeltaSyncError,
+    DigestMismatch,
+    LayoutMismatch,
+    LimitExceeded,
+    TargetMoved,
+)
 from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.protocol.receiver_session import Event
+from deltasync.sync.target.base import WeightTarget
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
-from deltasync.wire.messages import Begin, Held, ParameterSpec, digest_text
+from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
 _MIN_STAGED_BYTES = 64 << 20
+_EARLY_S = 1.0  # an early check of storage counts for so long
 
 
 class BoundWeights:
-    """Where the parameters of a layout are, and their digests.
+    """A target's weights, their digests, and what a sync does with them.
+
+    Knows nothing of connections. The caller holds its lock during each call.
+
+    Args:
+        target: The live weights.
+        options: Memory, scrub, kernels.
+        on: Called with "writing" before weights are written, with "committed" when all of a sync is
+            written and read back, and with "restored" when the old version is back.
 
     Attributes:
-        backend: What works on them. Its ledger is replaced by a sync's own when that is written.
-        parts: Elements held, of each parameter that is held in part, by number.
+        target: The same.
+        backend: What works on the weights. Its ledger is replaced by a sync's own when that is
+            written.
+        staging: What brings the sync under way into the weights; None if there is none.
+        may_differ: Whether the weights may have been changed or moved; `are_kept` looks.
+        still_since: Since when no storage is replaced, by the monotonic clock, so that it can be
+            checked before it is written; infinite if it may be replaced at any time.
     """
 
     def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        flats: Mapping[int, Live],
-        options: ReceiverOptions,
+        self, target: WeightTarget, options: ReceiverOptions, on: Callable[[Event], None]
     ) -> None:
-        """Measure them.
+        self.target, self._options, self._on = target, options, on
+        self.backend: Backend = HostBackend({}, DigestLedger((), chunk_numel=1))
+        self.staging: Applier | None = None
+        self.may_differ = False
+        self._buckets = BucketReader(())
+        self._scrub = Scrub(options.scrub_every)
+        self._max_staged_bytes = self._max_sync_bytes = 0
+        self.still_since = math.inf
+        self._checked_s = -math.inf  # when storage was checked early, and what that found
+        self._moved: TargetMoved | None = None
+
+    def bind(self, specs: tuple[ParameterSpec, ...], *, lanes: int, is_alone: bool) -> None:
+        """Find the weights of a layout and measure them.
 
         Args:
             specs: The layout.
-            flats: The storage of each parameter that is held, by number.
-            options: Memory, kernels.
+            lanes: Connections on which buckets come.
+            is_alone: Whether no other rank of the engine holds weights.
         """
+        flats, options = self.target.bind(specs), self._options
+        if specs and not flats and is_alone:
+            raise LayoutMismatch("the engine holds none of the parameters that are sent")
+        self.backend.synchronize()
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = options.chunk_numel or chunk_numel_on(*devices)
         ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
         self.backend = backend_for(flats, ledger, kernels=options.kernels)
         ledger.sums[:] = self.backend.measure(np.arange(len(ledger.sums)))
-        self.parts = {n: f.numel for n, f in flats.items() if f.held(0, 0) is not None}
+        self.may_differ = False
+        self._buckets = BucketReader(specs, lanes)
         limit = options.max_staged_bytes
         self._max_staged_bytes = (
             max(_MIN_STAGED_BYTES, self.backend.num_bytes // 4) if limit is None else limit
@@ -57,38 +98,153 @@ class BoundWeights:
 
     def held(self, *, half_written: bool) -> Held:
         """What the sender hears of these weights."""
+        flats = self.backend.flats
         return Held(
             digest=digest_text(self.backend.ledger.total),
-            parts=tuple(self.parts.items()),
+            parts=tuple((n, f.numel) for n, f in flats.items() if f.held(0, 0) is not None),
             half_written=half_written,
         )
 
-    def are_as_measured(self) -> bool:
-        """Whether the live weights have the digests of the ledger, all of them."""
+    def digests(self) -> dict[str, int]:
+        """The digest of each parameter held, by each of its names."""
+        specs, found = self.backend.ledger.specs, self.backend.ledger.by_parameter()
+        return {name: int(found[n]) for n in self.backend.flats for name in specs[n].names}
+
+    def are_kept(self) -> bool:
+        """Whether weights that `may_differ` are where they were and have the ledger's digests.
+
+        Looks once: it is True until they may differ again.
+        """
+        if not self.may_differ:
+            return True
+        self.may_differ = False
+        try:
+            self.target.check_unmoved()
+        except TargetMoved:
+            return False
         sums = self.backend.ledger.sums
         return bool(np.array_equal(self.backend.measure(np.arange(len(sums))), sums))
 
-    def applier(
-        self, begin: Begin, loader: Loader | None, *, writing: Callable[[], None]
-    ) -> Applier:
-        """What brings a sync into the weights. Raises LimitExceeded for one that cannot be.
+    def scrub(self) -> str | None:
+        """The name of a parameter that changed although no sync touched it, or None."""
+        return self._scrub.check(self.backend)
+
+    def check_early(self) -> None:
+        """Check where storage is before `write` needs it, if it stays there until then.
+
+        `predict` raises what this finds.
+        """
+        now = time.monotonic()
+        is_recent = self._is_checked and now < self._checked_s + _EARLY_S
+        if is_recent or now < self.still_since:
+            return
+        self._checked_s, self._moved = now, None
+        try:
+            self.target.check_unmoved()
+        except TargetMoved as error:
+            self._moved = error
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._checked_s >= self.still_since
+
+    def begin(self, begin: Begin) -> None:
+        """Prepare to stage a sync.
+
+        Raises:
+            DigestMismatch: The weights are not those that were measured.
+            LimitExceeded: No sync of this layout is so large.
+        """
+        if not self.are_kept():
+            raise DigestMismatch("weights changed or moved while they were detached; rejoin")
+        num_bytes, backend = begin.sparse_bytes + begin.dense_bytes, self.backend
+        if num_bytes > self._max_sync_bytes:
+            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
+        self._buckets.begin(num_bytes)
+        loader = self.target.loader() if begin.base_version is None else None
+        if loader is not None:
+            self.staging = Loading(
+                loader, backend.flats, backend.ledger, backend.measure, writing=self._writing
+            )
+        else:
+            self.staging = backend.stage(
+                sparse_bytes=begin.sparse_bytes,
+                dense_bytes=begin.dense_bytes,
+                max_bytes=self._max_staged_bytes,
+                writing=self._writing,
+            )
+        self.check_early()
+
+    def stage(
+        self, bucket: Bucket, payload: Tensor | None, lane: int, *, progress: Callable[[], None]
+    ) -> None:
+        """Check a bucket and stage it; in place, write it.
 
         Args:
-            begin: What the sync declares.
-            loader: What has to write it; None if that can go to the live parameters.
-            writing: Called before something is written in place.
+            bucket: What announced the payload.
+            payload: uint8[n]; not owned.
+            lane: The connection on which it has come.
+            progress: Called between the two: it lets the next payload arrive meanwhile.
         """
-        if begin.sparse_bytes + begin.dense_bytes > self._max_sync_bytes:
-            raise LimitExceeded(f"no sync of this layout takes over {self._max_sync_bytes} bytes")
-        if loader is not None:
-            backend = self.backend
-            return Loading(loader, backend.flats, backend.ledger, backend.measure, writing=writing)
-        return self.backend.stage(
-            sparse_bytes=begin.sparse_bytes,
-            dense_bytes=begin.dense_bytes,
-            max_bytes=self._max_staged_bytes,
-            writing=writing,
-        )
+        assert self.staging is not None
+        rows = self._buckets.unpack(bucket, payload, lane=lane)
+        progress()
+        self.staging.stage_bucket(rows)
+
+    def reached(self) -> list[tuple[int, int]]:
+        """How far each lane has come, if those that lag behind should be heard first."""
+        staging, reached = self.staging, self._buckets.reached
+        is_crowded = isinstance(staging, Loading) and staging.is_crowded(len(reached))
+        return reached if is_crowded else []
+
+    def predict(self) -> tuple[int, int]:
+        """(the digest that the weights will have, bytes held for that). Raises TargetMoved."""
+        assert self.staging is not None
+        if self._is_checked and self._moved is not None:
+            raise self._moved
+        return self.staging.ledger.total, self.staging.staged_bytes
+
+    def write(self, *, heals: bool) -> tuple[int, float]:
+        """Write what is staged and read it back; if that fails, put the old version back.
+
+        Args:
+            heals: Whether all weights count as changed, since an earlier write has not ended.
+
+        Returns:
+            The digest of the weights, and the seconds that it took.
+
+        Raises:
+            TargetMoved: Storage was replaced. Nothing was written.
+            DigestMismatch: What was read back is not what was written.
+        """
+        staging = self.staging
+        assert staging is not None
+        if not self._is_checked:
+            self.target.check_unmoved()
+        began = time.perf_counter()
+        self._writing()
+        try:
+            digest = staging.commit()
+            if not isinstance(staging, Loading):  # which has finished before it read back
+                changed = staging.ledger.changed_since(self.backend.ledger)
+                self.target.finish(None if heals else changed)
+            self._on("committed")
+        except BaseException:
+            self.undo()
+            raise
+        self.backend.ledger = staging.ledger
+        return digest, time.perf_counter() - began
+
+    def undo(self) -> None:
+        """Put the old version back; the weights stay dirty unless that is proved to be done."""
+        assert self.staging is not None
+        with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
+            self.staging.undo()
+            self.target.finish()
+            self._on("restored")
+
+    def _writing(self) -> None:
+        self._on("writing")
 
 
 class Scrub:
