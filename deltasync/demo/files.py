@@ -24,7 +24,7 @@ def write_files(
     checkpoints: Sequence[Checkpoint],
 ) -> None:
     """Write records.jsonl, summary.json, demo.png and checkpoints into `folder`, which exists."""
-    lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+    lines = "".join(json.dumps(record.as_json()) + "\n" for record in records)
     (folder / "records.jsonl").write_text(lines, encoding="ascii")
     text = json.dumps(asdict(summary), indent=2) + "\n"
     (folder / "summary.json").write_text(text, encoding="ascii")
@@ -49,7 +49,7 @@ def plot(records: Sequence[VersionRecord], summary: Summary) -> Figure:
 
 
 def _plot_reward(axes: Axes, records: Sequence[VersionRecord], summary: Summary) -> None:
-    versions = [record.version for record in records]
+    versions = [record.stats.version for record in records]
     rewards = [record.reward for record in records]
     axes.plot(versions, rewards, ".", color=BLUE, alpha=0.35, label="rollouts of one version")
     window = min(MOST_AVERAGED, 1 + len(rewards) // 4)
@@ -71,19 +71,20 @@ def _plot_reward(axes: Axes, records: Sequence[VersionRecord], summary: Summary)
 
 
 def _plot_density(axes: Axes, records: Sequence[VersionRecord]) -> None:
-    deltas = [record for record in records if record.kind == "delta"]
+    deltas = [record.stats for record in records if record.stats.kind == "delta"]
     axes.plot([r.version for r in deltas], [100 * r.density for r in deltas], color=BLUE)
     axes.set_ylim(bottom=0)
     axes.set_title("density of the deltas: changed elements, %", loc="left")
 
 
 def _plot_bytes(axes: Axes, records: Sequence[VersionRecord]) -> None:
-    versions = [record.version for record in records]
-    dense = [record.dense_bytes / 1e6 for record in records]
+    syncs = [record.stats for record in records]
+    versions = [sync.version for sync in syncs]
+    dense = [sync.dense_bytes / 1e6 for sync in syncs]
     axes.plot(versions, dense, "--", color=GREY, label="dense sync")
     for kind, style in (("full", "o"), ("delta", "-")):
-        some = [record for record in records if record.kind == kind]
-        sizes = [record.payload_bytes / 1e6 for record in some]
+        some = [sync for sync in syncs if sync.kind == kind]
+        sizes = [sync.payload_bytes / 1e6 for sync in some]
         color = ORANGE if kind == "full" else BLUE
         axes.plot([r.version for r in some], sizes, style, color=color, label=f"{kind} sync")
     axes.set_ylim(0, 1.1 * max(dense))

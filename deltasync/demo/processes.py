@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from deltasync.demo.link import Link
-from deltasync.transports import collective, shared_memory
-from deltasync.transports.base import ReceiveTransport, SendTransport
+from deltasync.transports.address import Address, listen
+from deltasync.transports.base import SendTransport
 
 TransportName = Literal["shared_memory", "gloo"]
 
@@ -46,24 +46,12 @@ def rollout_process() -> Iterator[Link]:
 
 
 @contextmanager
-def send_transport(name: TransportName) -> Iterator[tuple[SendTransport, str]]:
-    """The trainer's end, and the address for `receive_transport`: host:port, or a path."""
-    if name == "gloo":
-        with collective.Sender("127.0.0.1") as group:
-            yield group, "{}:{}".format(*group.address)
-        return
+def send_transport(name: TransportName) -> Iterator[tuple[SendTransport, Address]]:
+    """The trainer's end of the link that moves weights, and its address."""
     with TemporaryDirectory(prefix="deltasync-") as folder:
-        path = Path(folder) / "weights.sock"
-        with shared_memory.Sender(path) as memory:
-            yield memory, str(path)
-
-
-def receive_transport(name: TransportName, address: str) -> ReceiveTransport:
-    """The rollout process's end."""
-    if name == "gloo":
-        host, port = address.rsplit(":", 1)
-        return collective.Receiver(host, int(port))
-    return shared_memory.Receiver(address)
+        transport, address = listen(name, path=Path(folder) / "weights.sock")
+        with transport:
+            yield transport, address
 
 
 def use_few_threads() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
 from deltasync import SyncStats
+
+_JSON = (
+    *("version", "kind", "reward", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
+    *("diff_s", "transfer_s", "commit_s", "verified", "rollout_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,50 +29,20 @@ class VersionRecord:
     """One version of the weights: how it was synced, and how good it is.
 
     Attributes:
-        version: The version that the rollout process holds.
-        kind: "full" or "delta".
+        stats: Of the sync.
         reward: Mean reward of the rollouts that this version generated.
-        nnz: Elements that changed, of `numel`.
-        density: nnz / numel.
-        payload_bytes: Bytes sent; a dense sync would send `dense_bytes`.
-        diff_s: Finding what changed. `transfer_s`: until the receiver has staged it.
-        commit_s: The pause of the receiver.
         verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
-        rollout_s: Generating the rollouts.
+        rollout_s: Time to generate the rollouts.
     """
 
-    version: int
-    kind: str
+    stats: SyncStats
     reward: float
-    nnz: int
-    numel: int
-    density: float
-    payload_bytes: int
-    dense_bytes: int
-    diff_s: float
-    transfer_s: float
-    commit_s: float
     verified: bool
     rollout_s: float
 
-    @classmethod
-    def of(cls, stats: SyncStats, *, verified: bool, reward: float, rollout_s: float) -> Self:
-        """The record of one sync and of the rollouts after it."""
-        return cls(
-            version=stats.version,
-            kind=stats.kind,
-            reward=reward,
-            nnz=stats.nnz,
-            numel=stats.numel,
-            density=stats.density,
-            payload_bytes=stats.payload_bytes,
-            dense_bytes=stats.dense_bytes,
-            diff_s=stats.diff_s,
-            transfer_s=stats.transfer_s,
-            commit_s=stats.commit_s,
-            verified=verified,
-            rollout_s=rollout_s,
-        )
+    def as_json(self) -> dict[str, Any]:
+        """The fields that are written, of this object and of `stats`."""
+        return {name: getattr(self if hasattr(self, name) else self.stats, name) for name in _JSON}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import median
 
 from rich.console import Console, Group
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from deltasync import SyncStats
 from deltasync.demo.records import Score, Summary, VersionRecord, WarmUpStep
 
 HEADINGS = {  # and the width of each column
@@ -33,16 +33,17 @@ LINES_AROUND_TABLE = 8  # of a terminal: headings, rules, progress bars
 
 def cells(record: VersionRecord) -> tuple[str, ...]:
     """One row of the table."""
+    stats = record.stats
     return (
-        str(record.version),
-        record.kind,
+        str(stats.version),
+        stats.kind,
         f"{record.reward:.3f}",
-        f"{record.density:.1%}",
-        f"{record.payload_bytes / 1e6:.2f} MB",
-        f"{record.payload_bytes / record.dense_bytes:.1%}",
-        f"{record.diff_s * 1e3:.1f} ms",
-        f"{record.transfer_s * 1e3:.1f} ms",
-        f"{record.commit_s * 1e3:.1f} ms",
+        f"{stats.density:.1%}",
+        f"{stats.payload_bytes / 1e6:.2f} MB",
+        f"{stats.payload_bytes / stats.dense_bytes:.1%}",
+        f"{stats.diff_s * 1e3:.1f} ms",
+        f"{stats.transfer_s * 1e3:.1f} ms",
+        f"{stats.commit_s * 1e3:.1f} ms",
         "agrees" if record.verified else "DIFFERS",
     )
 
@@ -85,7 +86,7 @@ class JsonReport(PlainReport):
 
     def version(self, record: VersionRecord) -> None:
         """Print it."""
-        print(json.dumps(asdict(record)), flush=True)
+        print(json.dumps(record.as_json()), flush=True)
 
 
 class LiveReport:
@@ -167,7 +168,7 @@ def print_summary(console: Console, summary: Summary, records: Sequence[VersionR
 def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tuple[str, str]]:
     """(label, value) pairs."""
     before, after = summary.before, summary.after
-    deltas = [record for record in records if record.kind == "delta"]
+    deltas = [record.stats for record in records if record.stats.kind == "delta"]
     agreed = sum(record.verified for record in records)
     same = "equal in both processes" if summary.bit_identical else "DIFFERENT in the two processes"
     lines = [
@@ -186,10 +187,10 @@ def summary_lines(summary: Summary, records: Sequence[VersionRecord]) -> list[tu
     ]
 
 
-def _delta_lines(deltas: Sequence[VersionRecord]) -> list[tuple[str, str]]:
-    densities = [record.density for record in deltas]
-    sent = sum(record.payload_bytes for record in deltas)
-    dense = sum(record.dense_bytes for record in deltas)
+def _delta_lines(deltas: Sequence[SyncStats]) -> list[tuple[str, str]]:
+    densities = [stats.density for stats in deltas]
+    sent = sum(stats.payload_bytes for stats in deltas)
+    dense = sum(stats.dense_bytes for stats in deltas)
     diff, transfer, commit = (
         f"{median(seconds) * 1e3:.1f} ms"
         for seconds in zip(*((r.diff_s, r.transfer_s, r.commit_s) for r in deltas), strict=True)

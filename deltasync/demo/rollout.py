@@ -18,9 +18,10 @@ from torch import Generator
 from deltasync import ModuleTarget, WeightReceiver
 from deltasync.demo.link import Link, LinkClosed, LinkError, Message
 from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
-from deltasync.demo.processes import receive_transport, use_few_threads
+from deltasync.demo.processes import use_few_threads
 from deltasync.demo.task import SortTask
 from deltasync.errors import PeerLost
+from deltasync.transports.address import Address
 
 SYNC_TIMEOUT_S = 120.0
 
@@ -38,8 +39,8 @@ class Rollout:
         torch.manual_seed(start.values["seed"])  # the weights are replaced by the full sync
         self.policy = Policy(self.task, PolicySize(**start.values["size"])).bfloat16()
         self.sampler = self.policy if has_fast_bf16() else deepcopy(self.policy).float()
-        transport = receive_transport(start.values["transport"], start.values["address"])
-        self.receiver = WeightReceiver(ModuleTarget(self.policy), transport, engine="rollout")
+        link = Address(**start.values["address"]).receiver(torch.device("cpu"))
+        self.receiver = WeightReceiver(ModuleTarget(self.policy), link, engine="rollout")
 
     def receive_weights(self) -> None:
         """Take part in one sync, which answers for itself."""

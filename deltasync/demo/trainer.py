@@ -31,6 +31,7 @@ from deltasync.demo.records import (
     WarmUpStep,
 )
 from deltasync.demo.task import SortTask
+from deltasync.transports.address import Address
 
 START_TIMEOUT_S = 120.0
 # In bytes, index and value of a changed element cost three elements of a dense patch. The default
@@ -102,14 +103,13 @@ class Rollouts:
 class RolloutClient:
     """What process A asks of process B."""
 
-    def __init__(self, link: Link, config: DemoConfig, address: str) -> None:
+    def __init__(self, link: Link, config: DemoConfig, address: Address) -> None:
         self._link = link
         start = {
             "num_digits": config.task.num_digits,
             "size": asdict(config.size),
             "seed": config.seed + 1,  # other weights than A's, until the full sync
-            "transport": config.transport,
-            "address": address,
+            "address": address.model_dump(),
         }
         link.send(Message("start", start))
 
@@ -174,7 +174,9 @@ class Trainer:
             reward = rollouts.rewards.mean().item()
             stats = handle.last_stats or first
             same = self.client.sha256() == self.policy.sha256()
-            yield VersionRecord.of(stats, verified=same, reward=reward, rollout_s=rollouts.seconds)
+            yield VersionRecord(
+                stats=stats, reward=reward, verified=same, rollout_s=rollouts.seconds
+            )
             if step == self.config.steps:  # the last version is only looked at
                 return
             advantages = group_advantages(rollouts.rewards, self.config.group_size)

@@ -28,14 +28,13 @@ from deltasync.sync.source.streamed import NamedWeights, StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import SyncStats, reasons
 from deltasync.sync.target.copied import CopiedTarget
-from deltasync.transports import collective, cuda_ipc, shared_memory
-from deltasync.transports.address import Address, LinkName
+from deltasync.transports.address import Address, LinkName, listen
 from deltasync.transports.base import SendTransport
 
 _MAX_BUCKET_BYTES = 64 << 20
 
 Metrics = dict[str, float]
-"""Of one sync, as verl logs them."""
+"""Metrics of one sync, as verl logs them."""
 
 
 class Options(OptionsModel):
@@ -54,19 +53,16 @@ class Options(OptionsModel):
     sender: SenderOptions = SenderOptions()
 
     def sized(self, bucket_size: int) -> SenderOptions:
-        """The sender's options; payloads keep to verl's bytes of a bucket."""
+        """The sender's options, with payloads no larger than verl's buckets."""
         size = self.sender.bucket_bytes or min(
             max(bucket_size, MIN_BUCKET_BYTES), _MAX_BUCKET_BYTES
         )
         return self.sender.model_copy(update={"bucket_bytes": size})
 
-    def listen(self, link: LinkName | None = None) -> SendTransport:
-        """A transport of its own at an address that nobody else has."""
-        link = link or self.link
-        if link in ("gloo", "nccl"):
-            host = self.host or "127.0.0.1"
-            return collective.Sender(host, backend=link, secret=network_secret())
-        return cuda_ipc.Sender() if link == "cuda_ipc" else shared_memory.Sender()
+    def listen(self, link: LinkName | None = None) -> tuple[SendTransport, Address]:
+        """Return a sender of its own, and its address."""
+        host = self.host or "127.0.0.1"
+        return listen(link or self.link, host=host, secret=network_secret())
 
     @property
     def device(self) -> torch.device:
@@ -77,16 +73,16 @@ class Options(OptionsModel):
 
     @property
     def hub(self) -> LinkName:
-        """What moves a few bytes among the trainer's ranks."""
+        """The link among the trainer's ranks, which carries few bytes."""
         return "gloo" if self.link in ("gloo", "nccl") else "shared_memory"
 
 
 class Rollout:
-    """A worker that receives, and hands over to its inference engine what that does not have.
+    """A worker that receives, and gives its inference engine the tensors that it lacks.
 
-    It keeps a copy of all weights. The engine has what it was handed over when all workers have
-    confirmed that. Otherwise it is handed over everything in the next sync: ranks of one engine
-    load in step, so that each has to be given the same, also one that has not received anything.
+    It keeps a copy of all weights. What the engine was given counts only if all workers confirm
+    it. Otherwise the next sync gives the engine everything: ranks of one engine load in step, so
+    each needs the same tensors, including a rank that received nothing.
 
     Args:
         options: Of both ends.
@@ -101,22 +97,22 @@ class Rollout:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-verl")
         self._call: Future[dict[str, int]] | None = None
         self._confirmed: dict[str, int] = {}  # digests of what the engine has; none in a sync
-        self._before: dict[str, int] = {}  # of what it had when the sync began
-        self._handed: dict[str, int] = {}  # of what it has if it takes all that it was given
+        self._before: dict[str, int] = {}  # digests of what it had when the sync began
+        self._handed: dict[str, int] = {}  # digests of what it has if it loads all it was given
         self._turn = 0
 
     def prepare(self) -> str:
         """Begin a sync. Returns the name under which this worker receives."""
         self._before, self._confirmed, self._handed = self._confirmed, {}, {}
         self._turn += 1
-        if self._call is not None and not self._call.done():  # of an update that was given up
+        if self._call is not None and not self._call.done():  # of an abandoned update
             self._leave()
         return self._name
 
     def connect(self, addresses: Sequence[Address], *, members: Collection[str]) -> None:
-        """Receive from a trainer's ranks, which listen there, when `weights` is called.
+        """Set the addresses of the trainer's ranks, from which `weights` receives.
 
-        Anew unless this worker is among the trainer's members.
+        Unless this worker is among the trainer's members, it reconnects.
         """
         if self._receiver is not None and (
             tuple(addresses) != self._addresses or self._name not in members
@@ -126,23 +122,23 @@ class Rollout:
         self._addresses = tuple(addresses)
 
     def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Receive, then yield each tensor that the engine does not have. They are read only.
+        """Receive, then yield (name, tensor) of all that the engine lacks; do not write to them.
 
-        Raises SyncAborted when another sync has begun since this was called.
+        Raises SyncAborted if another sync has begun since this call.
         """
         return self._received(self._turn)
 
     def confirm(self) -> None:
-        """The engine has taken all that it was given."""
+        """The engine has loaded all that it was given."""
         self._confirmed = self._handed
 
     def forget(self) -> None:
-        """The engine has lost its weights: it is given all of them in the next sync."""
+        """The engine has lost its weights: the next sync gives it all of them."""
         self._before, self._confirmed, self._handed = {}, {}, {}
-        self._turn += 1  # a load that is under way has mixed with those that are lost
+        self._turn += 1  # a load in progress has lost a part of what it loaded
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._leave()
         self._calls.shutdown()
 
@@ -178,20 +174,19 @@ class Rollout:
             raise SyncAborted("this update was given up; the next one covers it")
 
     def _leave(self) -> None:
-        """End the connection. Whoever comes back has another name, and joins by its digests."""
+        """Close the connection. This worker rejoins under another name, by its digests."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver, self._name = None, _new_name()
 
 
 class Trainer:
-    """A trainer's rank that is given all weights, tensor by tensor."""
+    """The rank of a trainer to which verl passes all weights, tensor by tensor."""
 
     def __init__(self, options: Options, sizes: SenderOptions) -> None:
         self._timeout_s = options.timeout_s
         self._weights = StreamedWeights(sizes)
-        transport = options.listen()
-        self.address = _told(transport)
+        transport, self.address = options.listen()
         self._sender = WeightSender(self._weights, transport)
 
     @property
@@ -200,7 +195,7 @@ class Trainer:
         return self._sender.engines
 
     def send(self, weights: NamedWeights, engines: Collection[str]) -> Metrics:
-        """A sync with these rollouts. Raises SyncAborted if one of them does not have it."""
+        """Sync these rollouts. Raises SyncAborted if one of them does not hold the version."""
         began = time.perf_counter()
         self._weights.take(weights)
         took_s = time.perf_counter() - began
@@ -211,7 +206,7 @@ class Trainer:
         }
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         self._sender.close()
 
 
@@ -221,15 +216,16 @@ class SendingRank:
     Args:
         options: Of both ends.
         sizes: Of the sender.
-        is_master: Whether this is rank 0, which speaks for all.
+        is_master: Whether this is rank 0.
     """
 
     def __init__(self, options: Options, sizes: SenderOptions, *, is_master: bool) -> None:
         self._timeout_s, self._sizes = options.timeout_s, sizes
-        self._transport = options.listen()
-        self.address = _told(self._transport)
-        self._link = options.listen(options.hub) if is_master else None
-        self.hub = None if self._link is None else _told(self._link)
+        self._transport, self.address = options.listen()
+        self._link: SendTransport | None = None
+        self.hub: Address | None = None
+        if is_master:
+            self._link, self.hub = options.listen(options.hub)
         self._sender: WeightSender | TrainerRank | None = None
 
     @property
@@ -241,16 +237,16 @@ class SendingRank:
     def send(
         self, source: WeightSource, engines: Collection[str], hub: Address, rank: int, world: int
     ) -> Metrics | None:
-        """A sync with these rollouts; what rank 0 has counted.
+        """Sync these rollouts. Returns the metrics on rank 0, None on others.
 
         Args:
-            source: What this rank holds. That of the first call is kept.
+            source: What this rank holds; that of the first call is kept.
             engines: The rollouts' names.
-            hub: Where rank 0 listens for the others.
-            rank: This one.
-            world: Ranks of the trainer.
+            hub: The address at which rank 0 listens for the other ranks.
+            rank: This rank.
+            world: Number of ranks of the trainer.
 
-        Raises SyncAborted if it failed on any rank, or a rollout does not have it.
+        Raises SyncAborted if the sync failed on any rank, or a rollout does not hold the version.
         """
         if self._sender is None:
             self._sender = self._begun(source, hub, rank, world)
@@ -261,7 +257,7 @@ class SendingRank:
             return metrics_of(_sent(self._sender, engines, self._timeout_s))
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         for end in (self._sender or self._transport, self._link):
             if end is not None:
                 end.close()
@@ -279,7 +275,7 @@ class SendingRank:
 
 
 def metrics_of(stats: SyncStats) -> Metrics:
-    """What verl logs of a sync."""
+    """Return what verl logs of a sync."""
     counted: Mapping[str, float] = {
         "changed_ratio": stats.density,
         "changed_elems": stats.nnz,
@@ -308,21 +304,15 @@ def _sent(sender: WeightSender, engines: Collection[str], timeout_s: float) -> S
     return stats
 
 
-def _told(transport: SendTransport) -> Address:
-    address = Address.of(transport)
-    assert address is not None
-    return address
-
-
 def _synced(receiver: WeightReceiver, device: torch.device, timeout_s: float) -> dict[str, int]:
-    """A sync. Returns the digest of each tensor."""
+    """Receive a sync. Returns the digest of each tensor."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         receiver.receive_weights(timeout_s=timeout_s)
     return receiver.digests()
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """On the accelerator of the inference engine, if there is one."""
+    """The tensor on the inference engine's accelerator, if there is one."""
     here = torch.accelerator.current_accelerator(check_available=True)
     return tensor if here is None else tensor.to(here)
 

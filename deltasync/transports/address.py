@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 import torch
@@ -55,3 +56,35 @@ class Address(BaseModel):
                 return cuda_ipc.Receiver(self.path, device=device)
             case "shared_memory":
                 return shared_memory.Receiver(self.path)
+
+
+def listen(
+    link: LinkName,
+    *,
+    host: str = "127.0.0.1",
+    path: Path | None = None,
+    device: torch.device | str | None = None,
+    secret: bytes | None = None,
+) -> tuple[SendTransport, Address]:
+    """Return a sender on a link, which the caller owns, and its address.
+
+    Args:
+        link: What moves weights.
+        host: Of `nccl` and `gloo`: the interface to listen on.
+        path: Of the others: the socket; None for one of this user's that nothing else has.
+        device: Where payloads live; None for the link's default.
+        secret: See `Address.receiver`.
+    """
+    from deltasync.transports import collective, cuda_ipc, shared_memory
+
+    sender: SendTransport
+    match link:
+        case "nccl" | "gloo":
+            sender = collective.Sender(host, backend=link, device=device, secret=secret)
+        case "cuda_ipc":
+            sender = cuda_ipc.Sender(path, device=device)
+        case "shared_memory":
+            sender = shared_memory.Sender(path)
+    address = Address.of(sender)
+    assert address is not None  # each of these links has one
+    return sender, address

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from deltasync import SyncStats
 from deltasync.demo.files import write_files
 from deltasync.demo.records import (
     Checkpoint,
@@ -27,21 +28,25 @@ from deltasync.demo.trainer import EVALUATION_SEED
 
 
 def record(version: int, nnz: int) -> VersionRecord:
-    return VersionRecord(
+    stats = SyncStats(
         version=version,
+        base_version=version - 1 or None,
         kind="delta" if version > 1 else "full",
-        reward=0.25,
-        nnz=nnz,
+        receivers=1,
         numel=1000,
-        density=nnz / 1000,
+        nnz=nnz,
         payload_bytes=6 * nnz if version > 1 else 2000,
         dense_bytes=2000,
         diff_s=0.001,
         transfer_s=0.002,
         commit_s=0.003,
-        verified=True,
-        rollout_s=0.5,
+        receiver_commit_s=0.003,
+        total_s=0.006,
+        sender_bytes=0,
+        receiver_bytes=0,
+        snapshot_bytes=0,
     )
+    return VersionRecord(stats=stats, reward=0.25, verified=True, rollout_s=0.5)
 
 
 RECORDS = [record(1, 1000), record(2, 10), record(3, 30)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Literal
+from typing import IO
 
 import torch
 from torch import nn
@@ -25,11 +25,7 @@ from deltasync import (
 )
 from deltasync.cli.probes.companion import start_companion
 from deltasync.errors import PeerLost, TransportTimeout
-from deltasync.transports import collective, cuda_ipc, shared_memory
-from deltasync.transports.base import ReceiveTransport, SendTransport
-from deltasync.transports.process_group import Backend
-
-LinkName = Literal["shared_memory", "gloo", "cuda_ipc", "nccl"]
+from deltasync.transports.address import Address, LinkName, listen
 
 PARAMETER_NUMEL = 1 << 22
 START_TIMEOUT_S = 100.0
@@ -73,9 +69,10 @@ def followed(
     numel = sum(parameter.numel() for parameter in module.parameters())
     options = options or SenderOptions()
     with TemporaryDirectory(prefix="deltasync-") as folder, TemporaryFile() as said:
-        transport, address = _sender(link, folder, devices[0])
+        path = Path(folder) / "weights.sock"
+        transport, address = listen(link, path=path, device=devices[0])
         with WeightSender(ModuleSource(module), transport, options=options) as sender:
-            words = [link, address, str(numel), devices[1], options.kernels]
+            words = [address.model_dump_json(), str(numel), devices[1], options.kernels]
             with start_companion("deltasync.cli.probes.follower", *words, stderr=said) as process:
                 try:
                     _wait(sender, process, said)
@@ -106,36 +103,13 @@ def _wait(sender: WeightSender, process: subprocess.Popen[bytes], said: IO[bytes
                 raise
 
 
-def _sender(link: LinkName, folder: str, device: str) -> tuple[SendTransport, str]:
-    """The sender's end, and the address for `_receiver`."""
-    path = Path(folder) / "weights.sock"
-    match link:
-        case "shared_memory":
-            return shared_memory.Sender(path), str(path)
-        case "cuda_ipc":
-            return cuda_ipc.Sender(path, device=device), str(path)
-        case "gloo" | "nccl":
-            group = collective.Sender("127.0.0.1", backend=link, device=device)
-            return group, "{}:{}".format(*group.address)
-
-
-def _receiver(link: str, address: str, device: str) -> ReceiveTransport:
-    match link:
-        case "shared_memory":
-            return shared_memory.Receiver(address)
-        case "cuda_ipc":
-            return cuda_ipc.Receiver(address, device=device)
-    host, port = address.rsplit(":", 1)
-    backend: Backend = "nccl" if link == "nccl" else "gloo"
-    return collective.Receiver(host, int(port), backend=backend, device=device)
-
-
 def main() -> None:
     """Follow the sender that `sys.argv` names until it has left."""
-    link, address, numel, device, kernels = sys.argv[1:]
+    address, numel, device, kernels = sys.argv[1:]
     target = ModuleTarget(make_model(int(numel), device))
     options = ReceiverOptions.model_validate({"kernels": kernels})
-    receiver = WeightReceiver(target, _receiver(link, address, device), options=options)
+    link = Address.model_validate_json(address).receiver(torch.device(device))
+    receiver = WeightReceiver(target, link, options=options)
     with receiver, contextlib.suppress(PeerLost):
         while True:
             receiver.receive_weights(timeout_s=JOIN_TIMEOUT_S)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from deltasync import Policy, SenderOptions, SyncStats, WeightSender
-from deltasync.cli.probes.follower import LinkName, followed, make_model
+from deltasync.cli.probes.follower import followed, make_model
 from deltasync.errors import SyncError
+from deltasync.transports.address import LinkName
 
 ROUNDS = 5
 NUM_STEPS = 2 * (ROUNDS + 1) + 1

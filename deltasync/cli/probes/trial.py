@@ -17,8 +17,9 @@ import torch
 
 from deltasync import SenderOptions
 from deltasync.cli.probes.companion import start_companion
-from deltasync.cli.probes.follower import LinkName, followed, last_line, make_model
+from deltasync.cli.probes.follower import followed, last_line, make_model
 from deltasync.errors import SyncError
+from deltasync.transports.address import LinkName
 
 _NUMEL = 1000
 
@@ -66,11 +67,11 @@ class Trial:
         return last_line(self._said).removeprefix("deltasync.errors.") or f"it ended with {code}"
 
 
-def try_link(link: LinkName, *devices: str) -> None:
+def try_link(link: LinkName, devices: tuple[str, str]) -> None:
     """A delta of one element to another process, checked by digest."""
     module = make_model(_NUMEL, devices[0])
     options = SenderOptions(kernels="torch")  # Triton's have a trial of their own
-    with followed(module, link, devices=(devices[0], devices[-1]), options=options) as sender:
+    with followed(module, link, devices=devices, options=options) as sender:
         with torch.no_grad():
             next(module.parameters())[7] += 1
         stats = sender.send_weights()
@@ -92,13 +93,11 @@ def try_triton() -> None:
 def main() -> None:
     """Try what `sys.argv` names. What fails is raised: its last line is what `doctor` shows."""
     match sys.argv[1]:
-        case "shared_memory":
-            try_link("shared_memory", "cpu")
-        case "gloo":
-            try_link("gloo", "cpu")
-        case "cuda_ipc":
-            try_link("cuda_ipc", "cuda:0")
-        case "nccl":
-            try_link("nccl", "cuda:0", "cuda:1")
         case "triton":
             try_triton()
+        case "shared_memory" | "gloo" as link:
+            try_link(link, ("cpu", "cpu"))
+        case "cuda_ipc":
+            try_link("cuda_ipc", ("cuda:0", "cuda:0"))
+        case "nccl":
+            try_link("nccl", ("cuda:0", "cuda:1"))
