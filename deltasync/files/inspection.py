@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ class _Found(Exception):
         self.fault = Fault(offset, rules, type(error).__name__, str(error))
 
 
+@contextmanager
+def _breaking(rules: str, kind: type[DeltaSyncError], offset: int) -> Iterator[None]:
+    """Raise _Found for an error of this kind: what is at `offset` breaks one of these rules."""
+    try:
+        yield
+    except kind as error:
+        raise _Found(error, offset, rules) from error
+
+
 class Inspection:
     """Takes a file of frames apart: one frame, or a patch file.
 
@@ -124,7 +134,9 @@ class Inspection:
         try:
             for frame in self._frames():
                 self.frames.append(self._facts(frame))
-            self._end()
+            if self._reader is not None:
+                with _breaking("W21", DeltaSyncError, self.num_bytes):
+                    self._reader.check_sealed()
         except _Found as found:
             self.fault = found.fault
 
@@ -144,31 +156,28 @@ class Inspection:
 
     def _facts(self, frame: Frame) -> FrameFacts:
         offset, at = self._file.offset, self._file.payload_offset or 0
-        try:
+        with _breaking(_MESSAGE, WireError, offset):
             message, payload_bytes = decode(frame.header)
-        except WireError as error:
-            raise _Found(error, offset, _MESSAGE) from error
         if isinstance(message, Layout) and not self.frames and at < self.num_bytes:
             self._reader = OneWayReader()
         rows: Rows = np.empty(0, ROW)
         if isinstance(message, Bucket) and frame.payload is not None:
             rows = self._rows(message, frame.payload, offset, at)
         elif self._reader is not None:
-            self._obey(self._reader, message, offset)
+            with _breaking(_ORDER, DeltaSyncError, offset):
+                self._reader.accept(message, _NOTHING)
         checksum = frame.header[12:16][::-1].hex()
         return FrameFacts(offset, len(frame.header), payload_bytes, checksum, message, rows)
 
     def _rows(self, message: Bucket, payload: Tensor, offset: int, at: int) -> Rows:
-        try:
+        with _breaking(_COMPRESSION, WireError, at):
             raw = inflated(message, payload)
-        except WireError as error:
-            raise _Found(error, at, _COMPRESSION) from error
         at = at if message.compression == "none" else 0
         try:
             if self._reader is None:
                 return _rows_alone(raw, message)
             plain = message.model_copy(update={"compression": "none"})
-            bucket = self._reader.obey(plain, raw)
+            bucket = self._reader.accept(plain, raw)
         except WireError as error:
             row = error.row if isinstance(error, InvalidTable) else None
             at += 0 if row is None else row * ROW.itemsize
@@ -180,26 +189,11 @@ class Inspection:
         _check_rows(bucket, at)
         return bucket.rows
 
-    def _obey(self, reader: OneWayReader, message: Message, offset: int) -> None:
-        try:
-            reader.obey(message, _NOTHING)
-        except DeltaSyncError as error:
-            raise _Found(error, offset, _ORDER) from error
-
-    def _end(self) -> None:
-        try:
-            if self._reader is not None:
-                self._reader.check_sealed()
-        except DeltaSyncError as error:
-            raise _Found(error, self.num_bytes, "W21") from error
-
 
 def _check_rows(bucket: ReadBucket, at: int) -> None:
     for number, (parameter, run) in enumerate(bucket.runs()):
-        try:
+        with _breaking(_INDICES, InvalidIndices, at + int(bucket.index_at[number])):
             check_indices(run, name=f"row {number}, {bucket.specs[parameter].name}")
-        except InvalidIndices as error:
-            raise _Found(error, at + int(bucket.index_at[number]), _INDICES) from error
 
 
 def _rows_alone(payload: Tensor, message: Bucket) -> Rows:

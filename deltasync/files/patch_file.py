@@ -8,12 +8,12 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
+from deltasync.delta.host.plans import Change
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
@@ -69,8 +69,9 @@ def write_patch(
     """
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading"))
-    plan = _OldFile(_flats(old, old.layout), base).compare(
-        _Readers(old, new, advance=phase("comparing")),
+    readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
+    plan = _OldFile(old, new, base, advance=phase("comparing")).compare(
+        readers,
         policy=Policy(),
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=_HELD_BYTES,
@@ -113,6 +114,7 @@ class PatchFile:
         self.specs = {spec.name: spec for spec in reader.specs}
         self.layout = reader.specs
         self.base = int(reader.layout.digest, 16)
+        self.num_bytes = self._frames.num_bytes
 
     def _replay(
         self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
@@ -127,10 +129,6 @@ class PatchFile:
             stage(bucket)
         assert reader.sealed is not None
         return int(reader.sealed.digest, 16)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._frames.num_bytes
 
 
 def apply_patch_file(
@@ -235,39 +233,29 @@ def _told(frames: Iterator[Frame] | FrameFile, advance: Advance) -> Iterator[Fra
 
 
 class _OldFile(HostBackend):
-    """The old checkpoint as it lies in its file: nothing is copied, and it never advances."""
+    """The old checkpoint as it lies in its file: nothing is copied, and it never advances.
+
+    While it is compared, it releases the memory of both checkpoints behind itself.
+    """
+
+    def __init__(
+        self, old: Checkpoint, new: Checkpoint, ledger: DigestLedger, *, advance: Advance
+    ) -> None:
+        super().__init__(_flats(old, old.layout), ledger)
+        self._checkpoints, self._advance, self._unreleased = (old, new), advance, 0
+
+    def change(
+        self, parameter: int, reader: WireReader, policy: Policy, *, ledger: DigestLedger, room: int
+    ) -> Change | None:
+        found = super().change(parameter, reader, policy, ledger=ledger, room=room)
+        num_bytes = reader.flat.numel * reader.dtype.item_size
+        self._advance(num_bytes)
+        self._unreleased += num_bytes
+        if self._unreleased > _RELEASED_BYTES:
+            self._unreleased = 0
+            for checkpoint in self._checkpoints:
+                checkpoint.release()
+        return found
 
     def write_ahead(self, parameter: int, run: object, bits: object) -> None:
-        """Nobody takes another delta against it."""
-
-
-class _Readers(Sequence[WireReader]):
-    """The new checkpoint's tensors; a loop over them lets go of memory behind itself."""
-
-    def __init__(self, old: Checkpoint, new: Checkpoint, *, advance: Advance) -> None:
-        self._old, self._new, self._advance = old, new, advance
-        self._readers = [
-            WireReader.of(new.tensor(spec.name), spec.dtype, name=spec.name) for spec in old.layout
-        ]
-
-    @overload
-    def __getitem__(self, number: int) -> WireReader: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[WireReader]: ...
-    def __getitem__(self, number: int | slice) -> WireReader | Sequence[WireReader]:
-        return self._readers[number]
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-    def __iter__(self) -> Iterator[WireReader]:
-        unreleased = 0
-        for reader in self._readers:
-            yield reader
-            num_bytes = reader.flat.numel * reader.dtype.item_size
-            self._advance(num_bytes)
-            unreleased += num_bytes
-            if unreleased > _RELEASED_BYTES:
-                unreleased = 0
-                for checkpoint in (self._old, self._new):
-                    checkpoint.release()
+        """Do nothing: no second delta is taken against it."""

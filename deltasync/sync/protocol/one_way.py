@@ -109,9 +109,9 @@ class OneWayReader:
             max_payload_bytes=self._max_payload_bytes,
             arrived_bytes=0 if frame.payload is None else len(frame.payload),
         )
-        return message, self.obey(message, frame.payload)
+        return message, self.accept(message, frame.payload)
 
-    def obey(self, message: Message, payload: Tensor | None) -> ReadBucket | None:
+    def accept(self, message: Message, payload: Tensor | None) -> ReadBucket | None:
         """The same, of a frame that was opened."""
         match message:
             case Layout():
