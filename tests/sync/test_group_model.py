@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from deltasync import NamedTensor, dtypes
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import model, orders
+from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.shards import placements
@@ -79,14 +80,12 @@ def test_digests_add_up_and_none_is_known_that_was_not_asked_for() -> None:
 def test_receivers_that_one_rank_has_lost_leave_nothing_to_compare() -> None:
     others = model.OtherRanks()
 
-    def sent(lost: tuple[tuple[str, str], ...]) -> orders.Sent:
-        return orders.Sent(
-            digests=("0" * 15 + "3",), num_buckets=1, payload_bytes=7, bucket_bytes=7, lost=lost
-        )
+    def sent(lost: dict[str, str]) -> orders.Sent:
+        return orders.Sent(digests=("0" * 15 + "3",), buckets=SentBuckets(1, 7, 7, lost))
 
-    good = others.have_sent({1: sent(()), 2: sent(())})
+    good = others.have_sent({1: sent({}), 2: sent({})})
     assert (good.num_buckets, good.payload_bytes, good.bucket_bytes, good.lost) == (2, 14, 7, {})
     assert model.GroupDigests(Held(5), others.sent).total == 18 + 6
-    bad = others.have_sent({1: sent(()), 2: sent((("f" * 32, "gone"),))})
+    bad = others.have_sent({1: sent({}), 2: sent({"f" * 32: "gone"})})
     assert bad.lost == {"f" * 32: "rank 2 of the trainer: gone"}
     assert others.sent == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -171,8 +171,9 @@ class OtherRanks:
         """They have answered what they have sent. Returns that of all of them."""
         sent = SentBuckets()
         for rank, said in answers.items():
-            lost = {receiver: f"rank {rank} of the trainer: {why}" for receiver, why in said.lost}
-            sent += SentBuckets(said.num_buckets, said.payload_bytes, said.bucket_bytes, lost)
+            found = said.buckets
+            lost = {name: f"rank {rank} of the trainer: {why}" for name, why in found.lost.items()}
+            sent += replace(found, lost=lost)
         self.sent = {} if sent.lost else _added(self.asked, answers.values())
         return sent
 

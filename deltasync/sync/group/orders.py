@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from deltasync.errors import MalformedMessage
+from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire import frame
@@ -131,15 +132,12 @@ class Send(_Order):
 class Sent(_Said):
     """It is sent, and receivers that hold all of it have these digests.
 
-    Or `lost` were receivers, each with the reason; then it is not.
+    If `buckets.lost` names receivers, it was not sent to all, and there are no digests.
     """
 
     kind: Literal["sent"] = "sent"
     digests: tuple[Digest, ...]
-    num_buckets: Count
-    payload_bytes: Count
-    bucket_bytes: Count
-    lost: tuple[tuple[ConnectionId, Text], ...]
+    buckets: SentBuckets
 
 
 class Decide(_Order):

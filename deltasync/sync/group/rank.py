@@ -179,11 +179,11 @@ class TrainerRank(Closing):
                     raise
 
     def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
-        """Obey and answer. Returns what went wrong here; rank 0 has been told."""
+        """Answer an order. Returns what went wrong here, after rank 0 was told."""
         answer: orders.Answer | None
         problem: DeltaSyncError | RuntimeError | None = None
         try:
-            answer = self._obey(order)
+            answer = self._answer_to(order)
         except (DeltaSyncError, RuntimeError) as error:  # torch's own failures are RuntimeErrors
             if isinstance(order, orders.Decide):
                 raise
@@ -195,7 +195,7 @@ class TrainerRank(Closing):
             self._start_over()
         return problem
 
-    def _obey(self, order: orders.Order) -> orders.Answer | None:
+    def _answer_to(self, order: orders.Order) -> orders.Answer | None:
         if not self._may(order):
             raise SyncAborted("training goes on meanwhile; the next sync covers this one")
         match order:
@@ -267,7 +267,7 @@ class TrainerRank(Closing):
         else:
             assert self._delta is not None
             plan = self._delta[1]
-        sent = self._lanes.send(
+        buckets = self._lanes.send(
             plan,
             attempt=order.attempt,
             version=order.version,
@@ -276,11 +276,8 @@ class TrainerRank(Closing):
         )
         self._weights.release()
         return orders.Sent(
-            digests=() if sent.lost else digests_told(plan.ledger, order.copies),
-            num_buckets=sent.num_buckets,
-            payload_bytes=sent.payload_bytes,
-            bucket_bytes=sent.bucket_bytes,
-            lost=tuple((name, why[:4096]) for name, why in sent.lost.items()),
+            digests=() if buckets.lost else digests_told(plan.ledger, order.copies),
+            buckets=buckets,
         )
 
     def _resolve(self, version: int) -> None:
