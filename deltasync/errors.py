@@ -22,7 +22,7 @@
     - WrongStream                  the frame belongs to another training run; rejoin
     - ProtocolViolation            the peer sent what does not belong there; rejoin
     - DigestMismatch               the weights are not what the sender says; rejoin
-    - DirtyReceiver                a half-written or corrupted model; rejoin
+    - DirtyReceiver                the weights may mix two versions or be corrupted; rejoin
     - Refused                      the sender turned it away; .kind, .message say why
     - SyncAborted                  no receiver took the version; nothing is lost, send again
     - NoReceivers                  nobody to send to; start a receiver
@@ -152,7 +152,7 @@ class DigestMismatch(SyncError):
 
 
 class DirtyReceiver(SyncError):
-    """The model is half-written or corrupted and must not serve."""
+    """The weights may mix two versions or be corrupted; they must not serve."""
 
 
 class Refused(SyncError):

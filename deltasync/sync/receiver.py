@@ -26,7 +26,7 @@ from deltasync.sync.arguments import check_receiver
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import ReceiverLinks
-from deltasync.sync.protocol.receiver_session import PATIENT, SERVES, ReceiverSession, ReceiverState
+from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
@@ -115,7 +115,7 @@ class WeightReceiver(Closing):
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the weights mix two versions, or were found corrupted."""
+        """Whether the weights may mix two versions or be corrupted; they must not serve."""
         return self._session.dirty
 
     @property
@@ -180,7 +180,7 @@ class WeightReceiver(Closing):
                     return True
                 if isinstance(message, messages.Abort):  # it may try again, without who failed
                     self._deadline = time.monotonic() + timeout_s
-                if isinstance(message, messages.Welcome) and self.state in SERVES:
+                if isinstance(message, messages.Welcome) and self.state != ReceiverState.WAITING:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)
                     return False
             return True

@@ -3,8 +3,8 @@
 `RECEIVER`, at the end, has it all, and docs/wire-format.md shows it with a diagram. What it does
 not allow raises and changes nothing.
 
-Besides its state a receiver is *dirty* or not: dirty weights mix two versions and must not serve. A
-*detached* one takes no message that needs its weights.
+Besides its state a receiver is *dirty* or not: dirty weights may mix two versions or be corrupted,
+and must not serve. A *detached* one takes no message that needs its weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class ReceiverState(Enum):
 
 # Where no sync is under way: waiting longer loses nothing.
 PATIENT = (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
-SERVES = frozenset(ReceiverState) - {ReceiverState.WAITING}  # what a welcome can lead to
 Event = Literal[
     "greeted",  # said hello on a new connection
     "writing",  # from here to `committed` or `restored` the weights mix two versions
@@ -79,7 +78,7 @@ class ReceiverSession:
         lanes: Connections on which buckets come.
         version: The version held, or None when unknown.
         stream_id: The training run it belongs to.
-        dirty: The weights are a mixture and must not serve.
+        dirty: The weights may mix two versions or be corrupted; they must not serve.
         half_written: A write, or what the engine derives from it, has not ended: whatever digest
             the weights have, a full sync has to write all once more.
         undone: The last sync was committed here and has to be taken back.
