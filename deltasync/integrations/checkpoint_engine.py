@@ -1,8 +1,8 @@
 """Deltas for SGLang next to the checkpoints of checkpoint-engine's ParameterServer.
 
-If deltasync is installed next to a server, the server takes orders where it takes a
+If deltasync is installed next to a server, the server takes a trainer's requests where it takes a
 ParameterServer's sockets: this package's entry point replaces the worker's extension by one that
-knows both, or only orders if checkpoint-engine is not installed. The trainer uses an `EngineSync`
+takes both, or only requests if checkpoint-engine is not installed. The trainer uses an `EngineSync`
 of a `SglangServer`, or of a `SglangIpcServer` if the server waits for its initial weights. Weights
 go directly from the trainer to each worker; a ParameterServer can still load whole checkpoints.
 """
@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from deltasync.integrations import sglang_scheduler
-from deltasync.integrations.sglang import NOT_YET, ORDER, Extension, SglangServer
+from deltasync.integrations.sglang import NOT_YET, REQUEST, Extension, SglangServer
 
-__all__ = ["NOT_YET", "ORDER", "SglangIpcServer", "register"]
+__all__ = ["NOT_YET", "REQUEST", "SglangIpcServer", "register"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _EXTENSION = f"{_MODULE}.{_CLASS}"
 
 
 def register() -> None:
-    """Let SGLang's workers take orders. Each of SGLang's processes calls this as a plugin."""
+    """Let SGLang's workers take requests. Each of SGLang's processes calls this as a plugin."""
     sglang_scheduler.register()
     if find_spec("checkpoint_engine") is None:
         _stand_in()
@@ -37,7 +37,9 @@ def register() -> None:
     try:
         from deltasync.integrations.checkpoint_engine_worker import Extension as Both
     except ImportError as error:
-        logger.warning("deltasync takes orders, and no checkpoints of checkpoint-engine: %s", error)
+        logger.warning(
+            "deltasync takes requests, and no checkpoints of checkpoint-engine: %s", error
+        )
         _stand_in()
         return
     HookRegistry.register(_EXTENSION, Both, HookType.REPLACE)

@@ -18,7 +18,7 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection, Unproved, WithoutRoutes
+from deltasync.integrations.trainer_info import TrainerInfo, Unproved, WithoutRoutes
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
@@ -46,7 +46,7 @@ _RETURN_S = 2.0
 class Server(Protocol):
     """Calls that reach every worker of an engine. Each returns when all workers are done."""
 
-    def connect(self, connection: dict[str, Any], /) -> object:
+    def connect(self, trainer: dict[str, Any], /) -> object:
         """Let workers connect to a trainer, instead of an earlier one. The argument is JSON."""
         ...
 
@@ -119,15 +119,15 @@ class EngineSync(Closing):
         self._without_routes: WithoutRoutes = without_routes
         self._keep, self._unproved = tuple(keep), unproved
         self._max_staged_bytes, self._timeout_s = max_staged_bytes, timeout_s
-        self._limit = CallTimeout(timeout_s)  # of the call under way
-        self._name = ""  # of the engine, as it was let connect last
+        self._limit = CallTimeout(timeout_s)  # of the call in progress
+        self._name = ""  # of the engine, new at each connect
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
         self._is_parents = False
         self._pause, self._is_spoiled = _Pause(paused), False
         self._caller = OneCaller("a sync is under way; an EngineSync is used by one thread")
         self._updates: dict[int, Future[None]] = {}
-        self._sent: Future[SyncStats] = Future()  # what has become of the version
-        self._is_behind = True  # workers have to connect
+        self._sent: Future[SyncStats] = Future()  # the outcome of the version
+        self._is_behind = True  # workers have to reconnect
         self.sender = WeightSender(
             source,
             transport,
@@ -139,7 +139,7 @@ class EngineSync(Closing):
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        """In a child nothing is asked of the engine, nor is it resumed."""
+        """In a forked child, send nothing to the engine, and do not resume it."""
         self._is_parents, self._updates = True, {}
         self._pause.forked()
         self._caller.forked()
@@ -166,25 +166,25 @@ class EngineSync(Closing):
 
     def _connect(self) -> None:
         """Raises as `connect`."""
-        with suppress(EngineFailed):  # said by workers that were asked before
+        with suppress(EngineFailed):  # reports of workers from an earlier connect
             self.sender.wait_for_receivers(0, timeout_s=0)
         before, self._name = self._name, f"engine-{uuid.uuid4().hex[:8]}"
         try:
             self._let_connect()
         except BaseException as error:
-            self._name = before  # workers that have not heard of another go by that
+            self._name = before  # workers that did not get the new name still use this one
             if isinstance(error, DirtyReceiver):
                 self._stop()
             raise
         self._is_behind = False
-        if self._is_spoiled:  # and has been started again, since it would not connect
+        if self._is_spoiled:  # it was restarted, or it would not connect
             self._is_spoiled = False
             self._pause.end()
 
     def _stop(self) -> None:
-        """Pause generation for good: the engine's weights are not its own."""
+        """Pause generation until a restart: the engine does not hold its own weights."""
         self._is_behind = self._is_spoiled = True
-        self._sent = Future()  # nothing is known of what workers hold
+        self._sent = Future()  # what workers hold is not known
         try:
             self._pause.begin()
         except DeltaSyncError:
@@ -194,7 +194,7 @@ class EngineSync(Closing):
         """Raises as `connect`."""
         specs = declared(self.sender, self._limit.wait_s)
         try:
-            _asked(self._server.connect, self._connection(specs).model_dump(mode="json"))
+            _asked(self._server.connect, self._trainer_info(specs).model_dump(mode="json"))
         except DeltaSyncError as error:
             self._hear_why(error)
             raise
@@ -205,7 +205,7 @@ class EngineSync(Closing):
         check_newcomers(self.sender, specs)
 
     def _hear_why(self, error: DeltaSyncError) -> None:
-        """Raise what a worker has said itself: engines pass on no types, and not always a text."""
+        """Raise a worker's own report: engines pass on no types, and not always a text."""
         with suppress(TransportTimeout):
             try:
                 self.sender.wait_for_receivers(self._workers, timeout_s=_RETURN_S)
@@ -213,7 +213,7 @@ class EngineSync(Closing):
                 raise self._typed(told) from error
 
     def _typed(self, told: EngineFailed) -> DeltaSyncError:
-        """Why workers cannot take part, of the type that they have raised where that is known."""
+        """Why workers cannot take part, as the type that they raised if that is known."""
         text = str(told).replace(f": {self._name}: ", ": ")
         for kind in (ConfigError, DirtyReceiver):
             if told.error == kind.__name__:
@@ -252,9 +252,9 @@ class EngineSync(Closing):
             self._wait_for_last()
             if self._is_behind or not self._are_here():
                 if on_source_read is not None:
-                    raise SyncAborted("the engine has to connect anew; the next sync lets it")
+                    raise SyncAborted("the engine has to reconnect; the next sync connects it")
                 if self._name:
-                    logger.warning("the workers of %s have to connect again", self._name)
+                    logger.warning("the workers of %s have to reconnect", self._name)
                 self._connect()
             stats = self._send_weights(timeout_s, on_source_read)
         return judged(stats, on_lost)
@@ -296,20 +296,20 @@ class EngineSync(Closing):
             except DeltaSyncError as error:
                 why = f"cannot be resumed ({error})"
         logger.error(
-            "%s %s, so that generation stays paused; send it weights by a new EngineSync, or load "
-            "them anew and resume it",
+            "%s %s, so that generation stays paused; send it weights by a new EngineSync, or "
+            "reload them and resume it",
             self._name or "an engine",
             why,
         )
-        self._pause.is_on = False  # it is said once
+        self._pause.is_on = False  # log this once
 
     def _wait_for_last(self) -> None:
-        """Raise TransportTimeout while the last update is under way: the next would run into it."""
+        """Raise TransportTimeout while the last update runs: the next one would collide with it."""
         timeout_s = self._limit.wait_s
         if wait(self._updates.values(), timeout_s).not_done:
             raise TransportTimeout(
                 f"the engine's last update has not ended in {timeout_s:.4g} s more: nothing was "
-                "sent; look what the engine waits for, and send again"
+                "sent; check what the engine waits for, and send again"
             )
 
     def _send_weights(
@@ -328,14 +328,14 @@ class EngineSync(Closing):
             self._sent.set_exception(error)
             for problem in self._ended():
                 error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
-            if self.sender.were_asleep:  # so no worker has written, or left
+            if self.sender.were_asleep:  # no worker has written, or left
                 self._is_behind = False
                 self._pause.end()
             raise
         self._sent.set_result(stats)
         for problem in self._ended():
             raise problem
-        if not self._updates:  # the engine joined with the trainer's weights
+        if not self._updates:  # the engine joined by digest
             try:
                 _asked(self._server.name, stats.version)
             finally:
@@ -343,11 +343,11 @@ class EngineSync(Closing):
         return stats
 
     def _has_let_connect(self, engine: str) -> bool:
-        """Not one that an earlier trainer at this address has left behind: none would commit."""
+        """Refuse engines of an earlier trainer at this address: none of them would commit."""
         return bool(self._name) and engine.startswith(self._name)
 
     def _are_here(self) -> bool:
-        """Whether all workers are connected, or come back by themselves after a failure."""
+        """Whether all workers are connected, or reconnect by themselves soon after a failure."""
         try:
             self.sender.wait_for_receivers(
                 self._workers, timeout_s=min(_RETURN_S, self._limit.wait_s)
@@ -365,7 +365,7 @@ class EngineSync(Closing):
             )
 
     def _ended(self) -> list[BaseException]:
-        """Wait for updates to end. What they raised."""
+        """Wait for updates to end. Returns what they raised."""
         limit = CallTimeout(self._timeout_s, self._limit.left_s)
         done, unfinished = wait(self._updates.values(), limit.wait_s)
         problems = [error for update in done if (error := update.exception()) is not None]
@@ -376,9 +376,9 @@ class EngineSync(Closing):
         self._is_behind = bool(problems)
         return problems
 
-    def _connection(self, specs: Sequence[ParameterSpec]) -> Connection:
+    def _trainer_info(self, specs: Sequence[ParameterSpec]) -> TrainerInfo:
         others = addresses_of_ranks(self.sender)
-        return Connection(
+        return TrainerInfo(
             addresses=(self._address, *(_reachable(there, rank=rank) for rank, there in others)),
             engine=self._name,
             tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
@@ -404,8 +404,8 @@ class EngineSync(Closing):
         is_whole = not was_paused
         try:
             if sent.done() and sent.exception() is not None:
-                return  # the engine was late to pause: nobody waits for this any more
-            is_whole = False  # a worker that failed may hold a mixture, and the engine not say so
+                return  # the engine was late to pause: the sync has failed meanwhile
+            is_whole = False  # a failed worker may hold mixed weights without a report of it
             _asked(self._server.update, version)
             is_whole = not is_in_place
             if sent.exception(self._timeout_s) is None:
@@ -417,10 +417,10 @@ class EngineSync(Closing):
 
 
 class _Pause:
-    """Of an engine's generation.
+    """The pause of an engine's generation.
 
     Args:
-        paused: Makes the context in which it is paused.
+        paused: Makes the context in which generation is paused.
 
     Attributes:
         is_on: Whether it is paused.
@@ -428,23 +428,23 @@ class _Pause:
 
     def __init__(self, paused: Callable[[], AbstractContextManager[object]]) -> None:
         self._paused, self._open = paused, ExitStack()
-        forks.keep(self._open)  # an end of this object or of the process resumes no mixture
+        forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
         self.is_on = self._is_entered = False
 
     def forked(self) -> None:
-        """A child does not resume its parent's engine."""
+        """A forked child does not resume its parent's engine."""
         self._open, self.is_on = ExitStack(), False
 
     def begin(self) -> None:
-        """Pause, unless it is paused. Raises as the engine, or EngineFailed."""
+        """Pause, unless paused. Raises as the engine does, or EngineFailed."""
         if not self.is_on:
             self._enter()
 
     def end(self) -> None:
-        """Resume, if it is paused. It still is if that fails, and the next call tries again."""
+        """Resume, if paused. If that fails, the engine stays paused and the next call retries."""
         if not self.is_on:
             return
-        if not self._is_entered:  # to leave it once more
+        if not self._is_entered:  # a failed exit: enter again to exit again
             self._enter()
         self._is_entered = False
         _asked(self._open.close)
@@ -456,7 +456,7 @@ class _Pause:
 
 
 def _check_threads_can_start() -> None:
-    """Raise ConfigError when the interpreter shuts down, as it does within `atexit`."""
+    """Raise ConfigError if the interpreter is shutting down, as within `atexit`."""
     if not threading.main_thread().is_alive():
         raise ConfigError(
             "an engine's update needs a thread, and the interpreter is shutting down: send weights "
@@ -465,7 +465,7 @@ def _check_threads_can_start() -> None:
 
 
 def _asked(call: Callable[..., object], *arguments: object) -> None:
-    """Let the engine do something. Raises EngineFailed for what is no DeltaSyncError."""
+    """Call the engine. Raises EngineFailed for an error that is no DeltaSyncError."""
     try:
         call(*arguments)
     except DeltaSyncError:

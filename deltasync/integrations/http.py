@@ -20,17 +20,17 @@ class Http:
 
     Args:
         url: The server's scheme, host and port.
-        headers: Sent with each call, for example a key.
+        api_key: Sent as a bearer token with each call; None if the server needs none.
         timeout_s: For each call.
     """
 
-    def __init__(
-        self, url: str, *, headers: dict[str, str] | None = None, timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no http or https address")
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._headers = {"Content-Type": "application/json"} | (headers or {})
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:
         """Return the parsed JSON of a GET. Raises as `post`."""
@@ -74,11 +74,11 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # no proxy
+_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # and uses no proxy
 
 
 def _reason(error: HTTPError) -> str:
     try:
         return error.read(_MAX_REASON).decode(errors="replace")
     except OSError:
-        return "it says no more"
+        return "no reason given"

@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _room(name: str, layer: Any) -> Tensor:
-    """Where the merged weight goes. Raises ConfigError."""
+    """An empty tensor for the merged weight. Raises ConfigError for a layer that cannot merge."""
     from peft.tuners.lora import layer as known
 
     why = ""
@@ -107,7 +107,7 @@ def _merge(name: str, layer: Any, merged: Tensor) -> None:
 
 
 def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the base model, tensor) of all but adapters. Raises ConfigError."""
+    """(name in the base model, tensor) of everything except adapters. Raises ConfigError."""
     merged = {id(layer.get_base_layer().weight): tensor for layer, tensor in layers.values()}
     if len(merged) < len(layers):
         first = {id(layer.get_base_layer().weight): name for name, (layer, _) in layers.items()}
@@ -121,7 +121,7 @@ def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[
         if ".original_module." in name or _is_adapter(name, layers):
             continue
         owner, copied, leaf = name.partition(".modules_to_save.")
-        if copied:  # trained in whole, one for each adapter
+        if copied:  # a module trained as a whole, with a copy for each adapter
             adapter, _, leaf = leaf.partition(".")
             if adapter not in active:
                 continue

@@ -1,6 +1,6 @@
 """SGLang's workers, and the trainer's end, which does not import SGLang.
 
-If deltasync is installed next to a server, the server takes small requests (orders) through its
+If deltasync is installed next to a server, the server takes requests for its workers through its
 route `/update_weights_from_ipc`. This route neither opens an update session nor processes the
 weights afterwards. The trainer uses an `EngineSync` of a `SglangServer`. Weights go directly from
 the trainer to each worker.
@@ -17,28 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.http import Http
+from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.integrations.worker import Worker
-from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.cold import Startup, default_dtype
 from deltasync.sync.proof.proving import Proof
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-ORDER = "deltasync"
-"""The key of an order, where a ParameterServer sends a device uuid and its socket."""
+REQUEST = "deltasync"
+"""The key of a request, where a ParameterServer sends a device uuid and its socket."""
 
 NOT_YET = "deltasync: done, and the weights that this server waits for come with the first version"
 
 _WORKERS: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()
-# Responses of servers whose workers take no orders: a route, a package or a device is missing.
+# Responses of servers whose workers take no requests: a route, a package or a device is missing.
 _WITHOUT_US = ("404 ", "checkpoint-engine is not installed", "not found in zmq_handles")
 # Settings of servers that keep prefixes outside their own memory.
 _STORES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 
 
 class Extension:
-    """Takes orders in the place of SGLang's own extension. SGLang creates one for each update.
+    """Takes requests in place of SGLang's own extension. SGLang creates one for each update.
 
     Args:
         model_runner: SGLang's model runner in this worker.
@@ -48,63 +48,64 @@ class Extension:
         self._model_runner = model_runner
 
     def update_weights_from_ipc(self, zmq_handles: Mapping[str, str]) -> None:
-        """Carry out a trainer's order. SGLang returns what this raises, and goes on."""
-        if ORDER not in zmq_handles:
+        """Do what a trainer requests. SGLang answers with the error that this raises."""
+        if REQUEST not in zmq_handles:
             raise EngineFailed(
                 "checkpoint-engine cannot be imported beside SGLang: install it there to take the "
                 "checkpoints of a ParameterServer"
             )
-        take_order(self._model_runner, zmq_handles[ORDER])
+        handle_request(self._model_runner, zmq_handles[REQUEST])
 
 
-def take_order(model_runner: Any, text: str) -> None:
-    """Carry out an `Order` as JSON in a worker. Raises EngineFailed, which says what was raised.
+def handle_request(model_runner: Any, text: str) -> None:
+    """Do what a `WorkerRequest`, as JSON, asks of a worker.
 
-    A server is ready when an update succeeds, so one that brings no weights must not.
+    Raises EngineFailed with the type and the text of the error. A server counts as ready after its
+    first successful update, so an update without weights raises too if the server waits for them.
     """
     from sglang.srt.runtime_context import get_server_args
 
     if model_runner.is_draft_worker:  # which keeps its weights
         return
     try:
-        order = Order.model_validate_json(text)
-        obey(model_runner.model, order)
+        request = WorkerRequest.model_validate_json(text)
+        carry_out(model_runner.model, request)
     except Exception as error:
         said = " ".join(str(error).split())  # on one line
         raise EngineFailed(f"deltasync: {type(error).__name__}: {said}") from error
-    if order.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
+    if request.version is None and get_server_args().checkpoint_engine_wait_weights_before_ready:
         raise EngineFailed(NOT_YET)
 
 
 def worker_of(model: nn.Module) -> Worker:
-    """The one that lives as long as the model."""
+    """Return the model's worker, which lives as long as the model."""
     return _WORKERS.setdefault(model, Worker())
 
 
-def obey(model: nn.Module, order: Order) -> None:
-    """Carry out an order in a worker of SGLang's. Raises what is wrong with it, or a commit."""
+def carry_out(model: nn.Module, request: WorkerRequest) -> None:
+    """Connect, commit or disconnect in a worker of SGLang's. Raises as the `Worker` does."""
     worker = worker_of(model)
-    if order.connection is not None:
-        _connect(worker, model, order.connection)
-    elif order.version is not None:
-        worker.commit(order.version)
+    if request.trainer is not None:
+        _connect(worker, model, request.trainer)
+    elif request.version is not None:
+        worker.commit(request.version)
     else:
         worker.disconnect()
 
 
-def _connect(worker: Worker, model: nn.Module, to: Connection) -> None:
+def _connect(worker: Worker, model: nn.Module, trainer: TrainerInfo) -> None:
     try:
         worker.check_awake()
         worker.disconnect()
-        if to.without_routes != "refuse":
+        if trainer.without_routes != "refuse":
             raise ConfigError(
-                f'SGLang\'s workers cannot do without_routes="{to.without_routes}": leave it at '
-                '"refuse", and weights without a route are named'
+                f'SGLang\'s workers cannot do without_routes="{trainer.without_routes}": leave it '
+                'at "refuse", and weights without a route are named'
             )
-        target = worker.routed(model, to, lambda: _started_on(model), lambda: _proof(model))
-        worker.connect(to, target, _device_of(model), **_place())
+        target = worker.routed(model, trainer, lambda: _started_on(model), lambda: _proof(model))
+        worker.connect(trainer, target, _device_of(model), **_place())
     except Exception as error:
-        worker.decline(to, _device_of(model), error)
+        worker.decline(trainer, _device_of(model), error)
         raise
 
 
@@ -113,7 +114,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _place() -> dict[str, Any]:
-    """Of this worker in its engine."""
+    """The rank of this worker and the number of workers in its engine."""
     from sglang.srt.distributed import parallel_state as parallel
 
     shards = parallel.get_tensor_model_parallel_world_size()
@@ -129,23 +130,18 @@ def _proof(model: nn.Module) -> Proof:
 
 
 def _made_like(model: nn.Module) -> nn.Module:
-    """A model as SGLang has made this one."""
+    """A second model, made as SGLang made this one."""
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 
     config, load_config = _configs()
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(config.dtype)
-    try:
-        with torch.device(_device_of(model)):
-            quantization = _get_quantization_config(config, load_config)
-            made: nn.Module = _initialize_model(config, load_config, quantization)
-            return made.eval()
-    finally:
-        torch.set_default_dtype(default)
+    with default_dtype(config.dtype), torch.device(_device_of(model)):
+        quantization = _get_quantization_config(config, load_config)
+        made: nn.Module = _initialize_model(config, load_config, quantization)
+        return made.eval()
 
 
 def _work_on(modules: Sequence[nn.Module]) -> None:
-    """What SGLang does with modules when it has loaded them."""
+    """Process modules as SGLang does after it has loaded them."""
     for module in modules:
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "process_weights_after_loading"):
@@ -153,7 +149,7 @@ def _work_on(modules: Sequence[nn.Module]) -> None:
 
 
 def _configs() -> tuple[Any, Any]:
-    """Of the model, and of loading it."""
+    """The configurations of the model and of its loader."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_server_args
@@ -164,7 +160,7 @@ def _configs() -> tuple[Any, Any]:
 
 
 def _started_on(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint that SGLang has loaded, and worked on since. Raises ConfigError."""
+    """Read the checkpoint that SGLang was started on. Raises ConfigError without one."""
     from sglang.srt.model_loader import get_model_loader
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
@@ -207,8 +203,7 @@ class SglangServer:
         clear_cache: bool = True,
         timeout_s: float = 300.0,
     ) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = Http(url, headers=headers, timeout_s=timeout_s)
+        self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
         self._clear_cache = clear_cache
         self._is_stale = False  # caches may hold results of older weights
         info = self._http.get("server_info")
@@ -223,9 +218,9 @@ class SglangServer:
         self.workers = int(info["tp_size"]) * int(info["pp_size"])
         self._is_pipelined = info["pp_size"] != 1
 
-    def connect(self, connection: dict[str, Any], /) -> None:
+    def connect(self, trainer: dict[str, Any], /) -> None:
         """Let each worker connect. A worker that cannot reports that to the trainer directly."""
-        self._give(Order(connection=Connection.model_validate(connection)))
+        self._request(WorkerRequest(trainer=TrainerInfo.model_validate(trainer)))
 
     def update(self, version: int, /) -> None:
         self._is_stale = True
@@ -238,7 +233,7 @@ class SglangServer:
         self._http.post("update_weight_version", named)
 
     def disconnect(self) -> None:
-        self._give(Order())
+        self._request(WorkerRequest())
 
     @contextmanager
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
@@ -264,15 +259,20 @@ class SglangServer:
     def _write(self, version: int, *, weight_version: str | None = None) -> None:
         """Let workers write a version, and drop from their caches what older ones computed."""
         clears = self._is_stale and self._clear_cache
-        self._give(Order(version=version), flush_cache=clears, weight_version=weight_version)
+        write = WorkerRequest(version=version)
+        self._request(write, flush_cache=clears, weight_version=weight_version)
         self._is_stale = False
 
-    def _give(
-        self, order: Order, *, flush_cache: bool = False, weight_version: str | None = None
+    def _request(
+        self,
+        request: WorkerRequest,
+        *,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
     ) -> None:
-        """Send an order to each worker. Raises EngineFailed, or ConfigError if they take none."""
+        """Send a request to each worker. Raises EngineFailed, or ConfigError if they take none."""
         body = {
-            "zmq_handles": {ORDER: order.model_dump_json()},
+            "zmq_handles": {REQUEST: request.model_dump_json()},
             "flush_cache": flush_cache,
             "weight_version": weight_version,
         }
@@ -283,7 +283,7 @@ class SglangServer:
                 return
             if any(said in str(error) for said in _WITHOUT_US):
                 raise ConfigError(
-                    "the server takes no orders: install deltasync in SGLang's environment, name "
+                    "the server takes no requests: install deltasync in SGLang's environment, name "
                     "it in SGLANG_PLUGINS if that is set there, and see the server's log for why "
                     f"it was not loaded ({error})"
                 ) from error

@@ -1,4 +1,4 @@
-"""What deltasync does around calls of SGLang's scheduler: clear caches, and leave weights alone."""
+"""Hooks around calls of SGLang's scheduler: clear caches, and do not touch sleeping weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-from deltasync.integrations.sglang import ORDER, worker_of
+from deltasync.integrations.sglang import REQUEST, worker_of
 from deltasync.integrations.worker import Worker
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -20,9 +20,9 @@ _NOT_CLEARED = (
 
 
 def register() -> None:
-    """Let SGLang call the functions below, in each of its processes that schedules.
+    """Register the functions below as hooks, in each of SGLang's processes that schedules.
 
-    Raises ImportError or AttributeError where SGLang does not have what they are called around.
+    Raises ImportError or AttributeError if SGLang lacks a method that is hooked.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -33,10 +33,10 @@ def register() -> None:
 
 
 def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Clear caches for an order that asks for it. SGLang itself refuses to while requests run, and
-    0.5.20 ends then.
+    """Clear caches for a request that asks for it. While requests run, SGLang itself refuses to,
+    and 0.5.20 exits.
     """
-    if ORDER not in request.zmq_handles or not request.flush_cache:
+    if REQUEST not in request.zmq_handles or not request.flush_cache:
         return update(manager, request)
     request.flush_cache = False
     with _retracted(manager.scheduler):
@@ -48,8 +48,8 @@ def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 @contextmanager
 def _retracted(scheduler: Any) -> Iterator[None]:
-    """Within, no request has keys and values. SGLang computes them again afterwards. Of pipeline
-    stages it cannot take them away.
+    """Take keys and values from running requests. SGLang recomputes them afterwards. With pipeline
+    stages SGLang cannot do this, and nothing is done.
     """
     from sglang.srt.distributed.parallel_state import get_pipeline_model_parallel_world_size
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -67,13 +67,13 @@ def _retracted(scheduler: Any) -> Iterator[None]:
 
 
 def _clear(manager: Any) -> bool:
-    """Drop what weights have made: cached keys and values, and encodings. False if it cannot be."""
+    """Drop cached keys, values and encodings. Returns False if SGLang cannot drop them now."""
     from sglang.srt.managers import mm_schedule
 
     waiting = manager.scheduler.waiting_queue
     if any(request.kv.holds_kv for request in waiting):
         return False
-    manager.scheduler.waiting_queue = []  # which hold nothing; 0.5.20 does not look
+    manager.scheduler.waiting_queue = []  # these hold no keys; 0.5.20 does not check that
     try:
         is_cleared = bool(manager.flush_cache(empty_cache=False))
     finally:
@@ -84,7 +84,7 @@ def _clear(manager: Any) -> bool:
 
 
 def _release(release: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Weights are about to be released. If SGLang does not keep them the worker leaves."""
+    """Prepare for the release of weights. If SGLang does not keep them, the worker disconnects."""
     from sglang.srt.runtime_context import get_server_args
 
     if _is_of_weights(request):
@@ -96,7 +96,7 @@ def _release(release: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _resume(resume: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Weights are back where they were."""
+    """Use the weights again, which are back where they were."""
     done = resume(manager, request)
     if _is_of_weights(request):
         _worker(manager).wake()

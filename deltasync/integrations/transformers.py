@@ -30,8 +30,8 @@ class TransformersSource:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._views = _Views(model)
-        self._known: dict[str, Tensor] = {}
+        self._model = model
+        self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
 
     def tensors(self) -> list[NamedTensor]:
@@ -39,8 +39,9 @@ class TransformersSource:
 
         Raises ConfigError with the name of a tensor that transformers computes for a checkpoint.
         """
-        if (views := self._views.current()) is not self._known:
-            self._known, self._tensors = views, tied_tensors(iter(views.items()))
+        if self._watch is None or not self._watch.is_unmoved():
+            watch, views = ModuleWatch(self._model), _views_of(self._model)
+            self._watch, self._tensors = watch, tied_tensors(iter(views.items()))
         return self._tensors
 
 
@@ -50,31 +51,18 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
     Args:
         model: The engine's model. It must keep its storage between syncs.
     """
-    views = _Views(model)
+    source = TransformersSource(model)
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        views = {name: one.tensor for one in source.tensors() for name in one.names}
         for name, tensor in weights:
-            views.current()[name].copy_(tensor)
+            views[name].copy_(tensor)
 
     checkpoint = [
         CheckpointTensor(one.name, tuple(one.tensor.shape), one.tensor.dtype, one.names[1:])
-        for one in tied_tensors(iter(views.current().items()))
+        for one in source.tensors()
     ]
     return RoutedTarget(model, checkpoint, load=load)
-
-
-class _Views:
-    """Views of a model's parameters, by checkpoint name; rebuilt if storage was replaced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._watch: ModuleWatch | None = None
-        self._views: dict[str, Tensor] = {}
-
-    def current(self) -> dict[str, Tensor]:
-        if self._watch is None or not self._watch.is_unmoved():
-            self._watch, self._views = ModuleWatch(self._model), _views_of(self._model)
-        return self._views
 
 
 def _views_of(model: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +88,7 @@ def _views_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Tensor], Recording]:
-    """A checkpoint's tensors, without data, and where parameters go to in them."""
+    """A checkpoint's tensors without data, and the places that parameters take in them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +100,7 @@ def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Ten
             parts[name].copy_(tensor)
 
     metas = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in live.items()}
-    # Memory that nobody touches: places to tell apart, which those without data are not.
+    # This memory is never touched: it gives each tensor an address, which meta tensors lack.
     parts = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in convert(metas).items()}
     tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in live.items()]
     return parts, record(save, tensors, parts)

@@ -1,9 +1,8 @@
 """Checkpoint engines for verl, whose `custom_backend_module` this is.
 
-Importing this registers two backends. `deltasync` is given all weights by verl, gathered tensor by
-tensor, and rank 0 compares and sends them. `delta_sharded` takes the place of verl's own backend
-of that name, which is the one that verl hands its training engine to: there every rank compares
-and sends what it holds.
+Importing this registers two backends. For `deltasync`, verl gathers all weights tensor by tensor,
+and rank 0 compares and sends them. `delta_sharded` replaces verl's own backend of that name, to
+which verl passes its training engine: every rank compares and sends what it holds.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class DeltaSyncEngine(CheckpointEngine):
     """The changed elements of weights that verl gathers. Rank 0 keeps a copy of them and sends.
 
     Args:
-        bucket_size: Bytes of a payload at most; 64 MiB if it is more.
+        bucket_size: Largest payload in bytes; at most 64 MiB are used.
         is_master: On trainers: whether this is rank 0. None on rollouts.
         engine_kwargs: See `Options`.
     """
@@ -51,7 +50,7 @@ class DeltaSyncEngine(CheckpointEngine):
         self._rollout = Rollout(self._options) if is_master is None else None
 
     def prepare(self) -> dict[str, Any]:
-        """Say where this rank sends from, or under which name this worker receives."""
+        """Return the address that this rank sends from, or the name of this worker."""
         if self._rollout is not None:
             return {"engine": self._rollout.prepare()}
         if not self._is_master:
@@ -64,7 +63,7 @@ class DeltaSyncEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> Topology:
-        """Tell trainers who receives, and rollouts where from."""
+        """Return the engines' names for trainers, and the trainers' addresses for rollouts."""
         trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         engines = [rollout["engine"] for rollout in rollouts]
         addresses = [there["address"] for there in trainers if "address" in there]
@@ -82,7 +81,7 @@ class DeltaSyncEngine(CheckpointEngine):
         }
 
     def init_process_group(self, **told: Any) -> None:
-        """Take what `build_topology` tells."""
+        """Store what `build_topology` returned for this process."""
         if self._rollout is not None:
             addresses = [Address(**address) for address in told["addresses"]]
             self._rollout.connect(addresses, members=told["members"])
@@ -92,9 +91,9 @@ class DeltaSyncEngine(CheckpointEngine):
     async def send_weights(
         self, weights: NamedWeights, global_steps: int | None = None
     ) -> Metrics | None:
-        """Bring rollouts to these weights. On ranks but 0: take part in gathering them.
+        """Send these weights to the rollouts. Ranks other than 0 take part in gathering them.
 
-        Raises what `WeightSender.send_weights` raises. The next call covers this one then.
+        Raises what `WeightSender.send_weights` raises; the next call then covers this one.
         """
         if self._trainer is not None:
             return self._trainer.send(weights, self._engines)
@@ -110,16 +109,16 @@ class DeltaSyncEngine(CheckpointEngine):
         return self._of_rollout().weights()
 
     def finalize(self) -> None:
-        """All has gone well: rollouts count what was handed over as the engine's."""
+        """The sync succeeded: rollouts record that the engine has what it was given."""
         if self._rollout is not None:
             self._rollout.confirm()
 
     def forget(self) -> None:
-        """On rollouts: the inference engine has lost its weights. The next sync gives it all."""
+        """On rollouts: the inference engine lost its weights. The next sync gives all of them."""
         self._of_rollout().forget()
 
     def close(self) -> None:
-        """End every connection. verl never does; processes end them."""
+        """Close every connection. verl never calls this; its processes just end."""
         for end in (self._trainer, self._rollout):
             if end is not None:
                 end.close()
@@ -131,7 +130,7 @@ class DeltaSyncEngine(CheckpointEngine):
 
 
 class ShardedDeltaSyncEngine(DeltaSyncEngine):
-    """The same of a trainer that FSDP2 shards: every rank compares and sends what it holds."""
+    """The same for a trainer sharded by FSDP2: every rank compares and sends what it holds."""
 
     defaults: ClassVar[Mapping[str, object]] = {
         "snapshot_device": "cpu",
@@ -147,7 +146,7 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         self._told: dict[str, Any] = {}
 
     def prepare(self) -> dict[str, Any]:
-        """Every rank of the trainer says where it sends from."""
+        """Return the address that this rank of the trainer sends from; see `DeltaSyncEngine`."""
         if self._rollout is not None:
             return super().prepare()
         if self._rank is None:
@@ -159,14 +158,14 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         return told
 
     def init_process_group(self, **told: Any) -> None:
-        """Take what `build_topology` tells."""
+        """Store what `build_topology` returned for this process."""
         self._told = told
         super().init_process_group(**told)
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> Metrics | None:
-        """Bring rollouts to the weights of verl's training engine.
+        """Send the weights of verl's training engine to the rollouts.
 
-        Raises ConfigError for one of which shards cannot be sent, and what
+        Raises ConfigError for an engine whose shards cannot be sent, and what
         `WeightSender.send_weights` raises.
         """
         if self._rank is None:
@@ -177,16 +176,16 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         return self._rank.send(self._source, self._engines, hub, rank, world)
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         super().close()
         if self._rank is not None:
             self._rank.close()
 
 
 def shards_of(engine: Any) -> ModuleSource:
-    """What this rank holds of a training engine of verl, by the names that verl exports.
+    """Return this rank's shards of a verl training engine, by the names that verl exports.
 
-    Raises ConfigError unless that is FSDP2, without adapters and quantisation.
+    Raises ConfigError unless the engine uses FSDP2, without adapters and quantisation.
     """
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -206,7 +205,7 @@ def shards_of(engine: Any) -> ModuleSource:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> Mapping[str, Index] | None:
-    """The tensors that verl's export makes of stacked experts."""
+    """Return the tensors that verl's export makes of stacked experts, by name."""
     stem, _, kind = name.rpartition(".")
     if len(shape) != 3 or not stem.endswith(".mlp.experts"):
         return None

@@ -142,8 +142,7 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = Http(url, headers=headers, timeout_s=timeout_s)
+        self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
         self._http.post("init_weight_transfer_engine", {"init_info": init_info})
@@ -210,8 +209,8 @@ class VllmServer:
                     "and values of old weights: give it one, or say clear_cache=False"
                 )
 
-    def connect(self, connection: dict[str, Any], /) -> None:
-        self._client.init_weight_transfer_engine({"connection": connection})
+    def connect(self, trainer: dict[str, Any], /) -> None:
+        self._client.init_weight_transfer_engine({"trainer": trainer})
 
     def update(self, version: int, /) -> None:
         """Also finish an update that breaks off: workers that did not fail wait for that."""

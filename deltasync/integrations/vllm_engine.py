@@ -31,10 +31,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.integrations.connection import Connection, SentTensors
+from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
-from deltasync.sync.proof.cold import Startup
+from deltasync.sync.proof.cold import Startup, default_dtype
 from deltasync.sync.proof.proving import Proof, reached
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.reloaded import ReloadedTarget
@@ -44,14 +44,14 @@ logger = init_logger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What the trainer says when it connects: a `Connection`, as JSON."""
+    """A `TrainerInfo` as JSON."""
 
-    connection: dict[str, Any]
+    trainer: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Asks for the version that is staged, or about to be received, to be written."""
+    """Asks workers to write the version that is staged, or about to be received."""
 
     version: int
 
@@ -66,62 +66,65 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker = Worker()
-        self._connection: Connection | None = None  # to be made again when weights are back
+        self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
-        self._reloads: set[SentTensors] = set()  # of which reloading is proved
+        self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
         self._reached = reached(self.model)  # before there are caches
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to the trainer. A connection to another one is ended.
+        """Connect to the trainer, and end the connection to another one.
 
-        Raises ConfigError, by name, for tensors that have no route, or are not where it leads; or,
-        where the trainer wants them reloaded, for those that are not the same then; DirtyReceiver
-        as `Worker.proving`. What it raises it also tells the trainer, since vLLM's processes pass
-        on no types.
+        Raises ConfigError, which names the tensor, if a tensor has no route or is not where its
+        route leads, or, if the trainer asks for reloads, if a reload changes it. Raises
+        DirtyReceiver as `Worker.proving`. The error is also reported to the trainer, since vLLM's
+        processes do not pass on its type.
         """
-        connection = Connection.model_validate(init_info.connection)
+        trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
             self.shutdown()
-            self._connect(connection)
+            self._connect(trainer)
         except Exception as error:
-            self._worker.decline(connection, self.device, error)
+            self._worker.decline(trainer, self.device, error)
             raise
-        self._connection = connection
+        self._trainer = trainer
 
-    def _connect(self, connection: Connection) -> None:
+    def _connect(self, trainer: TrainerInfo) -> None:
         """Raises ConfigError."""
         parallel = self.parallel_config
         if parallel.enable_eplb:
             raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
         self._worker.connect(
-            connection,
-            self._target(connection),
+            trainer,
+            self._target(trainer),
             self.device,
             rank=parallel.rank,
             world=parallel.world_size,
             replica=parallel.data_parallel_index,
         )
 
-    def _target(self, connection: Connection) -> WeightTarget:
-        """By routes, or by reloading. Raises ConfigError."""
+    def _target(self, trainer: TrainerInfo) -> WeightTarget:
+        """The weights, written through routes or by a reload. Raises ConfigError."""
         try:
-            return self._worker.routed(self.model, connection, self._started_on, self._proof)
+            return self._worker.routed(self.model, trainer, self._started_on, self._proof)
         except ConfigError as error:
-            if connection.without_routes == "refuse":
+            if trainer.without_routes == "refuse":
                 raise
             logger.warning("deltasync reloads all weights in every update: %s", error)
-            return self._reloaded(connection)
+            return self._reloaded(trainer)
 
-    def _reloaded(self, to: Connection) -> ReloadedTarget:
-        """What the worker holds is known only when it has just been started."""
+    def _reloaded(self, trainer: TrainerInfo) -> ReloadedTarget:
+        """The weights, written by a reload. Raises ConfigError.
+
+        The worker knows what it holds only if no trainer has written since its start.
+        """
         if any(map(_is_lost_by_reload, self.model.modules())):
             raise ConfigError(
                 "vLLM's reload leaves int8 matrices on CPUs without their scales: weights of such "
                 "engines cannot be replaced"
             )
-        target = ReloadedTarget(to.checkpoint(), self._reload, module=self.model)
-        if to.sent() not in self._reloads:
+        target = ReloadedTarget(trainer.checkpoint(), self._reload, module=self.model)
+        if trainer.sent() not in self._reloads:
             if self._worker.is_written:
                 raise ConfigError(
                     "a trainer of other tensors has written this engine, so that nothing shows "
@@ -129,10 +132,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "first with all tensors that are to be sent"
                 )
             target.set_loaded_weights(self._started_on())
-            if to.unproved == "refuse":
+            if trainer.unproved == "refuse":
                 with self._worker.proving(), set_current_vllm_config(self.vllm_config):
-                    target.verify_reload(self._proof(), keep=to.keep)
-            self._reloads.add(to.sent())
+                    target.verify_reload(self._proof(), keep=trainer.keep)
+            self._reloads.add(trainer.sent())
         return target
 
     def _proof(self) -> Proof:
@@ -140,21 +143,16 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return Proof(self.model, Startup(self._make, work_on=self._work_on), self._reached)
 
     def _make(self) -> nn.Module:
-        """A model as vLLM has made its own, of which its engine knows nothing."""
+        """A second model, made as vLLM made its own, and unknown to the engine."""
         config, compilation = copy(self.vllm_config), copy(self.vllm_config.compilation_config)
         compilation.static_forward_context = {}  # else it has each layer's name already
         config.compilation_config = compilation
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self.model_config.dtype)
-        try:
-            with torch.device(self.device):
-                model: nn.Module = initialize_model(config, model_config=self.model_config)
-                return model.eval()
-        finally:
-            torch.set_default_dtype(default)
+        with default_dtype(self.model_config.dtype), torch.device(self.device):
+            model: nn.Module = initialize_model(config, model_config=self.model_config)
+            return model.eval()
 
     def _work_on(self, modules: Sequence[nn.Module]) -> None:
-        """What vLLM does with modules when it has loaded them: attention last."""
+        """Process modules as vLLM does after it has loaded them: attention last."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             for module in modules:
                 method = getattr(module, "quant_method", None)
@@ -166,14 +164,14 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     work(self.model_config.dtype)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As vLLM's own backends do that bring whole checkpoints, and what they leave out."""
+        """Load weights as vLLM's own backends load whole checkpoints, and do what they omit."""
         packing, registered = _Packing(self.model), Registered(self.model)
         packing.forget()
         try:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
             finalize_layerwise_reload(self.model, self.model_config)
-        except BaseException:  # vLLM would go on with what is left of this one the next time
+        except BaseException:  # else vLLM's next reload would continue this one
             registered.put_back()
             packing.remember()
             for module in self.model.modules():
@@ -182,7 +180,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         packing.renew()
 
     def _started_on(self) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint that vLLM has loaded, and worked on since. Raises ConfigError."""
+        """Read the checkpoint that vLLM was started on. Raises ConfigError without one."""
         loader = get_model_loader(self.vllm_config.load_config)
         if not isinstance(loader, DefaultModelLoader):
             raise ConfigError(
@@ -196,59 +194,60 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """What vLLM 0.26 wants to be there. Trainers use an `EngineSync`."""
+        """Required by vLLM 0.26. Trainers use an `EngineSync`."""
         raise NotImplementedError("send weights by deltasync's EngineSync")
 
     def start_weight_update(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """`Worker.commit`."""
+        """Write a version: see `Worker.commit`."""
         self._worker.commit(update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Everything is written already."""
+        """Do nothing: everything is written already."""
 
     def shutdown(self) -> None:
         """End the connection. The weights stay as they are."""
-        self._connection = None
+        self._trainer = None
         self._worker.disconnect()
 
     def sleep(self, *, discards: bool) -> None:
-        """Weights are about to be released; if they are not discarded `wake` finds them again."""
+        """Prepare for the release of the weights. Unless `discards`, `wake` finds them again."""
         if discards:
             self._worker.disconnect()
         self._worker.sleep()
 
     def wake(self) -> None:
-        """Weights are where they were, or what has become of discarded ones."""
+        """Use the weights again, which are back, or were replaced after they were discarded."""
         self._worker.wake()
         self.come_back()
 
     def leave(self) -> None:
-        """Somebody else is about to write weights: vLLM itself."""
+        """Disconnect, because vLLM itself is about to write the weights."""
         self._worker.disconnect()
 
     def come_back(self) -> None:
-        """Connect to the trainer that was left, which would wait for this worker. Never raises: a
-        worker that cannot says so when the trainer connects it.
+        """Reconnect to the trainer after `leave`, since the trainer would wait for this worker.
+
+        Never raises: a worker that cannot connect reports that when the trainer next connects it.
         """
-        if self._connection is None or self._worker.is_connected:
+        if self._trainer is None or self._worker.is_connected:
             return
         try:
             self._worker.check_awake()
-            self._connect(self._connection)
+            self._connect(self._trainer)
         except (DeltaSyncError, RuntimeError, OSError) as error:
             logger.warning("deltasync: this worker is not connected any more: %s", error)
 
     def reloaded(self) -> None:
-        """`Worker.reloaded`."""
-        self._connection = None
+        """See `Worker.reloaded`."""
+        self._trainer = None
         self._worker.reloaded()
 
 
 def _is_lost_by_reload(module: Any) -> bool:
-    """Whether it works with a oneDNN handler, which points to a scale that the reload lets go."""
+    """Whether it uses a oneDNN handler, which points to a scale that the reload frees."""
     kernel = getattr(getattr(module, "scheme", None), "kernel", None)
     return hasattr(kernel, "dnnl_handler")
 
@@ -295,15 +294,15 @@ _TOUCHES: dict[str, _Around] = {
     "reload_weights": _reloading,
     "reset_weights": _reloading,
 }
-_LOADS: dict[str, _Around] = {  # of checkpoint-engine's extension, if there is one
+_LOADS: dict[str, _Around] = {  # methods of checkpoint-engine's extension, if there is one
     "update_weights_from_ipc": _loading,
 }
 
 
 def _announce_touches(worker_class: type) -> None:
-    """Let the backend know when workers touch weights themselves, of which vLLM tells none.
+    """Wrap the worker's methods that touch weights: vLLM does not report their calls.
 
-    Weights that sleep must not be looked at, and may be others after.
+    Weights that sleep must not be read, and may have changed when they wake.
     """
     for name, around in (_TOUCHES | _LOADS).items():
         method = getattr(worker_class, name, None)
@@ -325,7 +324,7 @@ def _announced(method: Callable[..., object], around: _Around) -> Callable[..., 
 
 
 class _Packing:
-    """Weights packed for CPUs, of which vLLM's layerwise reload leaves some as they were loaded."""
+    """Weights packed for CPUs. vLLM's layerwise reload leaves some of them unpacked."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: Iterable[Any] = model.modules() if current_platform.is_cpu() else ()
@@ -334,17 +333,17 @@ class _Packing:
         self._kernels = [(method, method.moe_kernel) for method in experts]
 
     def forget(self) -> None:
-        """Let experts be packed again: a kernel that is there already is not asked to."""
+        """Remove the experts' kernels: vLLM packs only experts that have none."""
         for method, _ in self._kernels:
             method.moe_kernel = None
 
     def remember(self) -> None:
-        """Take back what was forgotten."""
+        """Put the kernels back."""
         for method, kernel in self._kernels:
             method.moe_kernel = kernel
 
     def renew(self) -> None:
-        """Pack heads again that keep their weight beside: a tied one is given no weights."""
+        """Pack heads that keep a packed copy: vLLM gives no weights to a tied one."""
         for module in self._packed:
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)

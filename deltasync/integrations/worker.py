@@ -1,4 +1,4 @@
-"""One worker of an engine: receives and stages while it generates, writes when it is told to."""
+"""One worker of an engine: it receives and stages while it generates, and writes on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltasync.errors import (
     TransportError,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection, SentTensors
+from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.protocol.receiver_session import ReceiverState
@@ -44,9 +44,9 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._proved: dict[SentTensors, Upkeep | None] = {}  # what has to follow for which tensors
+        self._proved: dict[SentTensors, Upkeep | None] = {}
         self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
-        self._routes: dict[str, Routes] = {}  # that are proved, by checkpoint name
+        self._routes: dict[str, Routes] = {}  # proved ones, by checkpoint name
         self._is_as_started, self.is_written = True, False
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = False
@@ -57,7 +57,7 @@ class Worker:
 
     def connect(
         self,
-        to: Connection,
+        trainer: TrainerInfo,
         target: WeightTarget,
         device: torch.device,
         *,
@@ -68,63 +68,63 @@ class Worker:
         """Connect to a trainer; `disconnect` first.
 
         Args:
-            to: The trainer.
+            trainer: The trainer.
             target: The worker's weights.
-            device: Where they are.
-            rank: Of this worker in its replica.
-            world: Workers of the replica.
-            replica: Of the engine, which is data parallel.
+            device: The device of the weights.
+            rank: Rank of this worker in its replica.
+            world: Number of workers in the replica.
+            replica: Number of the replica in a data-parallel engine.
         """
-        first, *lanes = [a.receiver(device, secret=network_secret()) for a in to.addresses]
+        first, *lanes = [a.receiver(device, secret=network_secret()) for a in trainer.addresses]
         receiver = WeightReceiver(
             target,
             first,
             lanes=lanes,
-            engine=f"{to.engine}-{replica}",
+            engine=f"{trainer.engine}-{replica}",
             rank=rank,
             world=world,
-            options=ReceiverOptions(max_staged_bytes=to.max_staged_bytes),
+            options=ReceiverOptions(max_staged_bytes=trainer.max_staged_bytes),
             half_written=self._is_half_written,
         )
         self._receiver = receiver
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
-        self._timeout_s = to.timeout_s
+        self._timeout_s = trainer.timeout_s
 
     def routed(
         self,
         model: nn.Module,
-        to: Connection,
+        trainer: TrainerInfo,
         started_on: Callable[[], Iterable[tuple[str, Tensor]]],
         proof: Callable[[], Proof],
     ) -> RoutedTarget:
-        """The worker's weights by routes that lead there.
+        """Return the worker's weights as a target that writes through routes.
 
-        Raises ConfigError, by name, and DirtyReceiver as `proving`.
+        Raises ConfigError, which names a tensor, and DirtyReceiver as `proving`.
 
         Args:
-            model: The worker's.
-            to: The trainer.
-            started_on: Reads the checkpoint that the engine has loaded, and worked on since. Not
-                asked once others have loaded another.
-            proof: Makes what updates are held against.
+            model: The worker's model.
+            trainer: The trainer.
+            started_on: Reads the checkpoint that the engine was started on. Not called after
+                something else has loaded weights.
+            proof: Makes the proof that updates have to pass.
         """
         with self.proving():
-            sent, checkpoint = to.sent(), to.checkpoint()
+            sent, checkpoint = trainer.sent(), trainer.checkpoint()
             if sent in self._proved:
                 target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
                 target.parameters()
                 return target
             if self._is_as_started:
                 target = RoutedTarget(model, checkpoint, is_written=self.is_written)
-                how = proof if to.unproved == "refuse" else None
-                target.verify_routes(started_on(), how, keep=to.keep, routes=self._routes)
+                how = proof if trainer.unproved == "refuse" else None
+                target.verify_routes(started_on(), how, keep=trainer.keep, routes=self._routes)
                 self._note_proved(sent, target)
                 return target
             target = _Unproved(model, checkpoint, is_proved=self._holds_any)
-            target.parameters()  # so that the trainer hears at once what has no route
-            if to.unproved == "refuse":
-                target.verify_updates(proof(), keep=to.keep)
+            target.parameters()  # raises now if a tensor has no route
+            if trainer.unproved == "refuse":
+                target.verify_updates(proof(), keep=trainer.keep)
             self._unproved = sent, target
             return target
 
@@ -134,10 +134,10 @@ class Worker:
 
     @contextmanager
     def proving(self) -> Iterator[None]:
-        """For proofs, in which the engine holds other weights than its own.
+        """The context of a proof, in which the engine holds other weights than its own.
 
-        Raises DirtyReceiver from the first proof on that cannot put the engine's own back: nothing
-        but a new start of the engine is known to mend all that it computes with.
+        Raises DirtyReceiver if a proof cannot restore the engine's own weights, and on every later
+        use: only a restart of the engine is known to repair everything that it computes with.
         """
         self._check_whole()
         try:
@@ -150,26 +150,29 @@ class Worker:
         if self._spoiled is not None:
             raise DirtyReceiver(str(self._spoiled))
 
-    def decline(self, to: Connection, device: torch.device, error: Exception) -> None:
-        """Tell a trainer, which waits for this worker to connect, why it does not. Does not wait:
-        the trainer may begin to listen only when all workers have been told to connect.
+    def decline(self, trainer: TrainerInfo, device: torch.device, error: Exception) -> None:
+        """Report to a trainer why this worker does not connect.
+
+        Returns at once: a thread reports, because the trainer may begin to listen only after every
+        worker was asked to connect.
         """
-        reason = f"{to.engine}: {error}"  # by which the trainer knows that it is meant
+        reason = f"{trainer.engine}: {error}"  # the trainer recognises its engine by the name
         failed = Failed(version=None, error=type(error).__name__, reason=reason[:4096])
-        link = to.addresses[0].receiver(device, secret=network_secret())
+        link = trainer.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:
-            with link, suppress(TransportError):  # it hangs up, or is gone
-                link.connect(encode(failed), timeout_s=to.timeout_s)
-                link.receive(timeout_s=to.timeout_s)
+            with link, suppress(TransportError):  # the trainer closes the connection, or is gone
+                link.connect(encode(failed), timeout_s=trainer.timeout_s)
+                link.receive(timeout_s=trainer.timeout_s)
 
         threading.Thread(target=tell, name="deltasync-decline", daemon=True).start()
 
     def commit(self, version: int) -> None:
         """Write the version that is staged, or about to be received.
 
-        Raises what a commit raises; the worker keeps the old version then, unless it was received
-        in place: a full sync, or one that could not be staged. Raises DirtyReceiver as `proving`.
+        Raises what a commit raises. The worker then keeps the old version, unless the sync was
+        received in place: a full sync, or one too large to stage. Raises DirtyReceiver as
+        `proving`.
         """
         self._check_whole()
         self.check_awake()
@@ -180,7 +183,7 @@ class Worker:
         while written is None:
             self._await(self._staging, version, deadline)
             if self._holds(version):
-                return  # it has joined with it
+                return  # it joined with this version
             self.is_written = True
             written = self._written(self._staging)
         if written != version:
@@ -191,14 +194,14 @@ class Worker:
         while not (staging.is_staged() or self._holds(version)):
             error = staging.last_error
             if isinstance(error, ConfigError) and not self._holds_any():
-                raise error  # waiting does not mend it
+                raise error  # waiting does not help
             staging.wait_staged(timeout_s=_TURN_S)
             if time.monotonic() > deadline:
                 raise staging.last_error or self._too_late(version)
 
     def _written(self, staging: StagingThread) -> int | None:
-        """Commit. None if the sender gave up before anything was written: it tries again, without
-        whoever failed.
+        """Commit. Returns None if the sender aborted before anything was written: it retries
+        without the receivers that failed.
         """
         try:
             return staging.commit()
@@ -219,23 +222,23 @@ class Worker:
         return self._receiver is not None and self._receiver.version is not None
 
     def sleep(self) -> None:
-        """Leave the weights alone until `wake`: the engine is about to release their memory."""
+        """Do not touch the weights until `wake`: the engine is about to release their memory."""
         self._is_asleep = True
         if self._receiver is None:
             return
         deadline = time.monotonic() + _WELCOME_S
         while self._receiver.state is ReceiverState.JOINING and time.monotonic() < deadline:
-            time.sleep(_TURN_S / 10)  # a welcome may be on its way, from a sync that is over
+            time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 
     def wake(self) -> None:
-        """Look at the weights again. If they are as they were they take the next delta."""
+        """Use the weights again. If they have not changed, they take the next delta."""
         self._is_asleep = False
         if self._receiver is not None:
             self._receiver.attach()
 
     def check_awake(self) -> None:
-        """Raises ConfigError while the weights sleep."""
+        """Raise ConfigError while the weights sleep."""
         if self._is_asleep:
             raise ConfigError(
                 "the engine's weights sleep, so that nothing can be written: wake them up (vLLM: "
@@ -258,15 +261,16 @@ class Worker:
             self._is_half_written = receiver.is_half_written
 
     def reloaded(self) -> None:
-        """End the connection: others load weights now, of which this worker knows nothing."""
+        """End the connection, because something else loads weights that this worker cannot know."""
         self.disconnect()
         self._is_as_started = self._is_half_written = False
 
 
 class _Unproved(RoutedTarget):
-    """An engine that others have loaded: its weights are the trainer's, or stay as they are.
+    """The weights of an engine that something other than deltasync has loaded.
 
-    That they are, read back after all that the engine does when it loads, proves its routes.
+    Nothing is written until the weights, read back through the routes, were found equal to the
+    trainer's. This proves the routes, because the engine loaded and processed those weights itself.
     """
 
     def __init__(self, *args: Any, is_proved: Callable[[], bool], **options: Any) -> None:
@@ -274,7 +278,7 @@ class _Unproved(RoutedTarget):
         self._is_proved = is_proved
 
     def loader(self) -> Loader | None:
-        """Raises ConfigError while the routes are not proved."""
+        """Raise ConfigError while the routes are not proved."""
         if not self._is_proved():
             raise ConfigError(
                 "others have loaded this engine, with other weights than the trainer's as they are "

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltasync.integrations.connection import WithoutRoutes
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
 from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory

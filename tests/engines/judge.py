@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deltasync.errors import ConfigError
-from deltasync.integrations.connection import WithoutRoutes
+from deltasync.integrations.trainer_info import WithoutRoutes
 from tests.engines.cold import cold, synced, write
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import Specs, random_weights, touched

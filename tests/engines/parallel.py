@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from deltasync.integrations.connection import WithoutRoutes
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config

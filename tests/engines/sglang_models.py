@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltasync.integrations.connection import Connection, Order
+from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.testing.processes import free_port
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import Specs
@@ -287,18 +287,18 @@ class Server:
         self._model = model
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        self._obey(Order(connection=Connection.model_validate(connection)))
+        self._request(WorkerRequest(trainer=TrainerInfo.model_validate(connection)))
 
     def update(self, version: int, /) -> None:
-        self._obey(Order(version=version))
+        self._request(WorkerRequest(version=version))
 
     def name(self, version: int, /) -> None:
         """Nobody asks for it."""
 
     def disconnect(self) -> None:
-        self._obey(Order())
+        self._request(WorkerRequest())
 
-    def _obey(self, order: Order) -> None:
-        from deltasync.integrations.sglang import obey
+    def _request(self, request: WorkerRequest) -> None:
+        from deltasync.integrations.sglang import carry_out
 
-        obey(self._model, order)
+        carry_out(self._model, request)

@@ -200,7 +200,7 @@ def test_a_server_takes_orders_where_checkpoint_engine_is_broken(
             trainer.http.post("update_weights_from_ipc", {"zmq_handles": {"GPU-0": "ipc://a"}})
     plugin = "from deltasync.integrations.checkpoint_engine import register; register()"
     with Program("-c", plugin) as program:
-        assert "takes orders, and no checkpoints of checkpoint-engine" in program.wait()
+        assert "takes requests, and no checkpoints of checkpoint-engine" in program.wait()
 
 
 def test_the_example(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync.errors import ConfigError
-from deltasync.integrations.connection import WithoutRoutes
+from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.testing.processes import run_ranks
 from tests.engines import cold, toys
 from tests.engines.environment import use_cpu

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from deltasync import ModuleSource
 from deltasync.errors import DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof
@@ -64,7 +64,7 @@ class Server:
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self.worker.disconnect()
-        to = Connection.model_validate(connection)
+        to = TrainerInfo.model_validate(connection)
         try:
             target = self.worker.routed(self.engine, to, self.started_on, self._proof)
             self.worker.connect(to, target, CPU, rank=0, world=1)

@@ -15,8 +15,8 @@ import torch
 
 from deltasync import NamedTensor, ShardSpec, SyncStats, TrainerGroup, TrainerRank
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import collective, inprocess, shared_memory
@@ -44,11 +44,11 @@ class Engine:
         self.models = [rank_of(model, rank) for rank in range(2)]
         self.workers = [Worker() for _ in self.models]
         self.fails, self.version = "", 0
-        self.connections: list[Connection] = []
+        self.connections: list[TrainerInfo] = []
         self._calls = ThreadPoolExecutor(len(self.models))
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        to = Connection.model_validate_json(json.dumps(connection))
+        to = TrainerInfo.model_validate_json(json.dumps(connection))
         self.connections.append(to)
         self._attempt("connect")
         self.disconnect()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deltasync import ModuleTarget, TrainerGroup, TrainerRank
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.testing.processes import run_ranks
 from deltasync.transports import collective, cuda_ipc, shared_memory
@@ -108,7 +108,7 @@ def serve(folder: Path, device: str) -> None:
         for _ in range(1 + 2 * VERSIONS):
             match calls.recv():
                 case "connect", connection:
-                    to = Connection.model_validate(connection)
+                    to = TrainerInfo.model_validate(connection)
                     target, place = ModuleTarget(model), torch.device(device)
                     worker.connect(to, target, place, rank=0, world=1)
                 case "update", version:

@@ -24,8 +24,8 @@ from deltasync.errors import (
     TargetMoved,
     TransportTimeout,
 )
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until
@@ -62,7 +62,7 @@ class Server:
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self._at("connect")
-        to = Connection.model_validate(connection)
+        to = TrainerInfo.model_validate(connection)
         self.worker.disconnect()
         self.worker.connect(to, self.target(self.module), torch.device("cpu"), rank=0, world=1)
 

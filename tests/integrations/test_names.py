@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
 from deltasync.errors import ConfigError, EngineFailed
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof
@@ -59,7 +59,7 @@ class Server:
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self.worker.disconnect()
-        to = Connection.model_validate(connection)
+        to = TrainerInfo.model_validate(connection)
         try:
             target = self.worker.routed(
                 self.engine, to, lambda: self._started_on.items(), self._proof

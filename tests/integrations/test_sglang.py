@@ -18,10 +18,10 @@ from torch import nn
 from deltasync import ModuleSource, ModuleTarget
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.checkpoint_engine import SglangIpcServer
-from deltasync.integrations.connection import Connection, Order
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.sglang import Extension, SglangServer, worker_of
 from deltasync.integrations.sglang_scheduler import _AROUND
+from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
 from tests.sync.harness import bits_equal, random_model
 
@@ -52,7 +52,7 @@ def give(text: str, *, is_draft_worker: bool = False) -> None:
         ('{"version": "seven"}', "version"),
         ('{"version": 7}', "deltasync: ConfigError: no trainer is connected"),
         ('{"unknown": 7}', "unknown"),
-        ('{"connection": {"addresses": [{"link": "pigeon"}]}}', "pigeon"),
+        ('{"trainer": {"addresses": [{"link": "pigeon"}]}}', "pigeon"),
     ],
 )
 def test_orders_that_make_no_sense_are_answered(text: str, said: str) -> None:
@@ -71,7 +71,7 @@ class Worker:
     """A server of one worker, which is not SGLang's: it has no loader to watch."""
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        asked = Order(connection=Connection.model_validate(connection))
+        asked = WorkerRequest(trainer=TrainerInfo.model_validate(connection))
         give(asked.model_dump_json())
 
     def update(self, version: int, /) -> None: ...
@@ -198,7 +198,7 @@ class Sleeper:
         self.connects += 1
         self.worker.check_awake()
         self.worker.disconnect()
-        to, target = Connection.model_validate(connection), ModuleTarget(self.model)
+        to, target = TrainerInfo.model_validate(connection), ModuleTarget(self.model)
         self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
 
     def update(self, version: int, /) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deltasync import ModuleSource
 from deltasync.errors import DirtyReceiver
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof
@@ -43,7 +43,7 @@ class Server:
         self.engine = kind.started(self.weights.items())
 
     def connect(self, connection: dict[str, Any], /) -> None:
-        to, device = Connection.model_validate(connection), torch.device("cpu")
+        to, device = TrainerInfo.model_validate(connection), torch.device("cpu")
         self.worker.disconnect()
         try:
             target = self.worker.routed(self.engine, to, self._started_on, self._proof)
@@ -126,7 +126,7 @@ def test_a_worker_that_others_load_again_stays_spoiled() -> None:
 
 def _routed(server: Server) -> None:
     tensors = tuple(((n,), "bfloat16", tuple(t.shape)) for n, t in server.weights.items())
-    to = Connection(
+    to = TrainerInfo(
         addresses=(Address(link="shared_memory"),),
         engine="engine",
         tensors=tensors,

@@ -17,8 +17,8 @@ from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_s
 from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
-from deltasync.integrations.connection import Connection
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
@@ -46,7 +46,7 @@ class Server:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
-        connection = Connection.model_validate(init_info["connection"])
+        connection = TrainerInfo.model_validate(init_info["trainer"])
         self.worker.check_awake()
         self.worker.disconnect()
         if self.declines:
@@ -202,14 +202,14 @@ def test_a_cache_that_is_not_cleared_is_an_error_and_made_up_for(tmp_path: Path)
 class Late(Server):
     """A worker that declines an earlier trainer when the next one lets it connect."""
 
-    earlier: Connection | None = None
+    earlier: TrainerInfo | None = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if self.earlier is not None:
             self.worker.decline(self.earlier, torch.device("cpu"), ConfigError("of the earlier"))
             sleep(0.5)
         super().init_weight_transfer_engine(init_info)
-        self.earlier = Connection.model_validate(init_info["connection"])
+        self.earlier = TrainerInfo.model_validate(init_info["trainer"])
 
 
 def test_why_a_worker_declined_an_earlier_trainer_is_not_heard_by_the_next(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
 from deltasync.errors import CallOrderError, ConfigError, SyncAborted
-from deltasync.integrations.connection import Connection
+from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.sender import WeightSender
@@ -176,7 +176,7 @@ def test_an_engines_worker_takes_the_next_try_within_the_update_that_was_asked_f
         ModuleTarget(bad), shared_memory.Receiver(tmp_path / "socket"), engine="bad"
     )
     worker = Worker()
-    to = Connection(
+    to = TrainerInfo(
         addresses=(Address(link="shared_memory", path=str(tmp_path / "socket")),),
         engine="good",
         tensors=(),

@@ -53,6 +53,17 @@ class Startup:
     work_on: Callable[[Sequence[nn.Module]], object] = lambda modules: None
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make parameters of this dtype within, as engines do when they make a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class ColdModel:
     """A model that nothing was loaded into.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,16 +89,13 @@ class _Routed:
     def prove(self) -> None:
         names = self._group.names
         others = {name: other_bits(self._read(name), name) for name in names}
-
-        def own() -> Iterator[tuple[str, Tensor]]:
-            return ((name, self._read(name)) for name in names)
-
         with putting_back(self._kept):
             fresh = self._proof.started(
                 self._group,
-                lambda: under(self._upkeep.given, others.items()),
-                lambda: under(self._upkeep.given, own()),
-                self._kept,
+                self._upkeep.given,
+                others=others.items,
+                own=lambda: ((name, self._read(name)) for name in names),
+                kept=self._kept,
             )
             refuse(fresh.alone, "the engine made when it started, and nothing makes it anew")
             if stale := self._stale_after(Step(), others, fresh):
@@ -177,18 +175,24 @@ def prove_reload(
     """
     groups = groups_of(_recorded(proof, weights, given), proof.scopes.names())
     kept = {group: proof.keep(group.scopes) for group in groups}
-    others = ((name, other_bits(tensor, name)) for name, tensor in weights.items())
     with (
         putting_back(*kept.values(), Reach([("", proof.model)])),
         proof.apart(),
         torch.no_grad(),
     ):
         with in_place(proof.model), Alone():
-            reload(under(given, others))
+            reload(under(given, _other_weights(weights)))
         stale: list[str] = []
         own: list[tuple[Kept, dict[str, Any]]] = []
         for group, here in kept.items():
-            fresh = _started(proof, weights, given, group, here)
+            own_weights = {name: weights[name] for name in group.names}
+            fresh = proof.started(
+                group,
+                given,
+                others=partial(_other_weights, own_weights),
+                own=own_weights.items,
+                kept=here,
+            )
             stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
             own.append((here, {path: here.values[path] for path in fresh.values}))
         refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
@@ -198,21 +202,8 @@ def prove_reload(
         refuse(again, "it is not what it was when the engine reloads what it was started on")
 
 
-def _started(
-    proof: Proof,
-    weights: Mapping[str, Tensor],
-    given: Mapping[str, tuple[str, ...]],
-    group: Group,
-    kept: Kept,
-) -> Fresh:
-    own = {name: weights[name] for name in group.names}
-
-    def others() -> Iterator[tuple[str, Tensor]]:
-        return ((name, other_bits(tensor, name)) for name, tensor in own.items())
-
-    return proof.started(
-        group, lambda: under(given, others()), lambda: under(given, own.items()), kept
-    )
+def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, other_bits(tensor, name)) for name, tensor in weights.items())
 
 
 def _recorded(

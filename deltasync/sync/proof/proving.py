@@ -311,20 +311,29 @@ class Proof:
                 )
         return Kept(reach, self._shared, late)
 
-    def started(self, group: Group, others: Given, own: Given, kept: Kept) -> Fresh:
-        """What a part of the second instance is when it is started with other weights.
+    def started(
+        self,
+        group: Group,
+        given: Mapping[str, tuple[str, ...]],
+        *,
+        others: Given,
+        own: Given,
+        kept: Kept,
+    ) -> Fresh:
+        """Start a part of the second instance with other weights, and return what it is then.
 
         Args:
             group: The part.
-            others: Those weights.
-            own: Gives those that the live one was started on.
-            kept: What the live one holds.
+            given: The names under which the loader takes each checkpoint tensor.
+            others: Returns the other weights, by checkpoint name.
+            own: Returns the weights that the live instance was started on.
+            kept: What the live instance holds.
         """
-        fresh = self._started(group, others(), kept)
+        fresh = self._started(group, under(given, others()), kept)
         if first := fresh.values:  # among them are counts, names, times: of no weights
-            same = self._started(group, own(), kept).values
+            same = self._started(group, under(given, own()), kept).values
             # The last start decides: what was made with values has the memory of all of them.
-            fresh = self._started(group, others(), kept)
+            fresh = self._started(group, under(given, others()), kept)
             fresh.values = {
                 path: value
                 for path, value in fresh.values.items()

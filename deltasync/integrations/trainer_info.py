@@ -1,4 +1,4 @@
-"""What a trainer sends to an engine's workers so that they can connect: plain JSON."""
+"""What a trainer sends to an engine's workers through the engine, as plain JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SentTensors = tuple[Tensors, tuple[str, ...], Unproved]
 """The tensors that a trainer sends, and what it accepts for the others."""
 
 
-class Connection(BaseModel):
-    """The trainer's addresses, and the tensors that it sends."""
+class TrainerInfo(BaseModel):
+    """What a worker needs to connect: the trainer's addresses, and the tensors that it sends."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,10 +60,10 @@ class Connection(BaseModel):
         ]
 
 
-class Order(BaseModel):
+class WorkerRequest(BaseModel):
     """A request to a worker through its engine: connect, disconnect, or write a version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    connection: Connection | None = None
+    trainer: TrainerInfo | None = None
     version: int | None = None
