@@ -114,7 +114,6 @@ class PatchFile:
         self.specs = {spec.name: spec for spec in reader.specs}
         self.layout = reader.specs
         self.base = int(reader.layout.digest, 16)
-        self.num_bytes = self._frames.num_bytes
 
     def _replay(
         self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
@@ -129,6 +128,10 @@ class PatchFile:
             stage(bucket)
         assert reader.sealed is not None
         return int(reader.sealed.digest, 16)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._frames.num_bytes
 
 
 def apply_patch_file(
