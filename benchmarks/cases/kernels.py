@@ -18,6 +18,7 @@ from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
 from deltasync.delta.diff import find_runs
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.patch import CHUNK_NUMEL, Patch
+from deltasync.delta.shard import whole
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
 
@@ -32,7 +33,7 @@ def diff(scale: Scale) -> Iterator[Result]:
     """Indices and values of what changed: with and without digests, and in plain torch."""
     module = decoder(scale.hidden, scale.layers)
     specs, readers = layout_of(module)
-    snapshot = snapshot_of(specs, readers, chunk_numel=CHUNK_NUMEL)
+    snapshot = snapshot_of(whole(specs), readers, chunk_numel=CHUNK_NUMEL)
     for density in scale.densities:
         flip = Flip(module, density)
         flip.apply()
@@ -151,7 +152,8 @@ def commit(scale: Scale) -> Iterator[Result]:
     evict = cold_cache()
     for hidden, layers in scale.commits:
         module = decoder(hidden, layers)
-        snapshot = snapshot_of(*layout_of(module), chunk_numel=CHUNK_NUMEL)
+        specs, readers = layout_of(module)
+        snapshot = snapshot_of(whole(specs), readers, chunk_numel=CHUNK_NUMEL)
         for density in COMMIT_DENSITIES:
             flip = Flip(module, density)
             samples = _time_commits(module, snapshot, flip, scale.rounds, evict)

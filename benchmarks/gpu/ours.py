@@ -14,6 +14,7 @@ from deltasync.delta.bits import Flat, Run
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import chunk_numel_on
+from deltasync.delta.shard import whole
 
 BUCKET_BYTES = 256 << 20  # the default of SenderOptions
 _SPARSE_BYTES = 6  # of a changed bf16 element
@@ -33,7 +34,7 @@ class Differ:
         self.specs = tuple(specs)
         chunk_numel = chunk_numel_on(self._readers[0].flat.line.device.type)
         self._snapshot = snapshot_of(
-            specs, self._readers, chunk_numel=chunk_numel, device=snapshot_device
+            whole(specs), self._readers, chunk_numel=chunk_numel, device=snapshot_device
         )
         self.old = [f.tensor for f in self._snapshot.flats.values() if isinstance(f, Flat)]
         self.changed = 0
@@ -99,7 +100,7 @@ class Stager:
         self._buckets = buckets
         self._flats = {number: Flat.of(tensor) for number, tensor in enumerate(target)}
         chunk_numel = chunk_numel_on(target[0].device.type)
-        self._ledger = DigestLedger(differ.specs, chunk_numel=chunk_numel)
+        self._ledger = DigestLedger(whole(differ.specs), chunk_numel=chunk_numel)
         self._reader = BucketReader(differ.specs)
         self._applier: Applier
 

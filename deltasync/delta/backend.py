@@ -22,8 +22,8 @@ from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
-from deltasync.wire.messages import ParameterSpec
 
 Kernels = Literal["auto", "triton", "torch"]
 """What compares and writes: Triton's kernels, torch's operations, or what fits the device best."""
@@ -217,7 +217,7 @@ class Backend(Protocol):
 
 
 def snapshot_of(
-    specs: Sequence[ParameterSpec],
+    shares: Sequence[Share],
     readers: Sequence[WireReader],
     *,
     chunk_numel: int,
@@ -227,13 +227,13 @@ def snapshot_of(
     """A copy of a source as it is now: what the next delta is taken against.
 
     Args:
-        specs: The layout, or shares of its parameters.
-        readers: The source's parameters in that order.
+        shares: What there is to send; `shard.whole` makes it of a layout.
+        readers: The source of these, in that order.
         chunk_numel: Elements in a chunk of the ledger.
         device: Where to keep the copy; None for each parameter's own device.
         kernels: What compares.
     """
-    ledger = DigestLedger(specs, chunk_numel=chunk_numel)
+    ledger = DigestLedger(shares, chunk_numel=chunk_numel)
     backend = backend_for(_empty_like(readers, device), ledger, kernels=kernels, readers=readers)
     backend.capture(readers)
     return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
-from deltasync.delta.routes.overlap import repeats
-from deltasync.delta.routes.route import Dims, merged, row_major
+from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -127,22 +127,6 @@ def _is_in_words(bits: Tensor) -> bool:
     return fits and bits.numel() > 0 and bits.is_contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Elements of a parameter that lie in memory at regular distances.
-
-    Attributes:
-        address: Of the first.
-        start: Its flat position in the parameter.
-        dims: (size, distance of positions, distance in memory) of each dimension, both in elements;
-            the distances of positions fall.
-    """
-
-    address: int
-    start: int
-    dims: Dims
-
-
 class Live(Protocol):
     """A parameter that is written in place, by flat positions: all of it, or the part held here."""
 
@@ -162,8 +146,11 @@ class Live(Protocol):
         """Elements held."""
         ...
 
-    def boxes(self) -> list[Box]:
-        """Where all that is held lies."""
+    def boxes(self) -> list[tuple[Region, Tensor]]:
+        """(positions, view): all that is held, in boxes; elements in the order of their positions.
+
+        Empty boxes are left out. Views are not owned.
+        """
         ...
 
     def held(self, start: int, stop: int) -> Tensor | None:
@@ -217,16 +204,15 @@ class Flat:
         dtype, bits, numel = dtype_of(tensor, name=name), as_bits(tensor), tensor.numel()
         if tensor.is_contiguous():
             return cls(tensor, dtype, bits.view(-1), numel, is_contiguous=True)
-        if repeats(tensor):  # as one does that was expanded
+        region = Region.of(tensor)
+        if region.repeats:  # as one does that was expanded
             raise ConfigError(f"{name}: elements share storage; make it contiguous")
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(tensor, dtype, bits.as_strided((extent,), (1,)), numel, is_contiguous=False)
+        line = bits.as_strided((region.stop - region.start,), (1,))
+        return cls(tensor, dtype, line, numel, is_contiguous=False)
 
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[tuple[Region, Tensor]]:
         """One, unless there are no elements."""
-        shape = self.tensor.shape
-        dims = merged(zip(shape, row_major(shape), self.tensor.stride(), strict=True))
-        return [Box(self.tensor.data_ptr(), 0, dims)] if self.numel else []
+        return [(Region.run(0, self.numel), self.tensor)] if self.numel else []
 
     def held(self, start: int, stop: int) -> None:
         """None: all of it is held."""
@@ -238,14 +224,15 @@ class Flat:
         """int[stop - start]: the bits there; a view where the tensor is contiguous."""
         if self.is_contiguous:
             return self.line[start:stop]
-        return self.line[self._offsets(self._positions(start, stop))]
+        return self.line[self._offsets(torch.arange(start, stop, device=self.line.device))]
 
     def write(self, start: int, bits: Tensor) -> None:
         """Overwrite the run that begins at `start` with int[n] bits."""
         if self.is_contiguous:
             self.line[start : start + len(bits)].copy_(bits)
         else:
-            self.scatter(self._positions(start, start + len(bits)), bits)
+            stop = start + len(bits)
+            self.scatter(torch.arange(start, stop, device=self.line.device), bits)
 
     def gather(self, positions: Tensor) -> Tensor:
         """int[n]: the bits at int64[n] flat positions."""
@@ -255,21 +242,12 @@ class Flat:
         """Overwrite the bits at int64[n] distinct flat positions with int[n]."""
         self.line.scatter_(0, self._offsets(positions), bits)
 
-    def _positions(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self.line.device)
-
     def _offsets(self, positions: Tensor) -> Tensor:
         """Where the elements at flat `positions` lie in `line`."""
         if self.is_contiguous:
             return positions
-        offsets = torch.zeros_like(positions)
-        rest = positions
-        for size, stride in zip(
-            reversed(self.tensor.shape), reversed(self.tensor.stride()), strict=True
-        ):
-            offsets += rest.remainder(size) * stride
-            rest = rest.div(size, rounding_mode="floor")
-        return offsets
+        dims = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        return Region(0, tuple(dims)).places(positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +296,23 @@ class Run:
             flat.scatter(positions.to(device), bits[block].to(device))
 
 
+def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:
+    """The names of two that share a byte, or None. A name stands twice if it is one tensor.
+
+    Contiguous tensors cost a place in a sort. Only those are looked at closely whose elements lie
+    between those of others.
+    """
+    boxes = [(name, Region.of_bytes(view)) for name, live in held for _, view in live.boxes()]
+    reaching: list[tuple[int, str, Region]] = []
+    for name, region in sorted(boxes, key=lambda box: box[1].start):
+        reaching = [other for other in reaching if other[0] > region.start]
+        for _, other_name, other in reaching:
+            if other.meets(region):
+                return other_name, name
+        reaching.append((region.stop, name, region))
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class WireReader:
     """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower.
@@ -358,8 +353,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Where its first and its last element lie in its storage, in elements."""
     begin, count = int(tensor.storage_offset()), tensor.numel()
     if count and not tensor.is_contiguous():
-        dims = zip(tensor.shape, tensor.stride(), strict=True)
-        count = 1 + sum((size - 1) * stride for size, stride in dims)
+        count = Region.of(tensor).stop - begin
     return begin, begin + max(0, count - 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Self, TypeAlias
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.kernels import KERNELS
-from deltasync.delta.shard import share_of
+from deltasync.delta.region import Region
+from deltasync.delta.shard import Share
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
-from deltasync.wire.messages import ParameterSpec
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -65,17 +65,18 @@ class DigestLedger:
     """State digests of parameters by chunk.
 
     Attributes:
-        specs: The layout.
+        shares: What is digested: whole parameters, or shares of them. Numbers of parameters below
+            are places in this.
+        specs: Of which parameter each is.
         sums: uint64[chunks], all parameters' chunks one after another.
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
-        shares: The parameters, as shares all of them.
-        numbers, starts, cols, gaps: int64[parameters]: of those that are shares, the number of the
-            layout's parameter, and their bands; of others their own number, and the band of all.
+        numbers, starts, cols, gaps: int64[parameters]: the number of the layout's parameter, and
+            where the region of it begins, and its rows.
     """
 
     def __init__(
         self,
-        specs: Sequence[ParameterSpec],
+        shares: Sequence[Share],
         *,
         chunk_numel: int,
         held: Collection[int] | None = None,
@@ -83,26 +84,28 @@ class DigestLedger:
         """All digests are 0.
 
         Args:
-            specs: The layout.
+            shares: What is digested; `shard.whole` makes them of a layout.
             chunk_numel: Elements in a chunk.
             held: Numbers of the parameters to keep digests of; None for all.
         """
-        self.specs = tuple(specs)
+        self.shares = tuple(shares)
+        self.specs = tuple(share.spec for share in shares)
         self.chunk_numel = chunk_numel
         chunks = [
-            -(-spec.numel // chunk_numel) if held is None or number in held else 0
-            for number, spec in enumerate(specs)
+            -(-share.numel // chunk_numel) if held is None or number in held else 0
+            for number, share in enumerate(shares)
         ]
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
-        self.shares = shares = tuple(share_of(specs, n) for n in range(len(specs)))
-        # Positions in a band count from its start.
-        self._keys = [(seed(s.name) + s.band.start * GOLDEN_RATIO) & MASK for s in shares]
-        columns = [(s.number, s.band.start, s.band.cols, s.band.gap) for s in shares]
+        # Positions in a region count from its start.
+        self._keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in shares]
+        columns = [(s.number, s.region.start, *s.region.rows) for s in shares]
         self.numbers, self.starts, self.cols, self.gaps = (
             np.array(columns, np.int64).reshape(-1, 4).T
         )
-        self._gaps = {n: replace(s.band, start=0) for n, s in enumerate(shares) if s.band.gap}
+        self._gaps = {
+            n: Region(0, s.region.dims) for n, s in enumerate(shares) if not s.region.is_run
+        }
 
     def copy(self) -> Self:
         """A ledger of the same parameters that can be changed apart."""
@@ -120,7 +123,7 @@ class DigestLedger:
         """Where the chunks of `sums` lie."""
         parameter = np.repeat(np.arange(len(self.specs)), np.diff(self.first))
         start = (np.arange(len(parameter)) - self.first[parameter]) * self.chunk_numel
-        numels = np.array([spec.numel for spec in self.specs], np.int64)
+        numels = np.array([share.numel for share in self.shares], np.int64)
         return ChunkTable(parameter, start, np.minimum(self.chunk_numel, numels[parameter] - start))
 
     @cached_property
@@ -148,7 +151,7 @@ class DigestLedger:
         """The digest of so many copies of each parameter; None for one of each.
 
         Args:
-            copies: uint64[parameters of the layout], of which `specs` may be shares.
+            copies: uint64[parameters of the layout].
         """
         if copies is None:
             return self.total
@@ -187,7 +190,7 @@ class DigestLedger:
         Only what is `held` of the bits that are read counts.
         """
         first = int(self.first[parameter])
-        stop = self.specs[parameter].numel if stop is None else stop
+        stop = self.shares[parameter].numel if stop is None else stop
         for chunk, low, high in self.chunks(start, stop):
             bits, positions = read(low, high), held(low, high)
             if positions is not None:
@@ -218,7 +221,7 @@ class DigestLedger:
     ) -> tuple[int, NDArray[np.uint64]]:
         """(first chunk, uint64[chunks]): digests of elements at increasing positions, by chunk."""
         kernels, key = KERNELS[bits.device.type], self._keys[parameter]
-        if (band := self._gaps.get(parameter)) is None:
+        if (region := self._gaps.get(parameter)) is None:
             return kernels.digest_chunks(positions, bits, key, self.chunk_numel)
         first, last = (int(positions[n]) // self.chunk_numel for n in (0, -1))
         ends = torch.arange(first + 1, last + 1, device=positions.device) * self.chunk_numel
@@ -226,7 +229,7 @@ class DigestLedger:
         sums = np.zeros(last + 1 - first, np.uint64)
         for chunk, (low, high) in enumerate(pairwise(cuts)):
             if low < high:
-                there = band.places(positions[low:high])
+                there = region.places(positions[low:high])
                 _, found = kernels.digest_chunks(there, bits[low:high], key, self.chunk_numel)
                 sums[chunk] = found.sum()
         return first, sums
@@ -237,7 +240,7 @@ class DigestLedger:
         Whole chunks are digested anew; `read_old` is asked only at ragged ends. Returns the
         digest of the new bits.
         """
-        first, numel = int(self.first[parameter]), self.specs[parameter].numel
+        first, numel = int(self.first[parameter]), self.shares[parameter].numel
         total = 0
         for chunk, low, high in self.chunks(start, start + len(new)):
             gained = self.digest_run(parameter, new[low - start : high - start], low)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deltasync.delta.routes.route import merged, row_major
+from deltasync.delta.region import Region, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN
@@ -31,63 +31,30 @@ made before: 1 unless it is FSDP's of what tensor parallelism has split already.
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """Elements of a checkpoint tensor: rows of one length, at one distance from each other.
-
-    They are counted from 0 in the checkpoint's order, so that positions here and there rise
-    together.
-
-    Attributes:
-        start: Flat position of the first in the checkpoint tensor.
-        numel: Elements.
-        cols: Elements in a row.
-        gap: Elements between the end of a row and the beginning of the next; 0 for one run. Bands
-            with gaps are not spread over more than int32 indices tell of.
-    """
-
-    start: int
-    numel: int
-    cols: int
-    gap: int = 0
-
-    def place(self, here: int) -> int:
-        """Flat position in the checkpoint tensor."""
-        return self.start + here + here // self.cols * self.gap
-
-    def places(self, here: Tensor) -> Tensor:
-        """int64[n]: the same for int64[n]."""
-        there = here + self.start
-        return there.add_(here.div(self.cols, rounding_mode="floor"), alpha=self.gap)
-
-    def is_scattered(self, start: int, stop: int) -> bool:
-        """Whether elements [start, stop) are no run in the checkpoint tensor."""
-        return self.gap > 0 and start // self.cols < (stop - 1) // self.cols
-
-
-@dataclass(frozen=True, slots=True)
-class Share(ParameterSpec):
-    """What a trainer rank compares and sends of a parameter. Its shape is flat.
+class Share:
+    """What a trainer rank compares and sends of a parameter, in the checkpoint's order.
 
     Attributes:
         number: Of the parameter in the layout.
-        band: Which elements of it.
+        spec: The parameter.
+        region: Which elements of it: a run, or rows of one length. Rows are not spread over more
+            elements than int32 indices can count.
     """
 
     number: int
-    band: Band
+    spec: ParameterSpec
+    region: Region
 
-    @classmethod
-    def of(cls, number: int, spec: ParameterSpec, band: Band) -> Self:
-        """A band of a parameter."""
-        return cls(spec.names, (band.numel,), spec.dtype, number, band)
+    @property
+    def numel(self) -> int:
+        return self.region.numel
 
 
-def share_of(specs: Sequence[ParameterSpec], parameter: int) -> Share:
-    """What is sent of one of these: all, unless it is a share."""
-    spec = specs[parameter]
-    if isinstance(spec, Share):
-        return spec
-    return Share.of(parameter, spec, Band(0, spec.numel, max(1, spec.numel)))
+def whole(specs: Iterable[ParameterSpec]) -> tuple[Share, ...]:
+    """All of each parameter of a layout."""
+    return tuple(
+        Share(number, spec, Region.run(0, spec.numel)) for number, spec in enumerate(specs)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,35 +159,28 @@ def cut(box: ShardSpec, ways: int) -> list[ShardSpec]:
     ]
 
 
-def bands_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Band]]:
-    """(index, band): boxes `local[index]` that make up this one, each of them a band."""
+def rows_of(box: ShardSpec) -> Iterator[tuple[tuple[int | slice, ...], Region]]:
+    """(index, region): boxes `local[index]` that make up this one, as the region of a `Share`."""
     if not box.numel:
         return
-    shape, size = row_major(box.shape), row_major(box.size)
-    for dim in range(len(box.size) + 1):
-        cols, gap = 1, 0
-        match merged(zip(box.size[dim:], shape[dim:], size[dim:], strict=True)):
-            case [] | [(_, 1, 1)] as dims:
-                cols = dims[0][0] if dims else 1
-            case [(_, width, 1)]:
-                gap = width - 1
-            case [(_, width, _), (cols, 1, 1)]:
-                gap = width - cols
-            case _:
-                continue
-        if not gap or shape[dim] <= MAX_SPARSE_SPAN:
+    strides = row_major(box.shape)
+    dims = list(zip(box.size, strides, strict=True))
+    for dim in range(len(dims) + 1):
+        inner = Region(0, tuple(dims[dim:]))
+        if inner.is_run or (inner.is_rows and strides[dim] <= MAX_SPARSE_SPAN):
             break
-    first = sum(map(int.__mul__, box.offset, shape))
+    first = sum(map(int.__mul__, box.offset, strides))
     for index in product(*map(range, box.size[:dim])):
-        start = first + sum(map(int.__mul__, index, shape))
-        if not gap:
-            yield index, Band(start, prod(box.size[dim:]), cols)
+        start = first + sum(map(int.__mul__, index, strides))
+        if inner.is_run:
+            yield index, Region(start, inner.dims)
             continue
-        step = MAX_SPARSE_SPAN // shape[dim]
-        for low in range(0, box.size[dim], step):
-            high = min(low + step, box.size[dim])
-            band = Band(start + low * shape[dim], (high - low) * size[dim], cols, gap)
-            yield (*index, slice(low, high)), band
+        size, stride = dims[dim]
+        step = MAX_SPARSE_SPAN // stride
+        for low in range(0, size, step):
+            high = min(low + step, size)
+            rows = (high - low, stride), *dims[dim + 1 :]
+            yield (*index, slice(low, high)), Region(start + low * stride, rows)
 
 
 def overlap(box: ShardSpec, other: ShardSpec) -> ShardSpec:

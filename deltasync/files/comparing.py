@@ -15,6 +15,7 @@ from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.shard import whole
 from deltasync.delta.sparsity import Sparsity, sparsity
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 
@@ -137,7 +138,7 @@ def measure_digests(
 ) -> DigestLedger:
     """The state digests of a checkpoint, by chunk."""
     flats = {n: Flat.of(checkpoint.tensor(name)) for n, name in enumerate(checkpoint.specs)}
-    ledger = DigestLedger(checkpoint.layout, chunk_numel=CHUNK_NUMEL)
+    ledger = DigestLedger(whole(checkpoint.layout), chunk_numel=CHUNK_NUMEL)
     backend, table, item_sizes = HostBackend(flats, ledger), ledger.table, ledger.item_sizes
     groups = np.array_split(np.arange(len(table)), max(1, len(table) // 8))
     pairs = in_threads(backend.measure, groups)

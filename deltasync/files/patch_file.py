@@ -16,6 +16,7 @@ from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.plans import Change
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
@@ -221,7 +222,7 @@ def _flats(checkpoint: Checkpoint, layout: Sequence[ParameterSpec]) -> dict[int,
 
 def _reordered(ledger: DigestLedger, layout: Sequence[ParameterSpec]) -> DigestLedger:
     numbers = {spec.name: number for number, spec in enumerate(ledger.specs)}
-    other = DigestLedger(layout, chunk_numel=ledger.chunk_numel)
+    other = DigestLedger(whole(layout), chunk_numel=ledger.chunk_numel)
     for number, spec in enumerate(layout):
         old = numbers[spec.name]
         chunks = ledger.sums[ledger.first[old] : ledger.first[old + 1]]

@@ -8,11 +8,11 @@ parameter that contains it, found by recording transformers' own conversion once
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
@@ -73,7 +73,7 @@ def _views_of(model: nn.Module) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     for name, pieces in recording.pieces.items():
         for piece in pieces:
-            if piece.numel == parts[piece.live].numel():
+            if piece.target.numel == parts[piece.live].numel():
                 shape = parts[piece.live].shape
                 views[piece.live] = _view(live[name], piece, shape, name=piece.live)
     for name in parts.keys() - views.keys():
@@ -108,20 +108,18 @@ def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Ten
 
 def _view(parameter: Tensor, piece: Piece, shape: torch.Size, *, name: str) -> Tensor:
     """The piece of a parameter as a tensor of this shape. Raises ConfigError."""
-    dims = sorted(piece.dims, key=lambda dim: -dim[2])  # as the checkpoint has them
-    sizes = [size for size, _, _ in dims]
-    steps = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
-    if piece.is_whole(parameter.numel()) and parameter.shape == shape:
+    target, source = ordered(piece.target, piece.source)
+    if piece.source == Region.run(0, parameter.numel()) and parameter.shape == shape:
         return parameter.detach()
     if is_sharded(parameter):
         raise ConfigError(
             f"{name!r} is a part of a sharded parameter: use a ModuleSource with a `name_map`"
         )
     flat = parameter.detach().view(-1)
-    start = int(flat.storage_offset()) + piece.start
-    box = flat.as_strided(sizes, [stride for _, stride, _ in dims], start)
+    start = int(flat.storage_offset()) + source.start
+    box = flat.as_strided(source.shape, source.strides, start)
     try:
-        if [live for _, _, live in dims] == steps:
+        if target.is_run:
             return box.view(shape)
     except RuntimeError:
         pass  # its dimensions run through several of the parameter's

@@ -11,6 +11,7 @@ from deltasync.delta.backend import Applier
 from deltasync.delta.bits import Run
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.host.plans import buckets
+from deltasync.delta.shard import whole
 from deltasync.wire.messages import ParameterSpec
 
 POISON = 0xEE  # of bytes that are not written
@@ -23,7 +24,7 @@ def payloads(
     bucket_bytes: int = 1 << 20,
 ) -> Iterator[tuple[Tensor, int]]:
     """(uint8[n], rows) for (parameter, run) that hold their bits, in layout order."""
-    for bucket in buckets(runs, tuple(layout), bucket_bytes=bucket_bytes):
+    for bucket in buckets(runs, whole(layout), bucket_bytes=bucket_bytes):
         payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8)
         for _ in bucket.write(payload, _no_source):
             pass

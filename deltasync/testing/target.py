@@ -25,6 +25,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, Live, Run, torch_dtype
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.shard import whole
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.payloads import stage_runs
@@ -164,7 +165,7 @@ def run_between(old: Tensor, new: Tensor, *, dense: bool) -> Run:
 
 def ledger_of(layout: tuple[ParameterSpec, ...], state: dict[str, Tensor]) -> DigestLedger:
     """The digests of `state`."""
-    ledger = DigestLedger(layout, chunk_numel=8)
+    ledger = DigestLedger(whole(layout), chunk_numel=8)
     for number, spec in enumerate(layout):
         ledger.measure(number, Flat.of(state[spec.name]).read)
     return ledger

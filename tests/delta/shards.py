@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.routes.route import row_major
+from deltasync.delta.region import row_major
 from deltasync.delta.shard import ShardSpec
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3)]

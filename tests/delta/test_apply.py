@@ -22,6 +22,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.plans import DeltaPlan
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import whole
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing import strategies as own
 from deltasync.testing.payloads import stage_runs
@@ -49,7 +50,7 @@ class Sync:
 
 
 def ledger_of(model: Model, chunk_numel: int) -> DigestLedger:
-    ledger = DigestLedger(specs_of(model), chunk_numel=chunk_numel)
+    ledger = DigestLedger(whole(specs_of(model)), chunk_numel=chunk_numel)
     for number, tensor in enumerate(model.values()):
         ledger.measure(number, Flat.of(tensor).read)
     return ledger
@@ -67,7 +68,7 @@ def sync_of(live: Model, new: Model, policy: Policy, chunk_numel: int) -> Sync:
     readers = [
         WireReader.of(t, s.dtype, name=s.name) for t, s in zip(new.values(), specs, strict=True)
     ]
-    snapshot = snapshot_of(specs, old, chunk_numel=policy.chunk_numel_on("cpu"))
+    snapshot = snapshot_of(whole(specs), old, chunk_numel=policy.chunk_numel_on("cpu"))
     delta = snapshot.compare(
         readers, policy=policy, bucket_bytes=1 << 20, max_held_bytes=1 << 40, base_version=0
     )
@@ -370,7 +371,7 @@ def test_positions_beyond_int32(in_place: bool) -> None:
     spec = ParameterSpec(("w",), (1 << 20, 1 << 12), dtypes.BY_NAME["bfloat16"])
     live = Sparse()
     flats = {0: cast("Flat", live)}
-    ledger = DigestLedger([spec], chunk_numel=1 << 18)
+    ledger = DigestLedger(whole([spec]), chunk_numel=1 << 18)
     writer = staging_of(flats, ledger, in_place=in_place)
     end = spec.numel
     runs = [

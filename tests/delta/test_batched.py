@@ -25,6 +25,7 @@ from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import same_bits, specs_of
@@ -41,7 +42,7 @@ def placed(model: Model) -> Model:
 
 
 def ledger_of(model: Model, chunk_numel: int) -> DigestLedger:
-    ledger = DigestLedger(specs_of(model), chunk_numel=chunk_numel)
+    ledger = DigestLedger(whole(specs_of(model)), chunk_numel=chunk_numel)
     for number, tensor in enumerate(model.values()):
         ledger.measure(number, Flat.of(tensor.cpu()).read)
     return ledger
@@ -63,7 +64,7 @@ class Ends:
     def __post_init__(self) -> None:
         self.specs = specs_of(self.replica)
         self.snapshot = snapshot_of(
-            self.specs,
+            whole(self.specs),
             self.readers,
             chunk_numel=self.policy.chunk_numel_on("cuda"),
             kernels="triton",
@@ -445,7 +446,7 @@ def test_indices_stay_right_beyond_2_to_the_31() -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, numel - 1], device=DEVICE)
     specs = specs_of(model)
     reader = WireReader.of(model["w"], specs[0].dtype, name="w")
-    snapshot = snapshot_of(specs, [reader], chunk_numel=1 << 20)
+    snapshot = snapshot_of(whole(specs), [reader], chunk_numel=1 << 20)
     model["w"][places] = 3
     delta = snapshot.compare(
         [reader],

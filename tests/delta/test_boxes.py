@@ -20,8 +20,10 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.region import Region, unpaired
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.route import Piece
+from deltasync.delta.shard import whole
 from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec
 
@@ -39,8 +41,8 @@ class Held:
 
     def access(self, storage: Tensor) -> Live:
         first = self.pieces[0]
-        if first.is_whole(self.spec.numel):
-            return Flat.of(first.view(storage))
+        if first.source == Region.run(0, self.spec.numel):
+            return Flat.of(first.target.view(storage))
         return Part.of(self.pieces, {"": storage}, name=self.spec.name)
 
 
@@ -52,7 +54,7 @@ def piece_of(draw: st.DrawFn, shape: tuple[int, ...], ranges: list[range], start
         dims.append((len(ranges[dim]), steps[dim], live_step))
         live_step *= len(ranges[dim])
     begin = sum(found.start * step for found, step in zip(ranges, steps, strict=True))
-    return Piece.of("", begin, start, dims)
+    return Piece.of("", *unpaired(begin, start, dims))
 
 
 def pieces_of(draw: st.DrawFn, shape: tuple[int, ...], numel: int) -> list[Piece]:
@@ -119,7 +121,7 @@ def test_kernels_write_boxes_as_torch_does(
         {number: helds[number].access(t) for number, t in enumerate(many) if helds[number].pieces}
         for many in (ours, theirs)
     )
-    ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
+    ledger = DigestLedger(whole(specs), chunk_numel=chunk_numel, held=flats.keys())
     ledger.sums[:] = HostBackend(twins, ledger).measure(np.arange(len(ledger.sums)))
     weights = BatchedWeights(flats, ledger, DEVICE)
     assert np.array_equal(weights.digests(), ledger.sums)
@@ -144,8 +146,10 @@ def test_a_box_of_long_rows_is_found(width: int) -> None:
     """Positions are below 2^31, but the distance of rows is not."""
     spec = ParameterSpec(("w",), (2, width), dtypes.BY_NAME["uint8"])
     live = torch.zeros(2, 10, dtype=torch.uint8, device=DEVICE)
-    part = Part.of([Piece.of("w", 0, 0, [(2, width, 10), (10, 1, 1)])], {"w": live}, name="w")
-    ledger = DigestLedger((spec,), chunk_numel=1 << 20)
+    part = Part.of(
+        [Piece.of("w", *unpaired(0, 0, [(2, width, 10), (10, 1, 1)]))], {"w": live}, name="w"
+    )
+    ledger = DigestLedger(whole((spec,)), chunk_numel=1 << 20)
     bits = torch.tensor([1, 2, 3], dtype=torch.uint8)
     run = Run(0, 100, torch.tensor([0, 7, 50], dtype=torch.int32), bits)
     [(payload, num_rows)] = payloads([(0, run)], (spec,), bucket_bytes=1000)

@@ -16,6 +16,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.delta.bucket import MIN_BUCKET_BYTES, BucketReader
 from deltasync.delta.host.plans import Bucket, buckets
+from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, InvalidTable, TruncatedFrame
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW, block_offsets
@@ -94,7 +95,7 @@ def check_padding(bucket: Bucket, payload: Tensor) -> None:
 def test_packed_then_read_gives_the_same_elements(case: tuple[Specs, list[Pair], int]) -> None:
     specs, pairs, bucket_bytes = case
     reader, found = BucketReader(specs), list[Pair]()
-    for bucket in buckets(pairs, specs, bucket_bytes=bucket_bytes):
+    for bucket in buckets(pairs, whole(specs), bucket_bytes=bucket_bytes):
         payload = write(bucket)
         assert bucket.num_bytes <= bucket_bytes
         check_padding(bucket, payload)
@@ -108,7 +109,7 @@ def test_rows_are_ordered_and_full_but_for_the_last_bucket(
     case: tuple[Specs, list[Pair], int],
 ) -> None:
     specs, pairs, bucket_bytes = case
-    packed = list(buckets(pairs, specs, bucket_bytes=bucket_bytes))
+    packed = list(buckets(pairs, whole(specs), bucket_bytes=bucket_bytes))
     rows = [(p, run.start, run.stop) for bucket in packed for p, run in bucket.runs]
     assert rows == sorted(rows)
     for bucket in packed[:-1]:
@@ -131,7 +132,7 @@ def test_dense_runs_left_in_the_source_are_read_from_there(
         for p, r in late
     ]
     reader, found = BucketReader(specs), list[Pair]()
-    for bucket in buckets(late, specs, bucket_bytes=bucket_bytes):
+    for bucket in buckets(late, whole(specs), bucket_bytes=bucket_bytes):
         payload = write(bucket, lambda p, start, stop: sources[p][start:stop])
         found += reader.read(payload, len(bucket.rows))
     assert elements(found, specs) == elements(expected, specs)
@@ -143,7 +144,7 @@ def test_a_run_larger_than_a_bucket_is_sliced(dtype: str, dense: bool) -> None:
     specs = (spec("a", 3000, dtype),)
     rng = np.random.default_rng(7)
     pairs = [(0, strategies.make_run(rng, specs[0], 0, 3000, 2000, dense=dense))]
-    packed = list(buckets(pairs, specs, bucket_bytes=MIN_BUCKET_BYTES))
+    packed = list(buckets(pairs, whole(specs), bucket_bytes=MIN_BUCKET_BYTES))
     assert len(packed) > 10
     assert all(len(bucket.rows) == 1 for bucket in packed)
     found = [pair for bucket in packed for pair in bucket.runs]
@@ -158,14 +159,14 @@ def test_every_remainder_of_a_bucket_of_odd_size(dtype: str, dense: bool) -> Non
     """A cut that ignores padding leaves a rest without elements, or one that does not fit."""
     specs = (spec("a", 512, dtype),)
     rng = np.random.default_rng(3)
-    whole = strategies.make_run(rng, specs[0], 0, 512, 512, dense=dense)
-    assert whole.bits is not None
+    longest = strategies.make_run(rng, specs[0], 0, 512, 512, dense=dense)
+    assert longest.bits is not None
     for count in range(16, 220, 3):
-        indices = None if whole.indices is None else whole.indices[:count]
-        pairs = [(0, Run(0, count, indices, whole.bits[:count]))]
+        indices = None if longest.indices is None else longest.indices[:count]
+        pairs = [(0, Run(0, count, indices, longest.bits[:count]))]
         for bucket_bytes in range(MIN_BUCKET_BYTES, MIN_BUCKET_BYTES + 9):
             reader, found = BucketReader(specs), list[Pair]()
-            for bucket in buckets(pairs, specs, bucket_bytes=bucket_bytes):
+            for bucket in buckets(pairs, whole(specs), bucket_bytes=bucket_bytes):
                 assert bucket.num_bytes <= bucket_bytes
                 found += reader.read(write(bucket), len(bucket.rows))
             assert covered(found) == [(0, 0, count)]
@@ -177,7 +178,7 @@ def test_slicing_does_not_touch_the_run_it_slices() -> None:
     run = strategies.make_run(np.random.default_rng(7), specs[0], 0, 3000, 900, dense=False)
     assert run.indices is not None
     before = run.indices.clone()
-    assert len(list(buckets([(0, run)], specs, bucket_bytes=MIN_BUCKET_BYTES))) > 1
+    assert len(list(buckets([(0, run)], whole(specs), bucket_bytes=MIN_BUCKET_BYTES))) > 1
     assert torch.equal(run.indices, before)
 
 
@@ -186,7 +187,7 @@ def test_runs_beyond_32_bits_keep_their_place() -> None:
     indices = torch.tensor([0, 2**31 - 2], dtype=torch.int32)
     bits = torch.tensor([1, 2], dtype=torch.uint8)
     pairs = [(0, Run(2**40 - 2**31 + 1, 2**31 - 1, indices, bits))]
-    (bucket,) = buckets(pairs, specs, bucket_bytes=MIN_BUCKET_BYTES)
+    (bucket,) = buckets(pairs, whole(specs), bucket_bytes=MIN_BUCKET_BYTES)
     found = BucketReader(specs).read(write(bucket), 1)
     assert (
         elements(found, specs)
@@ -198,7 +199,7 @@ def test_runs_beyond_32_bits_keep_their_place() -> None:
 def test_read_values_are_views_of_the_payload() -> None:
     specs = (spec("a", 4, "int32"),)
     run = Run(0, 4, torch.tensor([1], dtype=torch.int32), torch.tensor([5], dtype=torch.int32))
-    (bucket,) = buckets([(0, run)], specs, bucket_bytes=MIN_BUCKET_BYTES)
+    (bucket,) = buckets([(0, run)], whole(specs), bucket_bytes=MIN_BUCKET_BYTES)
     payload = write(bucket)
     ((_, found),) = BucketReader(specs).read(payload, 1)
     assert found.bits is not None
@@ -207,12 +208,12 @@ def test_read_values_are_views_of_the_payload() -> None:
 
 
 def test_nothing_makes_no_bucket() -> None:
-    assert list(buckets([], (spec("a", 4, "int32"),), bucket_bytes=MIN_BUCKET_BYTES)) == []
+    assert list(buckets([], whole((spec("a", 4, "int32"),)), bucket_bytes=MIN_BUCKET_BYTES)) == []
 
 
 def test_a_bucket_that_holds_no_element_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 256"):
-        list(buckets([], (spec("a", 4, "int32"),), bucket_bytes=MIN_BUCKET_BYTES - 1))
+        list(buckets([], whole((spec("a", 4, "int32"),)), bucket_bytes=MIN_BUCKET_BYTES - 1))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -232,7 +233,7 @@ def test_a_refused_bucket_does_not_move_the_reader() -> None:
     reader = BucketReader(specs)
 
     def read(pair: Pair) -> list[Pair]:
-        (bucket,) = buckets([pair], specs, bucket_bytes=MIN_BUCKET_BYTES)
+        (bucket,) = buckets([pair], whole(specs), bucket_bytes=MIN_BUCKET_BYTES)
         return reader.read(write(bucket), 1)
 
     read(high)

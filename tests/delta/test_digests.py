@@ -12,6 +12,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.shard import whole
 from deltasync.testing import strategies as own
 from deltasync.testing.strategies import relaid, specs_of
 from deltasync.wire.digest import MASK
@@ -21,7 +22,7 @@ chunk_numels = st.sampled_from([1, 2, 7, 16, 1000])
 
 
 def measured(model: dict[str, Tensor], chunk_numel: int) -> DigestLedger:
-    ledger = DigestLedger(specs_of(model), chunk_numel=chunk_numel)
+    ledger = DigestLedger(whole(specs_of(model)), chunk_numel=chunk_numel)
     for number, tensor in enumerate(model.values()):
         ledger.measure(number, Flat.of(tensor).read)
     return ledger
@@ -116,7 +117,7 @@ def test_measure_of_some_chunks_leaves_the_others() -> None:
 
 @given(chunk_numel=st.integers(1, 30), start=st.integers(0, 90), length=st.integers(1, 90))
 def test_chunks_cover_a_run_once(chunk_numel: int, start: int, length: int) -> None:
-    ledger = DigestLedger([], chunk_numel=chunk_numel)
+    ledger = DigestLedger(whole([]), chunk_numel=chunk_numel)
     pieces = list(ledger.chunks(start, start + length))
     elements = [p for _, low, high in pieces for p in range(low, high)]
     assert elements == list(range(start, start + length))
@@ -126,7 +127,7 @@ def test_chunks_cover_a_run_once(chunk_numel: int, start: int, length: int) -> N
 def test_digests_beyond_int32_positions() -> None:
     numel = (1 << 31) + 5
     spec = ParameterSpec(("w",), (numel,), dtypes.BY_NAME["uint8"])
-    ledger = DigestLedger([spec], chunk_numel=1 << 24)
+    ledger = DigestLedger(whole([spec]), chunk_numel=1 << 24)
     positions = torch.tensor([1, (1 << 31) - 1, 1 << 31, numel - 1])
     old, new = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
     ledger.replace_sparse(0, positions, old, new)

@@ -18,9 +18,10 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.plans import buckets
 from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.region import unpaired
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.route import Piece
-from deltasync.delta.shard import ShardSpec, Share, bands_of
+from deltasync.delta.shard import ShardSpec, Share, rows_of, whole
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.shards import positions_of
 
@@ -42,13 +43,13 @@ def live(laid: str) -> Live:
         return Flat.of(zeros(ROWS, COLS))
     if laid == "transposed":
         return Flat.of(zeros(COLS, ROWS).T)
-    piece = Piece.of("w", 0, 0, [(ROWS, COLS, HELD), (HELD, 1, 1)])
+    piece = Piece.of("w", *unpaired(0, 0, [(ROWS, COLS, HELD), (HELD, 1, 1)]))
     return Part.of([piece], {"w": zeros(ROWS, HELD)}, name="w")
 
 
 def staging_of(flat: Live, spec: ParameterSpec, kernels: Kernels) -> Applier:
     """Of weights that nobody has measured: their digests count as 0."""
-    ledger = DigestLedger((spec,), chunk_numel=CHUNK)
+    ledger = DigestLedger(whole((spec,)), chunk_numel=CHUNK)
     if kernels == "triton":
         return BatchedStaging(BatchedWeights({0: flat}, ledger, CPU), ledger)
     return Staging(Lines({0: flat}, 1), ledger)
@@ -75,7 +76,7 @@ def test_what_lies_beyond_2_to_the_31_is_written_and_taken_back(
     flat = live(laid)
     staging, reader = staging_of(flat, BF16, kernels), BucketReader((BF16,))
     expected: dict[int, int] = {}
-    for bucket in buckets([(0, run) for run in runs()], (BF16,), bucket_bytes=1000):
+    for bucket in buckets([(0, run) for run in runs()], whole((BF16,)), bucket_bytes=1000):
         payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         for _, run, bits in bucket.write(payload, lambda *_: torch.empty(0)):
             offsets = range(run.span) if run.indices is None else run.indices.tolist()
@@ -88,7 +89,7 @@ def test_what_lies_beyond_2_to_the_31_is_written_and_taken_back(
     positions, new = torch.tensor(list(expected)), torch.tensor(list(expected.values())).short()
     assert staging.commit() == staging.ledger.total
     assert torch.equal(flat.gather(positions), new)
-    ledger = DigestLedger((BF16,), chunk_numel=CHUNK)
+    ledger = DigestLedger(whole((BF16,)), chunk_numel=CHUNK)
     ledger.replace_sparse(0, positions, torch.zeros_like(new), new)
     assert np.array_equal(staging.ledger.sums, ledger.sums)
     staging.undo()
@@ -105,16 +106,16 @@ BOXES = {
 @pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> None:
-    ((_, band),) = bands_of(box)
+    ((_, region),) = rows_of(box)
     generator = torch.Generator().manual_seed(1)
     local = torch.randint(1, 256, box.size, generator=generator, dtype=torch.uint8)
     readers = [WireReader.of(local, BYTES.dtype, name="w")]
-    shares = [Share.of(0, BYTES, band)]
+    shares = [Share(0, BYTES, region)]
     snapshot = snapshot_of(shares, readers, chunk_numel=CHUNK, kernels=kernels)
     weights = torch.from_numpy(np.zeros(BYTES.shape, np.uint8))
     inside = weights[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
     positions = positions_of(box, torch.arange(box.numel))
-    whole = DigestLedger((BYTES,), chunk_numel=CHUNK)
+    full = DigestLedger(whole((BYTES,)), chunk_numel=CHUNK)
 
     def send(plan: Plan) -> None:
         staging = staging_of(Flat.of(weights), BYTES, kernels)
@@ -127,7 +128,7 @@ def test_shards_beyond_2_to_the_31_arrive(box: ShardSpec, kernels: Kernels) -> N
         assert staging.commit() == staging.ledger.total
         plan.decided()
         assert torch.equal(inside, local)
-        assert snapshot.ledger.total == whole.digest_at(0, positions, local.reshape(-1))
+        assert snapshot.ledger.total == full.digest_at(0, positions, local.reshape(-1))
 
     send(snapshot.full(bucket_bytes=5000))
     local.view(-1)[[0, 1, local.numel() - 1]] += 1
@@ -148,13 +149,13 @@ def test_a_column_shard_beyond_2_to_the_31_is_cut_into_buckets() -> None:
     shape, dtype = (1 << 17, 1 << 17), dtypes.BY_NAME["bfloat16"]
     box = ShardSpec(shape, (0, 1 << 16), (1 << 17, 1 << 16))
     spec, size = ParameterSpec(("w",), shape, dtype), 256 << 20
-    bands = [band for _, band in bands_of(box)]
-    shares = [Share.of(0, spec, band) for band in bands]
-    assert sum(band.numel for band in bands) == box.numel
-    runs = [(number, Run(0, band.numel)) for number, band in enumerate(bands)]
+    regions = [region for _, region in rows_of(box)]
+    shares = [Share(0, spec, region) for region in regions]
+    assert sum(region.numel for region in regions) == box.numel
+    runs = [(number, Run(0, region.numel)) for number, region in enumerate(regions)]
     made = list(buckets(runs, shares, bucket_bytes=size))
     assert all(bucket.num_bytes <= size for bucket in made)
-    for number, band in enumerate(bands):
+    for number, region in enumerate(regions):
         found = [run for bucket in made for n, run in bucket.runs if n == number]
-        assert (found[0].start, found[-1].stop) == (0, band.numel)
+        assert (found[0].start, found[-1].stop) == (0, region.numel)
         assert all(before.stop == run.start for before, run in pairwise(found))

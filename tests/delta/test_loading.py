@@ -13,6 +13,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat, Run
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.routes.loading import Loading
+from deltasync.delta.shard import whole
 from deltasync.errors import InvalidIndices, InvalidTable
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
@@ -41,7 +42,7 @@ class Loaded:
 
 def loading(loader: Loaded, said: list[bool]) -> Loading:
     """Of an engine that holds `a` and `b`, not `c`."""
-    ledger = DigestLedger(SPECS, chunk_numel=4)
+    ledger = DigestLedger(whole(SPECS), chunk_numel=4)
     flats = {0: Flat.of(torch.zeros(4, dtype=torch.int16)), 1: Flat.of(torch.zeros(4).int())}
     return Loading(
         loader,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.bits import Flat
-from deltasync.delta.routes.overlap import overlapping, repeats
+from deltasync.delta.bits import Flat, overlapping
+from deltasync.delta.region import Region
 from deltasync.errors import ConfigError
 
 MEMORY = torch.zeros(96, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def has_twice(tensor: Tensor) -> bool:
 
 @given(views())
 def test_elements_that_share_storage_are_found_and_no_others(tensor: Tensor) -> None:
-    assert repeats(tensor) is has_twice(tensor)
+    assert Region.of(tensor).repeats is has_twice(tensor)
 
 
 @given(st.lists(views().filter(lambda tensor: not has_twice(tensor)), min_size=2, max_size=5))

@@ -13,6 +13,7 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from deltasync.delta.region import Region
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece, covers, joined
 from deltasync.errors import ConfigError
@@ -42,8 +43,9 @@ def scattered(recording: Recording, weights: Weights, live: Weights) -> Weights:
         flat = weights[name].to(live[pieces[0].live].dtype).reshape(-1) if pieces else None
         for piece in pieces:
             assert flat is not None
-            box = flat.as_strided(piece.shape, piece.strides, piece.start)
-            piece.view(made[piece.live]).copy_(box)
+            numbers = torch.arange(piece.source.numel)
+            line = made[piece.live].as_strided((piece.target.stop,), (1,), 0)
+            line[piece.target.places(numbers)] = flat[piece.source.places(numbers)]
     return made
 
 
@@ -152,8 +154,8 @@ def test_pieces_do_what_the_loader_does(loader: tuple[Load, Weights, Weights]) -
         assert (name not in recording.uncovered) == written
     for name, pieces in recording.pieces.items():
         for piece in pieces:
-            if piece.is_whole(weights[name].numel()):
-                view = piece.view(live[piece.live]).reshape(-1)
+            if piece.source == Region.run(0, weights[name].numel()):
+                view = piece.target.view(live[piece.live]).reshape(-1)
                 assert torch.equal(view, weights[name].reshape(-1))
 
 
@@ -193,7 +195,8 @@ def test_parts_in_any_order_do_what_the_loader_does(
     assert not recording.refused
     assert set(recording.uncovered) == ({"live"} if gap else set())
     if order == sorted(order):
-        assert [piece.is_whole(weights["w"].numel()) for piece in recording.pieces["w"]] == [True]
+        whole = Region.run(0, weights["w"].numel())
+        assert [piece.source for piece in recording.pieces["w"]] == [whole]
 
 
 def test_a_copy_in_another_order_is_followed() -> None:
@@ -212,7 +215,7 @@ def test_a_copy_in_another_order_is_followed() -> None:
     recording = loads_as_recorded(load, weights, live)
     assert recording.refused == recording.uncovered == {}
     [piece] = recording.pieces["w"]
-    assert piece.is_whole(120)
+    assert piece.source == Region.run(0, 120)
 
 
 # What engines do
@@ -255,11 +258,13 @@ def test_fused_stacked_transposed_and_padded_parameters_are_followed() -> None:
     assert recording.refused == recording.uncovered == {}
     assert recording.untouched == ("cache",)
     assert recording.pieces["ignored"] == ()
-    assert recording.padding == {"embed": (Piece("embed", (24,), 104, (1,), 104, (1,)),)}
-    assert recording.pieces["k"] == (Piece("qkv", (16,), 0, (1,), 64, (1,)),)
-    assert recording.pieces["o"] == (Piece("o", (8, 8), 0, (8, 1), 0, (1, 8)),)
-    assert [p.numel for p in recording.pieces["experts"]] == [32] * 4  # halves change places
-    whole = {n for n, p in recording.pieces.items() if [q.numel for q in p] == [weights[n].numel()]}
+    assert recording.padding == {"embed": (Region.run(104, 24),)}
+    assert recording.pieces["k"] == (Piece("qkv", Region.run(0, 16), Region.run(64, 16)),)
+    transposed = Region(0, ((8, 1), (8, 8)))
+    assert recording.pieces["o"] == (Piece("o", Region.run(0, 64), transposed),)
+    sizes = {n: [piece.source.numel for piece in p] for n, p in recording.pieces.items()}
+    assert sizes["experts"] == [32] * 4  # halves change places
+    whole = {name for name, found in sizes.items() if found == [weights[name].numel()]}
     assert whole == {"q", "k", "v", "o", "embed"}
 
 
@@ -512,15 +517,19 @@ def test_leaving_out_is_proposed_only_for_what_the_engine_does_not_have(
 # Pieces
 
 
+def run(start: int, live_start: int, numel: int, live: str = "w") -> Piece:
+    return Piece(live, Region.run(start, numel), Region.run(live_start, numel))
+
+
 def test_rows_that_stand_at_equal_distances_are_one_piece() -> None:
-    rows = [Piece("w", (4,), 4 * n, (1,), 100 + 8 * n, (1,)) for n in range(5)]
-    assert joined(rows[::-1]) == (Piece("w", (5, 4), 0, (4, 1), 100, (8, 1)),)
+    rows = [run(4 * n, 100 + 8 * n, 4) for n in range(5)]
+    assert joined(rows[::-1]) == (Piece("w", Region.run(0, 20), Region(100, ((5, 8), (4, 1)))),)
 
 
 def test_parts_that_continue_each_other_are_one_piece() -> None:
-    parts = [Piece("w", (b - a,), a, (1,), 7 + a, (1,)) for a, b in ((0, 4), (4, 13), (13, 15))]
-    assert joined(parts) == (Piece("w", (15,), 0, (1,), 7, (1,)),)
-    assert len(joined([*parts, Piece("v", (1,), 15, (1,), 22, (1,))])) == 2
+    parts = [run(a, 7 + a, b - a) for a, b in ((0, 4), (4, 13), (13, 15))]
+    assert joined(parts) == (run(0, 7, 15),)
+    assert len(joined([*parts, run(15, 22, 1, live="v")])) == 2
 
 
 @given(
@@ -531,14 +540,12 @@ def test_parts_that_continue_each_other_are_one_piece() -> None:
 def test_regions_cover_a_tensor_or_do_not(cuts: list[int], drop: int, shift: int) -> None:
     live = torch.zeros(30)[5:25]
     ends = [0, *sorted(cuts), 20]
-    regions = [Piece("w", (high - low,), 0, (1,), 5 + low, (1,)) for low, high in pairwise(ends)]
+    regions = [Region.run(5 + low, high - low) for low, high in pairwise(ends)]
     assert covers(live, regions)
     changed = [r for n, r in enumerate(regions) if n != drop or shift]
     if drop < len(regions) and shift:
         moved = regions[drop]
-        changed[drop] = Piece("w", moved.shape, 0, (1,), moved.live_start + shift, (1,))
-    same = [(r.live_start, r.numel) for r in changed if r.numel] == [
-        (r.live_start, r.numel) for r in regions if r.numel
-    ]
+        changed[drop] = Region.run(moved.start + shift, moved.numel)
+    same = [r for r in changed if r.numel] == [r for r in regions if r.numel]
     assert covers(live, changed) == same
     assert covers(live.view(4, 5).t(), changed) == same

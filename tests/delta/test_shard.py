@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.shard import ShardSpec, bands_of, is_sharded, local_of, share_out
+from deltasync.delta.shard import ShardSpec, is_sharded, local_of, rows_of, share_out
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import free_port, run_ranks
 from tests.delta.shards import positions_of
@@ -115,9 +115,9 @@ def test_a_band_of_an_interleaved_tensor() -> None:
     fused = torch.zeros(6, 4)
     groups = fused.view(2, 3, 4)
     q = ShardSpec(shape=(8, 4), offset=(4, 0), size=(4, 4))  # the second half of q
-    [(index, band)] = bands_of(ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)))
-    assert (index, band.start) == ((), 16)
-    groups[:, :2].copy_(band.places(torch.arange(band.numel)).view(2, 2, 4))
+    [(index, region)] = rows_of(ShardSpec((4, 2, 4), (2, 0, 0), (2, 2, 4)))
+    assert (index, region.start) == ((), 16)
+    groups[:, :2].copy_(region.places(torch.arange(region.numel)).view(2, 2, 4))
     wanted = numbered((8, 4))[4:].reshape(-1).float()
     assert torch.equal(groups[:, :2].reshape(-1), wanted)
     assert torch.equal(positions_of(q, torch.arange(16)).float(), wanted)

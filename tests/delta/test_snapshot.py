@@ -20,6 +20,7 @@ from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.plans import DeltaPlan
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import whole
 from deltasync.testing import strategies as own
 from deltasync.testing.payloads import stage_runs
 from deltasync.testing.strategies import relaid, same_bits, specs_of
@@ -37,7 +38,7 @@ def readers_of(model: dict[str, Tensor]) -> list[WireReader]:
 
 
 def snapshot(specs: Sequence[ParameterSpec], readers: list[WireReader]) -> HostBackend:
-    taken = snapshot_of(specs, readers, chunk_numel=CHUNK)
+    taken = snapshot_of(whole(specs), readers, chunk_numel=CHUNK)
     assert isinstance(taken, HostBackend)
     return taken
 
@@ -218,9 +219,9 @@ def test_snapshot_is_kept_in_the_wire_dtype(wire: str) -> None:
     master = torch.tensor([1.0, -0.0, 1 / 3, torch.inf])
     reader = WireReader.of(master, dtypes.BY_NAME[wire], name="w")
     (spec,) = specs_of({"w": master})
-    taken = snapshot_of([spec], [reader], chunk_numel=3)
+    taken = snapshot_of(whole([spec]), [reader], chunk_numel=3)
     expected = master.to(torch_dtype(dtypes.BY_NAME[wire]))
     assert same_bits(kept(taken, 0), expected)
-    ledger = DigestLedger(specs_of({"w": expected}), chunk_numel=3)
+    ledger = DigestLedger(whole(specs_of({"w": expected})), chunk_numel=3)
     ledger.measure(0, Flat.of(expected).read)
     assert taken.ledger.total == ledger.total

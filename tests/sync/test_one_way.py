@@ -12,6 +12,7 @@ from deltasync.delta.bits import Flat, WireReader, as_bits
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import whole
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.testing.strategies import models, mutations, policies, same_bits, specs_of
 from deltasync.wire.compression import Compression
@@ -34,7 +35,7 @@ def written(plan: Plan, old: dict[str, Tensor], base: int, compression: Compress
         plan, specs, stream_id="run", version=8, digest=base, compression=compression
     )
     flats = {number: Flat.of(tensor) for number, tensor in enumerate(old.values())}
-    ledger = DigestLedger(specs, chunk_numel=CHUNK)
+    ledger = DigestLedger(whole(specs), chunk_numel=CHUNK)
     for number, flat in flats.items():
         ledger.measure(number, flat.read)
     staging = Staging(Lines(flats, len(specs)), ledger, in_place=True)
@@ -66,7 +67,8 @@ def test_a_plan_arrives_bit_for_bit(
     old = {name: tensor.contiguous() for name, tensor in old.items()}
     new = {name: data.draw(mutations(tensor)) for name, tensor in old.items()}
     source = new if is_full else old
-    snapshot = snapshot_of(specs_of(old), readers_of(source), chunk_numel=policy.chunk_numel or 1)
+    shares = whole(specs_of(old))
+    snapshot = snapshot_of(shares, readers_of(source), chunk_numel=policy.chunk_numel or 1)
     base = snapshot.ledger.total
     plan: Plan
     if is_full:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
+from deltasync.delta.region import Region
 from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.recorder import CheckpointTensor, record
 from deltasync.delta.routes.route import Piece
@@ -200,7 +201,10 @@ def test_copies_are_counted_and_uneven_ones_refused() -> None:
 
 def test_an_element_that_is_kept_twice_is_refused() -> None:
     live = {"w": torch.zeros(8, dtype=torch.bfloat16)}
-    pieces = [Piece.of("w", 0, 0, [(4, 1, 1)]), Piece.of("w", 3, 4, [(4, 1, 1)])]
+    pieces = [
+        Piece("w", Region.run(0, 4), Region.run(0, 4)),
+        Piece("w", Region.run(3, 4), Region.run(4, 4)),
+    ]
     with pytest.raises(ConfigError, match="twice"):
         Part.of(pieces, live, name="w")
 

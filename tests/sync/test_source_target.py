@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.shard import ShardSpec, cut, narrowed
+from deltasync.delta.shard import ShardSpec, cut, narrowed, whole
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.module import ModuleSource, ModuleTarget
 from deltasync.sync.source.layout import check_engine, source_specs, specs_of
@@ -410,7 +410,7 @@ def scrub_model(
 ) -> tuple[HostBackend, list[Tensor]]:
     tensors = [torch.zeros(10), torch.empty(0), torch.zeros(()), torch.zeros(5, 5)]
     specs = [ParameterSpec((f"w{n}",), tuple(t.shape), dtype_of(t)) for n, t in enumerate(tensors)]
-    ledger = DigestLedger(specs, chunk_numel=4, held=held)
+    ledger = DigestLedger(whole(specs), chunk_numel=4, held=held)
     flats = {number: Flat.of(tensors[number]) for number in held}
     for number, flat in flats.items():
         ledger.measure(number, flat.read)
@@ -435,7 +435,7 @@ def test_scrub_can_be_off_and_skips_what_others_hold() -> None:
     backend, tensors = scrub_model(held=frozenset({1, 2, 3}))
     tensors[0].fill_(1)
     assert Scrub(1).check(backend) is None
-    empty = DigestLedger([], chunk_numel=4)
+    empty = DigestLedger(whole([]), chunk_numel=4)
     assert Scrub(1).check(HostBackend({}, empty)) is None
 
 

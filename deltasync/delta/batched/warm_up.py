@@ -14,7 +14,8 @@ from deltasync.delta.bits import Flat, WireReader, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import Band, Share
+from deltasync.delta.region import Region
+from deltasync.delta.shard import Share, whole
 from deltasync.dtypes import Dtype
 from deltasync.wire.messages import ParameterSpec
 
@@ -63,8 +64,9 @@ def sync_tiny_models(
             ParameterSpec((f"{number}",), (2 * _NUMEL,), wire)
             for number, (_, wire) in enumerate(pairs)
         )
-        band = Band(0, _NUMEL, _COLS, _COLS if has_gaps else 0)
-        shares = [Share.of(number, spec, band) for number, spec in enumerate(specs)]
+        rows = (_NUMEL // _COLS, 2 * _COLS), (_COLS, 1)
+        region = Region(0, rows) if has_gaps else Region.run(0, _NUMEL)
+        shares = [Share(number, spec, region) for number, spec in enumerate(specs)]
         readers = [WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs]
         for dense_above in (1.0, 0.0):
             for max_held_bytes in (_BUCKET_BYTES, 0):
@@ -72,13 +74,14 @@ def sync_tiny_models(
                 _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims)
 
 
-def _live(spec: ParameterSpec, device: torch.device, dims: int) -> Flat:
+def _live(share: Share, device: torch.device, dims: int) -> Flat:
     """Weights in one run, or in a box of so many dimensions, the first of them the innermost."""
-    storage = torch.zeros(2 * spec.numel, dtype=torch_dtype(spec.dtype), device=device)
+    numel = share.numel
+    storage = torch.zeros(2 * numel, dtype=torch_dtype(share.spec.dtype), device=device)
     if not dims:
-        return Flat.of(storage[: spec.numel])
-    twos = min(dims, spec.numel.bit_length() - 1) - 1
-    shape = *[2] * twos, spec.numel >> twos
+        return Flat.of(storage[:numel])
+    twos = min(dims, numel.bit_length() - 1) - 1
+    shape = *[2] * twos, numel >> twos
     return Flat.of(storage.as_strided(shape, [2 << nth for nth in range(len(shape))]))
 
 
@@ -97,11 +100,12 @@ def _sync(
     box_dims: int,
 ) -> None:
     sent, ledger = (
-        DigestLedger(own, chunk_numel=policy.chunk_numel_on(device.type)) for own in (shares, specs)
+        DigestLedger(own, chunk_numel=policy.chunk_numel_on(device.type))
+        for own in (shares, whole(specs))
     )
     snapshot, replica, other = (
         BatchedBackend(
-            {number: _live(spec, device, dims) for number, spec in enumerate(own.specs)},
+            {number: _live(share, device, dims) for number, share in enumerate(own.shares)},
             own,
             device,
         )

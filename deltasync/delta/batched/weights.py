@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.packing import origins_of, scattered
-from deltasync.delta.bits import Box, Live
+from deltasync.delta.bits import Live
 from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels import triton_live as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
+from deltasync.delta.region import Pairs, Region, paired
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
 
 
 class Boxes:
-    """Where parameters lie, if one of them does not lie in one run: see `delta.bits.Box`.
+    """Where parameters lie, if one of them does not lie in one run: see `Live.boxes`.
 
     Attributes:
         count, first: int64[parameters]: how many boxes each has, and which is its first.
@@ -35,25 +36,27 @@ class Boxes:
     def __init__(
         self, flats: Mapping[int, Live], num_parameters: int, device: torch.device
     ) -> None:
-        boxes: list[Box] = []
+        boxes: list[tuple[int, int, Pairs]] = []
         self.count = np.zeros(num_parameters, np.int64)
         if not all(flat.is_contiguous for flat in flats.values()):
             for parameter, flat in flats.items():
                 found = flat.boxes()
                 self.count[parameter] = len(found)
-                boxes += found
+                boxes += [
+                    (view.data_ptr(), positions.start, paired(positions, Region.of(view)))
+                    for positions, view in found
+                ]
         self.first = np.cumsum(self.count) - self.count
-        self.dims = max((max(1, len(box.dims)) for box in boxes), default=0)
-        self.address = np.array([box.address for box in boxes], np.int64)
-        rows = [[box.address, box.start, *self._padded(box)] for box in boxes]
+        self.dims = max((max(1, len(dims)) for _, _, dims in boxes), default=0)
+        self.address = np.array([address for address, _, _ in boxes], np.int64)
+        rows = [[address, start, *self._padded(dims)] for address, start, dims in boxes]
         columns = np.array(rows, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
         (there,) = upload([columns], device)
         self.table = there, len(boxes)
 
-    def _padded(self, box: Box) -> Iterator[int]:
+    def _padded(self, dims: Pairs) -> Iterator[int]:
         """The numbers of so many dimensions, the first of them of one element each."""
-        missing = self.dims - len(box.dims)
-        return chain.from_iterable([(1, 1 << 62, 0)] * missing + box.dims)
+        return chain.from_iterable([(1, 1 << 62, 0)] * (self.dims - len(dims)) + dims)
 
     def of(self, parameter: Ints) -> tuple[Ints, Ints]:
         """(which, box): all boxes of each of these parameters."""

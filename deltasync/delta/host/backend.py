@@ -117,7 +117,7 @@ class HostBackend:
                 runs.clear()
         if not change.nnz:
             return None
-        if not share.band.gap:  # what lies within one row is sent without indices
+        if share.region.is_run:  # what lies within one row is sent without indices
             runs = merged(runs, reader.flat.numel)
         self._account(ledger, parameter, runs, reader)
         if change.held_bytes <= room:

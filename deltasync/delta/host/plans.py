@@ -14,10 +14,9 @@ from deltasync.delta.bits import Live, Run, WireReader
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import Share, share_of
+from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
-from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, block_offsets
 
 if TYPE_CHECKING:
@@ -228,36 +227,34 @@ class Bucket:
 
 
 def buckets(
-    runs: Iterable[tuple[int, Run]], specs: Sequence[ParameterSpec], *, bucket_bytes: int
+    runs: Iterable[tuple[int, Run]], shares: Sequence[Share], *, bucket_bytes: int
 ) -> Iterator[Bucket]:
     """Distribute runs over buckets of at most `bucket_bytes`, slicing what does not fit.
 
     Args:
         runs: (parameter, run), in layout order.
-        specs: The layout, or shares of its parameters.
+        shares: What these are runs of, by number.
         bucket_bytes: At least MIN_BUCKET_BYTES.
     """
     if bucket_bytes < MIN_BUCKET_BYTES:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
     chosen: list[tuple[int, Run]] = []
-    shares: list[Share] = []
+    parts: list[Share] = []
     used = 0
     for parameter, run in runs:
-        share = specs[parameter]
-        if not isinstance(share, Share):
-            share = share_of(specs, parameter)
+        share = shares[parameter]
         rest: Run | None = run
         while rest is not None:
             head, rest, size = _split(rest, bucket_bytes - used - ROW.itemsize, share)
             if head is not None:
                 chosen.append((parameter, head))
-                shares.append(share)
+                parts.append(share)
                 used += ROW.itemsize + size
             elif rest is not None:
-                yield _bucket(chosen, shares)
-                chosen, shares, used = [], [], 0
+                yield _bucket(chosen, parts)
+                chosen, parts, used = [], [], 0
     if chosen:
-        yield _bucket(chosen, shares)
+        yield _bucket(chosen, parts)
 
 
 def sizes_of(share: Share, run: Run) -> tuple[int, int]:
@@ -265,10 +262,10 @@ def sizes_of(share: Share, run: Run) -> tuple[int, int]:
 
     A dense run that is no run in its parameter is sent sparse, with all of its indices.
     """
-    indices, item_size, band = run.indices, share.dtype.item_size, share.band
+    indices, item_size = run.indices, share.spec.dtype.item_size
     if indices is not None:
         return INDEX_ITEM_BYTES * len(indices), item_size * len(indices)
-    is_listed = band.gap > 0 and band.is_scattered(run.start, run.start + run.span)
+    is_listed = not share.region.is_run and share.region.is_scattered(run.start, run.stop)
     return INDEX_ITEM_BYTES * run.span if is_listed else 0, item_size * run.span
 
 
@@ -280,7 +277,7 @@ def bytes_of(share: Share, run: Run) -> tuple[int, int]:
 
 def _split(run: Run, free: int, share: Share) -> tuple[Run | None, Run | None, int]:
     """The part of `run` that fits into one row of `free` bytes, the rest, and the part's bytes."""
-    item_size = share.dtype.item_size
+    item_size = share.spec.dtype.item_size
     index_bytes, value_bytes = sizes_of(share, run)
     size = _aligned(index_bytes) + _aligned(value_bytes)
     if size <= free:
@@ -326,12 +323,12 @@ def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
         (share.number, run.start, run.span, *sizes_of(share, run))
         for share, (_, run) in zip(shares, runs, strict=True)
     ]
-    bands = [(band.start, band.cols, band.gap) for band in (share.band for share in shares)]
+    regions = [(share.region.start, *share.region.rows) for share in shares]
     number, start, span, index_bytes, value_bytes = np.array(numbers, np.int64).T
-    first, cols, gap = np.array(bands, np.int64).T
-    item_sizes = np.array([share.dtype.item_size for share in shares])
+    first, cols, gap = np.array(regions, np.int64).T
+    item_sizes = np.array([share.spec.dtype.item_size for share in shares])
     last, is_sparse = start + span - 1, index_bytes > 0
-    begin, end = (first + at + at // cols * gap for at in (start, last))  # as `Band.place` does
+    begin, end = (first + at + at // cols * gap for at in (start, last))  # as `Region.place` does
     rows: Rows = np.zeros(len(runs), ROW)
     rows["parameter"], rows["start"], rows["span"] = number, begin, end + 1 - begin
     rows["kind"] = np.where(is_sparse, RowKind.SPARSE, RowKind.DENSE)
@@ -344,8 +341,8 @@ def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
 
 def _write_indices(share: Share, run: Run, into: Tensor) -> None:
     """Write int32[count]: where the elements lie in the parameter, from the first place on."""
-    band = share.band
-    if run.indices is not None and not band.gap:
+    region = share.region
+    if run.indices is not None and region.is_run:
         into.copy_(run.indices)
         return
     for begin in range(0, len(into), _BLOCK):
@@ -353,7 +350,7 @@ def _write_indices(share: Share, run: Run, into: Tensor) -> None:
         here = torch.arange(block.start, block.stop, device=into.device)
         if run.indices is not None:
             here = run.indices[block].to(into.device, torch.int64)
-        into[block] = band.places(here + run.start) - band.place(run.start)
+        into[block] = region.places(here + run.start) - region.place(run.start)
 
 
 def _pad(payload: Tensor, begin: int, end: int) -> int:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Box, Flat
+from deltasync.delta.bits import Flat
+from deltasync.delta.region import Region
 from deltasync.delta.routes.route import Piece
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
 _BLOCK = 1 << 20  # positions that are looked at together: some 60 bytes for each
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """One piece, and flat access to its elements in the order of the checkpoint."""
-
-    piece: Piece
-    flat: Flat
-
-    def find(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool[n], int64[n]): which flat positions of the checkpoint tensor lie in the box, and
-        where; the latter means nothing for those that do not.
-        """
-        rest = positions - self.piece.start
-        inside, place = rest >= 0, torch.zeros_like(rest)
-        for size, stride, _ in self.piece.dims:
-            index = rest.div(stride, rounding_mode="floor")
-            inside &= index < size
-            rest, place = rest - index * stride, place * size + index
-        return inside & (rest == 0), place
 
 
 class Part:
@@ -50,25 +29,23 @@ class Part:
 
     is_contiguous = False
 
-    def __init__(self, boxes: Sequence[_Box], dtype: Dtype) -> None:
+    def __init__(self, boxes: Sequence[tuple[Region, Flat]], dtype: Dtype) -> None:
         self._boxes, self.dtype = tuple(boxes), dtype
-        self.numel = sum(box.flat.numel for box in boxes)
-        self.line = boxes[0].flat.line
+        self.numel = sum(flat.numel for _, flat in boxes)
+        self.line = boxes[0][1].line
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], live: Mapping[str, Tensor], *, name: str) -> Self:
         """From pieces of one checkpoint tensor. Raises ConfigError if two hold one element."""
         _refuse_twice(pieces, name)
-        boxes = [_Box(piece, Flat.of(piece.view(live[piece.live]), name=name)) for piece in pieces]
-        return cls(boxes, boxes[0].flat.dtype)
+        views = [piece.target.view(live[piece.live]) for piece in pieces]
+        flats = [Flat.of(view, name=name) for view in views]
+        sources = [piece.source for piece in pieces]
+        return cls(list(zip(sources, flats, strict=True)), flats[0].dtype)
 
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[tuple[Region, Tensor]]:
         """One for each piece that is not empty."""
-        return [
-            Box(box.flat.tensor.data_ptr(), box.piece.start, box.piece.dims)
-            for box in self._boxes
-            if box.flat.numel
-        ]
+        return [(region, flat.tensor) for region, flat in self._boxes if flat.numel]
 
     def held(self, start: int, stop: int) -> Tensor:
         """int64[k]: which flat positions of [start, stop) are kept here, in order."""
@@ -83,8 +60,8 @@ class Part:
         """bool[n]: which of int64[n] flat positions are kept here."""
         kept = torch.zeros_like(positions, dtype=torch.bool)
         for part, into in zip(_blocks(positions), _blocks(kept), strict=True):
-            for box in self._boxes:
-                into |= box.find(part)[0]
+            for region, _ in self._boxes:
+                into |= region.find(part)[0]
         return kept
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -100,17 +77,17 @@ class Part:
         """int[n]: the bits at int64[n] flat positions, all of them kept here."""
         bits = torch.empty(len(positions), dtype=self.line.dtype, device=self.line.device)
         for part, into in zip(_blocks(positions), _blocks(bits), strict=True):
-            for box in self._boxes:
-                inside, place = box.find(part)
-                into[inside] = box.flat.gather(place[inside])
+            for region, flat in self._boxes:
+                inside, number = region.find(part)
+                into[inside] = flat.gather(number[inside])
         return bits
 
     def scatter(self, positions: Tensor, bits: Tensor) -> None:
         """Overwrite the bits at int64[n] distinct flat positions, all of them kept here."""
         for part, new in zip(_blocks(positions), _blocks(bits), strict=True):
-            for box in self._boxes:
-                inside, place = box.find(part)
-                box.flat.scatter(place[inside], new[inside])
+            for region, flat in self._boxes:
+                inside, number = region.find(part)
+                flat.scatter(number[inside], new[inside])
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -119,22 +96,15 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _refuse_twice(pieces: Sequence[Piece], name: str) -> None:
     """Raise ConfigError for an element that two places hold."""
-    for piece in pieces:
-        reach = 0
-        for size, stride, _ in reversed(piece.dims):  # the innermost first
-            if stride <= reach:
-                raise ConfigError(_twice(name, [piece]))
-            reach += (size - 1) * stride
-    if len(pieces) == 1:
-        return
-    last = max(p.start + sum((n - 1) * s for n, s, _ in p.dims) for p in pieces if p.numel)
-    count = torch.zeros(last + 1, dtype=torch.uint8)
-    for piece in pieces:
-        count.as_strided(piece.shape, piece.strides, piece.start).add_(1)
-    if int(count.count_nonzero()) != sum(prod(piece.shape) for piece in pieces):
-        raise ConfigError(_twice(name, pieces))
-
-
-def _twice(name: str, pieces: Sequence[Piece]) -> str:
-    lives = " and ".join(repr(live) for live in dict.fromkeys(piece.live for piece in pieces))
-    return f"{name!r} has no route: the engine keeps some of its elements twice, in {lives}"
+    wrong = [piece for piece in pieces if not piece.source.is_rising]
+    if not wrong and len(pieces) > 1:
+        seen = torch.zeros(max(piece.source.stop for piece in pieces), dtype=torch.bool)
+        for piece in pieces:
+            piece.source.view(seen).fill_(True)
+        if int(seen.count_nonzero()) != sum(piece.source.numel for piece in pieces):
+            wrong = list(pieces)
+    if wrong:
+        lives = " and ".join(repr(live) for live in dict.fromkeys(piece.live for piece in wrong))
+        raise ConfigError(
+            f"{name!r} has no route: the engine keeps some of its elements twice, in {lives}"
+        )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
+from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.naming import leaving_out, suggested
 from deltasync.delta.routes.operations import (
     as_returned,
@@ -26,7 +27,7 @@ from deltasync.delta.routes.operations import (
     tensors_in,
     written_by,
 )
-from deltasync.delta.routes.origin import Elements, Join
+from deltasync.delta.routes.origin import Join
 from deltasync.delta.routes.route import Piece, covers, joined
 from deltasync.delta.routes.together import HeldBack, Names, Watch
 from deltasync.dtypes import Dtype
@@ -80,7 +81,7 @@ class Recording:
         refused: By name as it was given, why there is no route.
         uncovered: By live name, why it does not follow the checkpoint alone.
         untouched: Names of live tensors that the loader does nothing with.
-        padding: By live name, what the loader fills with a constant.
+        padding: By live name, what of its storage the loader fills with a constant.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
@@ -90,7 +91,7 @@ class Recording:
     refused: dict[str, str]
     uncovered: dict[str, str]
     untouched: tuple[str, ...]
-    padding: dict[str, tuple[Piece, ...]]
+    padding: dict[str, tuple[Region, ...]]
 
 
 @contextmanager
@@ -228,11 +229,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places.sort()
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        self._padding: dict[str, list[Piece]] = defaultdict(list)
+        self._padding: dict[str, list[Region]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._uncovered: dict[str, str] = {}
-        # By storage: the checkpoint tensor it holds, or several, or those it was computed from.
-        self._is: dict[int, Elements] = {}
+        # By storage: the checkpoint tensor of which it has these elements, in its own order; or
+        # several tensors; or those it was computed from.
+        self._is: dict[int, tuple[str, Region]] = {}
         self._joins: dict[int, Join] = {}
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
@@ -248,7 +250,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor = self._given[name]
                 self._checkpoint[name] = one
                 self.given = name
-                self._hold(tensor, Elements(name, 0, ((one.numel, 1),)))
+                self._hold(tensor, name, Region.run(0, one.numel))
                 yield name, tensor
 
     def miss(self) -> None:
@@ -279,10 +281,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was found. `watch` records other calls of the loader."""
         pieces = self.places()
         pieces = {name: found for name, found in pieces.items() if name not in self._refused}
-        regions: dict[str, list[Piece]] = defaultdict(list)
-        for found in (*pieces.values(), *self._padding.values()):
+        regions = defaultdict(list, {name: [*found] for name, found in self._padding.items()})
+        for found in pieces.values():
             for piece in found:
-                regions[piece.live].append(piece)
+                regions[piece.live].append(piece.target)
         untouched = tuple(
             name for name in self._live if name not in self._uncovered and name not in regions
         )
@@ -301,13 +303,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
-            padding={name: joined(found) for name, found in self._padding.items()},
+            padding={name: tuple(found) for name, found in self._padding.items()},
         )
 
     def _pieces_of(self, one: CheckpointTensor) -> tuple[Piece, ...]:
         """Under whichever name. Refuses a tied tensor that the engine keeps in several places."""
         found = {
-            name: joined([p for p in self._pieces.get(name, ()) if p.numel or not one.numel])
+            name: joined([p for p in self._pieces.get(name, ()) if p.source.numel or not one.numel])
             for name in self._names[one.name]
         }
         places = {pieces for pieces in found.values() if pieces}
@@ -373,28 +375,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A copy without data, of which it is known where its elements come from."""
-        held = self._is[storage_of(tensor)]
+        name, held = self._is[storage_of(tensor)]
         dtype = kwargs.get("dtype") or tensor.dtype
         copy: Tensor = _aten.clone.default(tensor, memory_format=kwargs.get("memory_format"))
         if dtype != tensor.dtype:
-            self._cast(held.name, dtype)
+            self._cast(name, dtype)
             return copy.to(dtype)
-        box = None if self._is_reinterpreted(tensor, held) else held.box(tensor, copy.stride())
-        dims = sorted(box[1] if box else (), key=lambda dim: (-dim[2], dim[0]))
-        strides = [prod(size for size, _, _ in dims[n + 1 :]) for n in range(len(dims))]
-        if box is None or any(d[0] > 1 and d[2] != s for d, s in zip(dims, strides, strict=True)):
-            self._derive([copy], {held.name}, "a rearrangement that cannot be followed")
-        else:
-            self._hold(copy, Elements(held.name, box[0], tuple(dim[:2] for dim in dims)))
+        source = None if self._is_reinterpreted(tensor, name) else held.select(Region.of(tensor))
+        if source is not None:
+            target, source = ordered(Region.of(copy), source)
+            if target == Region.run(0, target.numel):
+                self._hold(copy, name, source)
+                return copy
+        self._derive([copy], {name}, "a rearrangement that cannot be followed")
         return copy
 
-    def _hold(self, tensor: Tensor, elements: Elements) -> None:
-        self._is[storage_of(tensor)] = elements
+    def _hold(self, tensor: Tensor, name: str, elements: Region) -> None:
+        self._is[storage_of(tensor)] = name, elements
         self._kept.append(tensor.untyped_storage())
 
-    def _is_reinterpreted(self, tensor: Tensor, held: Elements) -> bool:
+    def _is_reinterpreted(self, tensor: Tensor, name: str) -> bool:
         """Whether bits of a checkpoint tensor are seen as something else."""
-        own = self._checkpoint[held.name].dtype
+        own = self._checkpoint[name].dtype
         return tensor.dtype != own or tensor.is_neg() or tensor.is_conj()
 
     def _write_live(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> None:
@@ -405,8 +407,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse(sources, f"is not only copied: {func}")
             for tensor in written:
                 self._spoil(tensor, f"the loader computes it: {func}")
-        elif func in _FILLS and (piece := self._region(args[0])) is not None:
-            self._padding[piece.live].append(piece)
+        elif func in _FILLS and (name := self._live_name(args[0])) is not None:
+            self._padding[name].append(Region.of(args[0]))
         else:
             for tensor in written:
                 self._spoil(tensor, f"the loader writes other values by {func}")
@@ -420,9 +422,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for there, part in copies:
                 self._copy(there, part)
             return
-        if held is not None and held.name != self.given:
-            self._back.copied(self._checkpoint[held.name].name, self._checkpoint[self.given].name)
-        live = self._live_name(target)
         if held is None:
             names, how = self._made_of.get(key) or (
                 self._sources([source]),
@@ -430,26 +429,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             self._refuse(names, f"is not only copied: {how}")
             self._spoil(target, f"the loader computes it: {how}")
-        elif live is None or self._is_reinterpreted(source, held):
-            self._refuse([held.name], "is read or kept as another dtype than its own")
+            return
+        name, elements = held
+        if name != self.given:
+            self._back.copied(self._checkpoint[name].name, self._checkpoint[self.given].name)
+        live = self._live_name(target)
+        if live is None or self._is_reinterpreted(source, name):
+            self._refuse([name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
-            self._cast(held.name, target.dtype)
-        elif (box := held.box(_expanded(source, target), target.stride())) is None:
-            self._refuse([held.name], "is not only copied: a rearrangement that cannot be followed")
+            self._cast(name, target.dtype)
+        elif (read := elements.select(Region.of(_expanded(source, target)))) is None:
+            self._refuse([name], "is not only copied: a rearrangement that cannot be followed")
         else:
-            piece = Piece.of(live, box[0], int(target.storage_offset()), box[1])
-            self._pieces[held.name].append(piece)
+            self._pieces[name].append(Piece.of(live, read, Region.of(target)))
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
         for _, _, name in self._live_in.get(storage_of(target), ()):
             self._uncovered[name] = why
-
-    def _region(self, target: Tensor) -> Piece | None:
-        """The part of a live tensor that `target` is; None if it is seen as another."""
-        name, begin = self._live_name(target), int(target.storage_offset())
-        dims = zip(target.shape, target.stride(), target.stride(), strict=True)
-        return None if name is None else Piece.of(name, begin, begin, dims)
 
     def _live_name(self, target: Tensor) -> str | None:
         """The live tensor that `target` is a part of; None if it is seen as another."""
@@ -476,7 +473,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: set[str] = set()
         for key in map(storage_of, tensors):
             if key in self._is:
-                found.add(self._is[key].name)
+                found.add(self._is[key][0])
             elif key in self._joins:
                 found |= self._sources(self._joins[key].parts)
             elif key in self._made_of:

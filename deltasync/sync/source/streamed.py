@@ -13,6 +13,7 @@ from deltasync.delta.bits import Flat, Run, WireReader, check_plain, dtype_of, t
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.plans import Change, DeltaPlan
+from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.source.layout import SentLayout, specs_of
@@ -109,7 +110,7 @@ class StreamedWeights(LocalWeights):
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.policy.chunk_numel_on(*devices)
         self.layout = SentLayout(tuple(specs.values()))
-        ledger = DigestLedger(self.layout.specs, chunk_numel=chunk_numel)
+        ledger = DigestLedger(whole(self.layout.specs), chunk_numel=chunk_numel)
         self._snapshot = HostBackend(flats, ledger)
         self.snapshot_bytes = self._snapshot.num_bytes
         ledger.sums[:] = self._snapshot.measure(np.arange(len(ledger.sums)))

@@ -18,11 +18,12 @@ from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
-    bands_of,
     contains,
     is_sharded,
     local_of,
     narrowed,
+    rows_of,
+    whole,
 )
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -176,7 +177,7 @@ class OwnWeights(LocalWeights):
         layout = SourceLayout(self.source, specs, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.flat.line.device for reader in layout.readers]
-        if last is not None and (last.ledger.specs, self._devices) == (layout.sent, devices):
+        if last is not None and (last.ledger.shares, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
         else:
             last = None  # its memory first
@@ -235,7 +236,7 @@ class SourceLayout(SentLayout):
     """The same, and the live source of those that are sent from here.
 
     Attributes:
-        sent: What is compared and sent here: all of `specs`, or shares of them.
+        sent: What is compared and sent here: all of `specs`, or what a rank has of them.
         readers: The live source in that order; rebuilt where storage was replaced.
     """
 
@@ -270,13 +271,13 @@ class SourceLayout(SentLayout):
             raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
         self._read(tensors)
 
-    def _shares(self, tensors: list[NamedTensor]) -> tuple[ParameterSpec, ...]:
+    def _shares(self, tensors: list[NamedTensor]) -> tuple[Share, ...]:
         """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
         if self._boxes is not None:
             return tuple(
-                Share.of(self._numbers[entry.name], self.specs[self._numbers[entry.name]], band)
-                for entry in self._in_order(tensors)
-                for _, band in bands_of(self._boxes[entry.name])
+                Share(number, self.specs[number], region)
+                for number in (self._numbers[entry.name] for entry in self._in_order(tensors))
+                for _, region in rows_of(self._boxes[self.specs[number].name])
             )
         for entry in tensors:
             if entry.shard is None and not is_sharded(entry.tensor):
@@ -287,7 +288,7 @@ class SourceLayout(SentLayout):
                     f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
                     "give the senders of all ranks a `group`"
                 )
-        return self.specs
+        return whole(self.specs)
 
     def _in_order(self, tensors: list[NamedTensor]) -> list[NamedTensor]:
         """Those of which something is sent here, as they are numbered."""
@@ -326,7 +327,7 @@ class SourceLayout(SentLayout):
             raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
         local = narrowed(local, held, box)
         return [
-            WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in bands_of(box)
+            WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
         ]
 
     @property

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from deltasync.delta.bits import Live
+from deltasync.delta.bits import Live, overlapping
 from deltasync.delta.routes.loading import Loader
 from deltasync.delta.routes.naming import suggested
-from deltasync.delta.routes.overlap import overlapping
 from deltasync.errors import LayoutMismatch
 from deltasync.wire.messages import ParameterSpec
 

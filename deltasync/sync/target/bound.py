@@ -16,6 +16,7 @@ from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.delta.routes.loading import Loading
+from deltasync.delta.shard import whole
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -82,7 +83,7 @@ class BoundWeights:
         self.backend.synchronize()
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = options.chunk_numel or chunk_numel_on(*devices)
-        ledger = DigestLedger(specs, chunk_numel=chunk_numel, held=flats.keys())
+        ledger = DigestLedger(whole(specs), chunk_numel=chunk_numel, held=flats.keys())
         self.backend = backend_for(flats, ledger, kernels=options.kernels)
         ledger.sums[:] = self.backend.measure(np.arange(len(ledger.sums)))
         self.may_differ = False

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
+from deltasync.delta.region import Region
 from deltasync.delta.routes.loading import RELOAD, Loader
 from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.part import Part
@@ -295,8 +296,8 @@ class RoutedTarget:
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
     """Access to a whole checkpoint tensor, or to the parts of it that are held."""
-    if not spec.numel or (len(pieces) == 1 and pieces[0].is_whole(spec.numel)):
-        return Flat.of(pieces[0].view(live[pieces[0].live]), name=spec.name)
+    if not spec.numel or [one.source for one in pieces] == [Region.run(0, spec.numel)]:
+        return Flat.of(pieces[0].target.view(live[pieces[0].live]), name=spec.name)
     return Part.of(pieces, live, name=spec.name)
 
 

@@ -1,0 +1,288 @@
+"""Regions: elements of a flat tensor at regular distances.
+
+An engine's live tensors are fused, stacked, transposed, sharded and padded checkpoint tensors, and
+a trainer's rank holds a box of each. All of these are regions, of a checkpoint tensor or of a
+storage; where elements belong together, two regions have them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+_MAX_WORK = 100_000  # of numpy's search, some milliseconds; beyond that elements are marked
+
+Pairs = list[tuple[int, int, int]]
+"""(size, stride in one region, stride in another) of each dimension that the two share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements of a flat tensor, in an order of their own.
+
+    Element n is element `start + sum(c * stride)` of the flat tensor, where c are the coordinates
+    of n in `dims`, row-major. Dimensions of one element are left out, and those merged that
+    continue each other. Therefore two regions are equal if, and only if, they have the same
+    elements in the same order.
+
+    Attributes:
+        start: Where the first element lies; 0 without elements.
+        dims: (size, stride) of each dimension, the outermost first. Strides are in elements.
+    """
+
+    start: int
+    dims: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        done: list[tuple[int, int]] = []
+        for size, stride in self.dims:
+            if size == 0:
+                object.__setattr__(self, "start", 0)
+                done = [(0, 1)]
+                break
+            if size > 1:
+                if done and done[-1][1] == size * stride:
+                    size *= done.pop()[0]
+                done.append((size, stride))
+        object.__setattr__(self, "dims", tuple(done))
+
+    @classmethod
+    def run(cls, start: int, numel: int) -> Self:
+        """So many elements, one after another."""
+        return cls(start, ((numel, 1),))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The elements of a tensor in its storage."""
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        return cls(int(tensor.storage_offset()), tuple(dims))
+
+    @classmethod
+    def of_bytes(cls, tensor: Tensor) -> Self:
+        """The bytes of a tensor in memory, by address."""
+        size = tensor.element_size()
+        dims = [(n, step * size) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        return cls(tensor.data_ptr(), (*dims, (size, 1)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for size, _ in self.dims)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(stride for _, stride in self.dims)
+
+    @property
+    def numel(self) -> int:
+        return prod(size for size, _ in self.dims)
+
+    @property
+    def stop(self) -> int:
+        """One past the farthest element; `start` without elements."""
+        return self.start + (1 + sum((n - 1) * s for n, s in self.dims) if self.numel else 0)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie one after another."""
+        return not self.dims or (len(self.dims) == 1 and self.dims[0][1] == 1)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether the elements are rows of one length, as `rows` has them."""
+        return len(self.dims) < 2 or (len(self.dims) == 2 and self.dims[1][1] == 1)
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether each element lies after the one before it."""
+        reach = 0
+        for size, stride in reversed(self.dims):
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(cols, gap) of rows of one length: elements in a row, and between two rows.
+
+        A run is one row, without a gap.
+        """
+        match self.dims:
+            case ((_, width), (cols, 1)):
+                return cols, width - cols
+            case ((_, width),) if width > 1:
+                return 1, width - 1
+        assert self.is_run, "no rows"
+        return max(1, self.numel), 0
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor's storage: a view of that shape. Not owned."""
+        return tensor.detach().as_strided(self.shape, self.strides, self.start)
+
+    def place(self, number: int) -> int:
+        """Where element `number` lies."""
+        found = self.start
+        for size, stride in reversed(self.dims):
+            number, index = divmod(number, size)
+            found += index * stride
+        return found
+
+    def is_scattered(self, start: int, stop: int) -> bool:
+        """Whether the elements of numbers [start, stop) do not lie one after another."""
+        return self.place(stop - 1) - self.place(start) != stop - 1 - start
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """int64[n]: where int64[n] elements lie, in memory of their own."""
+        stride = self.dims[-1][1] if self.dims else 1
+        found = numbers + self.start if stride == 1 else (numbers * stride).add_(self.start)
+        inside = 1  # a coordinate rises by one after so many elements, and those inside begin again
+        for (_, stride), (size, inner) in reversed(list(pairwise(self.dims))):
+            inside *= size
+            found.add_(numbers.div(inside, rounding_mode="floor"), alpha=stride - size * inner)
+        return found
+
+    def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """(bool[n], int64[n]): which of int64[n] places are those of elements, and of which ones.
+
+        The latter means nothing for the others. Only for a region that is rising.
+        """
+        rest = places - self.start
+        inside, number = rest >= 0, rest.new_zeros(rest.shape)
+        for size, stride in self.dims:
+            index = rest.div(stride, rounding_mode="floor")
+            inside &= index < size
+            rest, number = rest - index * stride, number * size + index
+        return inside & (rest == 0), number
+
+    def times(self, count: int, step: int) -> Region:
+        """This region `count` times, each `step` after the one before."""
+        return Region(self.start, ((count, step), *self.dims))
+
+    def select(self, numbers: Region) -> Region | None:
+        """Of this region the elements of these numbers; None if they are no region."""
+        if len(self.dims) <= 1 or not numbers.numel:
+            step = self.dims[0][1] if self.dims else 1
+            dims = tuple((size, stride * step) for size, stride in numbers.dims)
+            return Region(self.start + numbers.start * step, dims)
+        spaces = [prod(self.shape[place + 1 :]) for place in range(len(self.dims))]
+        digits = [
+            numbers.start // space % size for space, size in zip(spaces, self.shape, strict=True)
+        ]
+        found: list[tuple[int, int]] = []
+        for size, stride in numbers.dims:
+            if (split := self._split(size, stride, spaces, digits)) is None:
+                return None
+            found += split
+        return Region(self.place(numbers.start), tuple(found))
+
+    def _split(
+        self, count: int, step: int, spaces: Sequence[int], digits: list[int]
+    ) -> list[tuple[int, int]] | None:
+        """One dimension of numbers, along the dimensions here that it runs through.
+
+        Args:
+            count, step: Its size and stride.
+            spaces: How many elements are inside a step of each dimension here.
+            digits: How far the numbers have gone in each of these; updated.
+        """
+        if count > 1 and step == 0:
+            return [(count, 0)]
+        found: list[tuple[int, int]] = []
+        while count > 1:
+            place = next(n for n, space in enumerate(spaces) if space <= step)
+            size, stride = self.dims[place]
+            leap, odd = divmod(step, spaces[place])
+            fits = digits[place] + (count - 1) * leap < size
+            here = count if fits else size // leap  # else it goes on in the next one outwards
+            digits[place] += (here - 1) * leap
+            if (
+                odd
+                or digits[place] >= size
+                or (not fits and (here < 2 or size % leap or count % here))
+            ):
+                return None
+            found.insert(0, (here, leap * stride))
+            count, step = count // here, step * here
+        return found
+
+    def meets(self, other: Region) -> bool:
+        """Whether the two have an element in common."""
+        begin = min(self.start, other.start)
+        try:
+            first, second = (np.asarray(_Described(one, begin)) for one in (self, other))
+            return np.shares_memory(first, second, max_work=_MAX_WORK)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            marks = np.zeros(max(self.stop, other.stop) - begin, np.bool_)
+            mine, others = (
+                as_strided(marks[one.start - begin :], one.shape, one.strides)
+                for one in (self, other)
+            )
+            mine[...] = True
+            return bool(others.any())
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an element is there twice."""
+        if self.is_rising:
+            return False
+        # The two differ in a first dimension: by some steps there, by any number in later ones.
+        for place, (size, stride) in enumerate(self.dims):
+            later = Region(self.start, self.dims[place + 1 :])
+            others = Region(self.start + stride, ((size - 1, stride), *later.dims))
+            if later.meets(others):
+                return True
+        return False
+
+
+class _Described:
+    """What numpy takes for an array of the elements of a region, and nobody reads."""
+
+    def __init__(self, region: Region, begin: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "data": (region.start - begin + 1, True),  # at 0 it would allocate memory
+            "shape": region.shape,
+            "strides": region.strides,
+            "typestr": "|V1",
+            "version": 3,
+        }
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape), int.__mul__, initial=1))[-2::-1]
+
+
+def paired(one: Region, other: Region) -> Pairs:
+    """The dimensions of two regions that have elements in the same order, split where either is."""
+    found: Pairs = []
+    dims, others = list(one.dims), list(other.dims)
+    while dims:
+        (size, stride), (count, step) = dims.pop(), others.pop()
+        both = min(size, count)
+        assert not both or size % both == count % both == 0
+        if size > both:
+            dims.append((size // both, stride * both))
+        elif count > both:
+            others.append((count // both, step * both))
+        found.append((both, stride, step))
+    return found[::-1]
+
+
+def unpaired(start: int, other: int, dims: Iterable[tuple[int, int, int]]) -> tuple[Region, Region]:
+    """Two regions with these dimensions, from `start` on, and from `other` on."""
+    dims = list(dims)
+    first = Region(start, tuple((size, stride) for size, stride, _ in dims))
+    return first, Region(other, tuple((size, stride) for size, _, stride in dims))
+
+
+def ordered(one: Region, other: Region) -> tuple[Region, Region]:
+    """The same pairs of elements, in the order in which those of `one` lie."""
+    dims = sorted(paired(one, other), key=lambda dim: (-dim[1], dim[0]))
+    return unpaired(one.start, other.start, dims)
