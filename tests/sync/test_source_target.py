@@ -20,12 +20,13 @@ from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.shard import ShardSpec, cut, narrowed, whole
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
 from deltasync.sync.module import ModuleSource, ModuleTarget
+from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.source.layout import check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index, NamedTensor, parts_of
 from deltasync.sync.source.weights import SourceLayout
 from deltasync.sync.target.base import WeightTarget, match_parameters
-from deltasync.sync.target.bound import Scrub
+from deltasync.sync.target.bound import BoundWeights
 from deltasync.testing.target import TargetContract
 from deltasync.wire.messages import Hello, ParameterSpec, entries
 
@@ -417,26 +418,33 @@ def scrub_model(
     return HostBackend(flats, ledger), tensors
 
 
+def scrubbed(every: int, backend: HostBackend) -> BoundWeights:
+    target, options = ModuleTarget(nn.Module()), ReceiverOptions(scrub_every=every)
+    weights = BoundWeights(target, options, lambda event: None)
+    weights.backend = backend
+    return weights
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 64])
 def test_scrub_looks_at_everything_within_its_share_of_calls(every: int) -> None:
     for number, position in ((0, 0), (0, 9), (2, 0), (3, 24)):
         backend, tensors = scrub_model()
-        scrub = Scrub(every)
-        assert all(scrub.check(backend) is None for _ in range(every))
+        weights = scrubbed(every, backend)
+        assert all(weights.scrub() is None for _ in range(every))
         tensors[number].view(-1)[position] = -0.0
-        found = [scrub.check(backend) for _ in range(every)]
+        found = [weights.scrub() for _ in range(every)]
         assert {name for name in found if name is not None} == {f"w{number}"}
 
 
 def test_scrub_can_be_off_and_skips_what_others_hold() -> None:
     backend, tensors = scrub_model()
     tensors[0].fill_(1)
-    assert Scrub(0).check(backend) is None
+    assert scrubbed(0, backend).scrub() is None
     backend, tensors = scrub_model(held=frozenset({1, 2, 3}))
     tensors[0].fill_(1)
-    assert Scrub(1).check(backend) is None
+    assert scrubbed(1, backend).scrub() is None
     empty = DigestLedger(whole([]), chunk_numel=4)
-    assert Scrub(1).check(HostBackend({}, empty)) is None
+    assert scrubbed(1, HostBackend({}, empty)).scrub() is None
 
 
 class TestModuleTarget(TargetContract):

@@ -63,7 +63,7 @@ class BoundWeights:
         self.staging: Applier | None = None
         self.may_differ = False
         self._buckets = BucketReader(())
-        self._scrub = Scrub(options.scrub_every)
+        self._scrubbed = 0  # the chunk after the last one
         self._max_staged_bytes = self._max_sync_bytes = 0
         self.still_since = math.inf
         self._checked_s = -math.inf  # when storage was checked early, and what that found
@@ -127,8 +127,18 @@ class BoundWeights:
         return bool(np.array_equal(self.backend.measure(np.arange(len(sums))), sums))
 
     def scrub(self) -> str | None:
-        """The name of a parameter that changed although no sync touched it, or None."""
-        return self._scrub.check(self.backend)
+        """The name of a parameter that changed although no sync touched it, or None.
+
+        Each call measures a share of the weights, the next one the share after that.
+        """
+        ledger, every = self.backend.ledger, self._options.scrub_every
+        total = len(ledger.sums)
+        if not every or not total:
+            return None
+        chunks = (self._scrubbed + np.arange(-(-total // every))) % total
+        self._scrubbed = int(chunks[-1]) + 1
+        wrong = chunks[self.backend.measure(chunks) != ledger.sums[chunks]]
+        return ledger.specs[int(ledger.table.parameter[wrong[0]])].name if len(wrong) else None
 
     def check_early(self) -> None:
         """Check where storage is before `write` needs it, if it stays there until then.
@@ -246,29 +256,3 @@ class BoundWeights:
 
     def _writing(self) -> None:
         self._on("writing")
-
-
-class Scrub:
-    """The rolling scrub: finds weights that changed although no sync touched them.
-
-    Re-computes a share of the digests from the live weights at each call. After `every` calls all
-    weights were looked at.
-
-    Args:
-        every: The share is 1/every; 0 for never.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._next = 0
-
-    def check(self, backend: Backend) -> str | None:
-        """The name of a parameter whose weights are not what the ledger says, or None."""
-        ledger = backend.ledger
-        total = len(ledger.sums)
-        if not self._every or not total:
-            return None
-        chunks = (self._next + np.arange(-(-total // self._every))) % total
-        self._next = int(chunks[-1]) + 1
-        wrong = chunks[backend.measure(chunks) != ledger.sums[chunks]]
-        return ledger.specs[int(ledger.table.parameter[wrong[0]])].name if len(wrong) else None

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.routes.loading import Loader
-from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
+from deltasync.errors import DirtyReceiver, LayoutMismatch
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import in_place, matches, prove_reload, refuse_unsent
 from deltasync.sync.proof.proving import Proof, under
-from deltasync.sync.target.base import match_parameters, some_of
+from deltasync.sync.target.base import match_parameters, refuse_missing
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements
@@ -82,13 +81,7 @@ class ReloadedTarget:
                 )
             kept.copy_(tensor)
         self._given |= found
-        if missing := self._copy.keys() - found.keys():
-            names = sorted(missing)
-            raise ConfigError(
-                f"the checkpoint that the engine was started on has no {some_of(names)}"
-                f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
-                "has it, as the trainer's model is saved"
-            )
+        refuse_missing(self._copy.keys() - found.keys(), others)
 
     @refusing_failures()
     def verify_reload(self, proof: Proof, *, keep: Collection[str] = ()) -> None:

@@ -27,7 +27,7 @@ from deltasync.sync.proof.proved import (
 )
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.proof.reach import Reach
-from deltasync.sync.target.base import match_parameters, refuse_overlap, some_of
+from deltasync.sync.target.base import match_parameters, refuse_missing, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
 Routes = tuple[Piece, ...]
@@ -160,13 +160,7 @@ class RoutedTarget:
                 wrong.setdefault(number, name)
         for number in right & wrong.keys():  # of several names the engine takes one
             del wrong[number]
-        if missing:
-            names = sorted(missing.values())
-            raise ConfigError(
-                f"the checkpoint that the engine was started on has no {some_of(names)}"
-                f"{suggested(names, others, are_sent=True)}: start the engine on a checkpoint that "
-                "has it, as the trainer's model is saved"
-            )
+        refuse_missing(missing.values(), others)
         if wrong:
             raise self._misplaced(sorted(wrong.values()))
         if proof is not None:
