@@ -283,7 +283,9 @@ def _recorded(model: Any, weights: dict[str, Tensor], name: str) -> Result:
 def target_of(model: Any, weights: dict[str, Tensor], upkeep: Upkeep | None = None) -> RoutedTarget:
     """A target that takes weights of these names."""
     checkpoint = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    return RoutedTarget(model, checkpoint, upkeep=upkeep)
+    target = RoutedTarget(model, checkpoint)
+    target.upkeep = upkeep
+    return target
 
 
 def _patch(patches: ModuleType, name: str, tensor: Tensor, indices: Tensor) -> Any:

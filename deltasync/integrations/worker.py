@@ -112,13 +112,19 @@ class Worker:
         with self.proving():
             sent, checkpoint = trainer.sent(), trainer.checkpoint()
             if sent in self._proved:
-                target = RoutedTarget(model, checkpoint, upkeep=self._proved[sent])
+                target = RoutedTarget(model, checkpoint)
+                target.upkeep = self._proved[sent]
                 target.parameters()
                 return target
             if self._is_as_started:
-                target = RoutedTarget(model, checkpoint, is_written=self.is_written)
-                how = proof if trainer.unproved == "refuse" else None
-                target.verify_routes(started_on(), how, keep=trainer.keep, routes=self._routes)
+                target = RoutedTarget(model, checkpoint)
+                target.verify_routes(
+                    started_on(),
+                    proof if trainer.unproved == "refuse" else None,
+                    keep=trainer.keep,
+                    routes=self._routes,
+                    is_written=self.is_written,
+                )
                 self._note_proved(sent, target)
                 return target
             target = _Unproved(model, checkpoint, is_proved=self._holds_any)

@@ -57,11 +57,10 @@ class RoutedTarget:
             a time, in the engine's pause, in the dtypes that the engine keeps.
         finish: Called in the pause after every sync, to update what the engine derives from its
             weights. It must leave the weights where they were loaded.
-        upkeep: What `verify_routes` found must be updated, for this module and checkpoint.
-        is_written: Whether a trainer has written the engine since it was started.
 
     Attributes:
-        upkeep: What must be updated after a sync; `verify_routes` finds it.
+        upkeep: What must be updated after a sync; None for nothing. `verify_routes` finds it; set
+            what it found for another target of this module and checkpoint.
     """
 
     def __init__(
@@ -71,12 +70,11 @@ class RoutedTarget:
         *,
         load: Load | None = None,
         finish: Callable[[], object] = lambda: None,
-        upkeep: Upkeep | None = None,
-        is_written: bool = False,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
-        self._finish, self.upkeep, self._is_written = finish, upkeep, is_written
+        self._finish = finish
+        self.upkeep: Upkeep | None = None
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
         self._watch = ModuleWatch(module)
@@ -119,6 +117,7 @@ class RoutedTarget:
         *,
         keep: Collection[str] = (),
         routes: Mapping[str, Routes] | None = None,
+        is_written: bool = False,
     ) -> None:
         """Prove that writes through routes reach everything that the engine computes with.
 
@@ -132,6 +131,7 @@ class RoutedTarget:
             keep: Patterns, as in `fnmatch`, of checkpoint tensors that may stay as they are.
             routes: Routes of this engine that were proved earlier, by name. What lies there may
                 have been written since, so it is not read back.
+            is_written: Whether a trainer has written the engine since it was started.
 
         Raises:
             ConfigError: Names tensors that are not where the loader puts them, that the trainer
@@ -162,19 +162,9 @@ class RoutedTarget:
             del wrong[number]
         refuse_missing(missing.values(), others)
         if wrong:
-            raise self._misplaced(sorted(wrong.values()))
+            raise _misplaced(sorted(wrong.values()), is_written=is_written)
         if proof is not None:
             self._prove(proof(), loaded)
-
-    def _misplaced(self, names: Sequence[str]) -> ConfigError:
-        text = f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts"
-        if self._is_written:
-            return ConfigError(
-                f"{text} what the engine was started on, and since then a trainer has written it, "
-                "which did not send them, or not by routes: restart the engine, and connect first "
-                "with all tensors that are to be sent"
-            )
-        return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
 
     def routes(self) -> dict[str, Routes]:
         """Return where the elements of each of `parameters` are kept, by each of its names."""
@@ -286,6 +276,17 @@ class RoutedTarget:
                 f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "
                 f"where it should fill them; {RELOAD}"
             )
+
+
+def _misplaced(names: Sequence[str], *, is_written: bool) -> ConfigError:
+    text = f"{len(names)} tensors have no route: {some_of(names)} are not where the loader puts"
+    if is_written:
+        return ConfigError(
+            f"{text} what the engine was started on, and since then a trainer has written it, "
+            "which did not send them, or not by routes: restart the engine, and connect first "
+            "with all tensors that are to be sent"
+        )
+    return ConfigError(f"{text} them: the engine changes its layout after loading; {RELOAD}")
 
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
