@@ -144,10 +144,10 @@ def test_is_increasing(kernels: Kernels, n: int, seed: int) -> None:
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_is_increasing_looks_across_its_blocks(kernels: Kernels, blocks: int, offset: int) -> None:
-    n = blocks * host._BLOCK + offset
+    n = blocks * host._COMPARED + offset
     good = torch.arange(n, dtype=torch.int32)
     assert kernels.is_increasing(good, n)
-    for at in {host._BLOCK - 1, host._BLOCK, host._BLOCK + 1, n - 1} & set(range(1, n)):
+    for at in {host._COMPARED - 1, host._COMPARED, host._COMPARED + 1, n - 1} & set(range(1, n)):
         bad = good.clone()
         bad[at] = bad[at - 1]
         assert not kernels.is_increasing(bad, n), at
@@ -190,8 +190,8 @@ def test_digests_of_scattered_elements_by_chunk(
 
 
 @every_width
-@pytest.mark.parametrize("n", [digest.BLOCK - 1, digest.BLOCK, digest.BLOCK + 1, 2 * digest.BLOCK])
-@pytest.mark.parametrize("chunk_numel", [digest.BLOCK - 1, digest.BLOCK, 3, 1 << 30])
+@pytest.mark.parametrize("n", [host.BLOCK - 1, host.BLOCK, host.BLOCK + 1, 2 * host.BLOCK])
+@pytest.mark.parametrize("chunk_numel", [host.BLOCK - 1, host.BLOCK, 3, 1 << 30])
 def test_kernels_agree_across_blocks(dtype: torch.dtype, n: int, chunk_numel: int) -> None:
     bits = random_integers(dtype, n, n)
     assert host.digest_run(bits, KEY, 5) == reference.digest_run(bits, KEY, 5)

@@ -19,8 +19,9 @@ from deltasync.files import comparing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
 from deltasync.testing.strategies import models, mutations
-from deltasync.wire.digest import MASK, digest_run, seed
+from deltasync.wire.digest import MASK, seed
 from tests.files.saved import model, save, save_sharded, stepped
+from tests.wire.digests import digest_run
 
 
 @given(data=st.data(), old=models(), piece_bytes=st.sampled_from([8, 24, 1 << 20]))

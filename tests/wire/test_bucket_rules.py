@@ -27,11 +27,12 @@ from deltasync.errors import (
 )
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.wire import messages as m
-from deltasync.wire.digest import digest_at, seed
+from deltasync.wire.digest import seed
 from deltasync.wire.frame import decode
 from deltasync.wire.table import ROW
 from tests.golden.make_golden import FOLDER
 from tests.wire import reference
+from tests.wire.digests import digest_at
 from tests.wire.raises import exactly
 
 HERE = Path(__file__).parent

@@ -19,12 +19,12 @@ from deltasync.delta.host.plans import buckets
 from deltasync.delta.shard import whole
 from deltasync.wire import messages
 from deltasync.wire.compression import decompress
-from deltasync.wire.digest import digest_run
 from deltasync.wire.digest import seed as seed_of
 from deltasync.wire.frame import HEADER_BYTES, decode, encode
 from deltasync.wire.messages import Bucket, ParameterSpec
 from tests.golden import make_golden
 from tests.golden.make_golden import BUCKETS, DENSE, FOLDER, MESSAGES, Row
+from tests.wire.digests import digest_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
 COMMITTED = sorted(path.name for path in FOLDER.iterdir())

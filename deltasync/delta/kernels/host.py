@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from threading import local
 from typing import Any, TypeAlias
 
@@ -10,11 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.wire import digest
+from deltasync.wire.digest import GOLDEN_RATIO, MASK, MULTIPLIERS
 
 _Bits: TypeAlias = NDArray[Any]
 
-_BLOCK = 1 << 16  # indices compared at once
+BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
+_COMPARED = 1 << 16  # indices compared at once
+_STEP = np.uint64(GOLDEN_RATIO)
+_M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
+_S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
 _WORD = np.dtype(np.int64)
 _scratch = local()
 
@@ -51,13 +56,23 @@ def is_increasing(indices: Tensor, span: int) -> bool:
         return True
     if array[0] < 0 or array[-1] >= span:
         return False
-    steps = range(0, len(array) - 1, _BLOCK)
-    return all(_increases(array[begin : begin + _BLOCK + 1]) for begin in steps)
+    steps = range(0, len(array) - 1, _COMPARED)
+    return all(_increases(array[begin : begin + _COMPARED + 1]) for begin in steps)
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
     """The digest of int[n] consecutive elements, the first at flat position `start`."""
-    return digest.digest_run(bits.numpy(), key=key, start=start)
+    total, numbers = 0, unsigned(bits)
+    buffers = _buffers(len(numbers))
+    for begin in range(0, len(numbers), BLOCK):
+        block = numbers[begin : begin + BLOCK]
+        x, scratch = buffers[:, : len(block)]
+        first = np.uint64((key + (start + begin) * GOLDEN_RATIO) & MASK)
+        np.add(_ramp()[: len(block)], first, out=x)
+        np.add(x, block, out=x)
+        _mix(x, scratch)
+        total += int(x.sum())
+    return total & MASK
 
 
 def digest_chunks(
@@ -67,13 +82,45 @@ def digest_chunks(
     where = positions.numpy()
     first, last = int(where[0]) // chunk_numel, int(where[-1]) // chunk_numel
     if first == last:  # as in most of many small parameters
-        return first, np.array([digest.digest_at(where, bits.numpy(), key=key)], np.uint64)
+        ends = np.array([0, len(where)])
+        return first, digest_pieces(where, bits.numpy(), np.array([key], np.uint64), ends)
     cuts = np.searchsorted(where, np.arange(first, last + 2) * chunk_numel)
     sums, filled = np.zeros(last + 1 - first, np.uint64), np.flatnonzero(np.diff(cuts))
     keys = np.full(len(filled), key, np.uint64)
     cuts = np.append(cuts[filled], len(where))
-    sums[filled] = digest.digest_pieces(where, bits.numpy(), keys, cuts)
+    sums[filled] = digest_pieces(where, bits.numpy(), keys, cuts)
     return first, sums
+
+
+def digest_pieces(
+    positions: NDArray[np.integer],
+    bits: NDArray[np.integer],
+    keys: NDArray[np.uint64],
+    cuts: NDArray[np.int64],
+) -> NDArray[np.uint64]:
+    """uint64[pieces]: the sums of mixes over pieces of scattered elements that lie side by side.
+
+    Args:
+        positions: int[n], flat positions. A piece may count its own from another place than 0 if
+            its key is the seed plus that place times the golden ratio.
+        bits: int[n], the bits of the element at each of them.
+        keys: uint64[pieces].
+        cuts: int64[pieces + 1], where each piece begins, and n. None is empty, unless n is 0.
+    """
+    sums = np.zeros(len(keys), np.uint64)
+    positions, bits, buffers = _unsigned(positions), _unsigned(bits), _buffers(len(bits))
+    for begin in range(0, len(bits), BLOCK):
+        end = min(begin + BLOCK, len(bits))
+        low, high = int(cuts.searchsorted(begin, "right")) - 1, int(cuts.searchsorted(end))
+        inner = cuts[low : high + 1] - begin
+        inner[0], inner[-1] = 0, end - begin
+        x, scratch = buffers[:, : end - begin]
+        np.multiply(positions[begin:end], _STEP, out=x)
+        x += keys[low] if high == low + 1 else np.repeat(keys[low:high], inner[1:] - inner[:-1])
+        x += bits[begin:end]
+        _mix(x, scratch)
+        sums[low:high] += np.add.reduceat(x, inner[:-1])
+    return sums
 
 
 def _increases(array: NDArray[np.int32]) -> bool:
@@ -124,5 +171,33 @@ def _differ(new: _Bits, old: _Bits) -> NDArray[np.bool_]:
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
     """int[n] in host memory as numpy sees it without signs."""
-    array = bits.numpy()
-    return array.view(f"u{array.itemsize}")
+    return _unsigned(bits.numpy())
+
+
+def _mix(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
+    """SplitMix64's finaliser on `x` in place; `scratch` has the same length."""
+    np.right_shift(x, _S30, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, _M1, out=x)
+    np.right_shift(x, _S27, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+    np.multiply(x, _M2, out=x)
+    np.right_shift(x, _S31, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+
+
+def _unsigned(numbers: NDArray[np.integer]) -> NDArray[np.unsignedinteger]:
+    """The same bits: numpy would compute with int64 and uint64 as float64."""
+    return numbers.view(f"u{numbers.itemsize}")
+
+
+def _buffers(n: int) -> NDArray[np.uint64]:
+    return np.empty((2, min(BLOCK, n)), np.uint64)
+
+
+@lru_cache(maxsize=1)
+def _ramp() -> NDArray[np.uint64]:
+    """Multiples 0, 1, 2 ... of the golden ratio, one block of them."""
+    ramp = np.arange(BLOCK, dtype=np.uint64) * _STEP
+    ramp.flags.writeable = False
+    return ramp
