@@ -45,15 +45,17 @@ class Digests(Protocol):
 
 
 class Payload(Protocol):
-    """One bucket that can be packed.
+    """One bucket that can be packed."""
 
-    Attributes:
-        num_bytes: Its length.
-        num_rows: Rows of its table.
-    """
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        ...
 
-    num_bytes: int
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """Rows of its table."""
+        ...
 
     def write(self, payload: Tensor) -> None:
         """Write it into uint8[num_bytes]."""

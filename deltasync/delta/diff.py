@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, Run, WireReader, dtype_of
-from deltasync.delta.kernels import KERNELS
-from deltasync.delta.patch import ChunkedPatch, Patch, patch_from_runs, runs_of
+from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
+from deltasync.delta.host.backend import changed_runs, merged
+from deltasync.delta.patch import ChunkedPatch, Patch, check_indices, patch_from_runs, runs_of
 from deltasync.delta.policy import Policy
 from deltasync.errors import InvalidIndices, LayoutMismatch
-from deltasync.wire.table import MAX_SPARSE_SPAN
 
 
 def diff(
@@ -51,45 +48,6 @@ def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run],
     step, crossover = policy.chunk_numel_on(device_type), policy.crossover(device_type)
     found = list(changed_runs(reader, old, step=step, crossover=crossover))
     return merged([run for run, _ in found], old.numel), sum(count for _, count in found)
-
-
-def changed_runs(
-    reader: WireReader, old: Live, *, step: int, crossover: float
-) -> Iterator[tuple[Run, int]]:
-    """(run, differing elements) of each chunk that differs, in order.
-
-    This decides whether a change is sent sparse or dense; on GPUs `batched.backend` does.
-
-    Args:
-        reader: The new bits.
-        old: The old bits; on the device that compares.
-        step: Elements of a chunk.
-        crossover: The density above which a chunk is dense.
-    """
-    numel, device = old.numel, old.line.device
-    changed = KERNELS[device.type].changed
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        new_bits = reader.read(start, stop).to(device)
-        count, found = changed(new_bits, old.read(start, stop), crossover * (stop - start))
-        if found is None:
-            yield Run(start, stop - start), count
-        elif count:
-            yield Run(start, stop - start, found[0], found[1]), count
-
-
-def merged(runs: list[Run], numel: int) -> list[Run]:
-    """One run for the whole parameter, where all its chunks are sparse or all are dense."""
-    sparse = [run for run in runs if run.indices is not None]
-    if not sparse and sum(run.span for run in runs) == numel > 0:
-        return [Run(0, numel)]
-    # An int32 index relative to the parameter's beginning must not wrap around.
-    if not sparse or len(sparse) < len(runs) or numel > MAX_SPARSE_SPAN:
-        return runs
-    if len(sparse) == 1 and sparse[0].span == numel:
-        return sparse
-    indices = torch.cat([run.indices + run.start for run in sparse if run.indices is not None])
-    return [Run(0, numel, indices, torch.cat([run.bits for run in sparse if run.bits is not None]))]
 
 
 def apply_patch(parameter: Tensor, patch: Patch) -> None:
@@ -136,11 +94,3 @@ def _check_runs(runs: list[Run], numel: int, name: str) -> None:
             raise InvalidIndices(f"{name}: not one value for each index")
         end = run.stop
         check_indices(run, name=name)
-
-
-def check_indices(run: Run, *, name: str) -> None:
-    """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
-    if run.indices is None:
-        return
-    if not KERNELS[run.indices.device.type].is_increasing(run.indices, run.span):
-        raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Run, as_bits
+from deltasync.delta.kernels import KERNELS
+from deltasync.errors import InvalidIndices
 
 CHUNK_NUMEL = 1 << 18
 """Elements in a chunk: the unit of comparing, of slicing large parameters and of digests."""
@@ -137,3 +139,11 @@ def _values(run: Run, dtype: torch.dtype) -> Tensor:
     if run.bits is None:
         raise ValueError("the run's values are still in the source")
     return run.bits.view(dtype)
+
+
+def check_indices(run: Run, *, name: str) -> None:
+    """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
+    if run.indices is None:
+        return
+    if not KERNELS[run.indices.device.type].is_increasing(run.indices, run.span):
+        raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")

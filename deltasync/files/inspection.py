@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bucket import ReadBucket, inflated
-from deltasync.delta.diff import check_indices
+from deltasync.delta.patch import check_indices
 from deltasync.errors import (
     BadMagic,
     ChecksumMismatch,

@@ -12,8 +12,7 @@ from pathlib import Path
 from deltasync.delta.bits import Flat, WireReader
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, digest_text
-from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.host.plans import Change
+from deltasync.delta.host.backend import Change, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole

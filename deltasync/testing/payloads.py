@@ -10,7 +10,7 @@ from torch import Tensor
 from deltasync.delta.backend import Applier
 from deltasync.delta.bits import Run
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.host.plans import buckets
+from deltasync.delta.host.packing import buckets
 from deltasync.delta.shard import whole
 from deltasync.wire.messages import ParameterSpec
 
@@ -26,9 +26,8 @@ def payloads(
     """(uint8[n], rows) for (parameter, run) that hold their bits, in layout order."""
     for bucket in buckets(runs, whole(layout), bucket_bytes=bucket_bytes):
         payload = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8)
-        for _ in bucket.write(payload, _no_source):
-            pass
-        yield payload, len(bucket.rows)
+        bucket.write(payload)
+        yield payload, bucket.num_rows
 
 
 def stage_runs(
@@ -43,7 +42,3 @@ def stage_runs(
     for payload, num_rows in payloads(runs, layout, bucket_bytes=bucket_bytes):
         staging.stage_bucket(reader.open(payload, num_rows))
         payload.fill_(POISON)
-
-
-def _no_source(parameter: int, start: int, stop: int) -> Tensor:
-    raise ValueError("a run without its bits")

@@ -19,7 +19,7 @@ from deltasync.delta.backend import snapshot_of
 from deltasync.delta.bits import Flat, Live, Run, WireReader
 from deltasync.delta.bucket import MIN_BUCKET_BYTES, staged_bytes_of
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.plans import DeltaPlan
+from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole

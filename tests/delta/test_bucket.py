@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.delta.bucket import MIN_BUCKET_BYTES, BucketReader
-from deltasync.delta.host.plans import Bucket, buckets
+from deltasync.delta.host.packing import Bucket, buckets
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, InvalidTable, TruncatedFrame
 from deltasync.wire.messages import ParameterSpec
@@ -41,13 +42,11 @@ def spec(name: str, numel: int, dtype: str) -> ParameterSpec:
     return ParameterSpec((name,), (numel,), dtypes.BY_NAME[dtype])
 
 
-def no_source(parameter: int, start: int, stop: int) -> Tensor:
-    raise AssertionError("no run is still in the source")
-
-
-def write(bucket: Bucket, read: Callable[[int, int, int], Tensor] = no_source) -> Tensor:
+def write(bucket: Bucket) -> Tensor:
     payload = torch.full((bucket.num_bytes,), FILL, dtype=torch.uint8)
-    for (parameter, run), yielded in zip(bucket.runs, bucket.write(payload, read), strict=True):
+    written: list[tuple[int, Run, Tensor]] = []
+    replace(bucket, packed=lambda *one: written.append(one)).write(payload)
+    for (parameter, run), yielded in zip(bucket.runs, written, strict=True):
         assert (parameter, run) == yielded[:2]
         assert yielded[2].untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()
         if run.bits is not None:
@@ -132,8 +131,12 @@ def test_dense_runs_left_in_the_source_are_read_from_there(
         for p, r in late
     ]
     reader, found = BucketReader(specs), list[Pair]()
-    for bucket in buckets(late, whole(specs), bucket_bytes=bucket_bytes):
-        payload = write(bucket, lambda p, start, stop: sources[p][start:stop])
+
+    def read(parameter: int, start: int, stop: int) -> Tensor:
+        return sources[parameter][start:stop]
+
+    for bucket in buckets(late, whole(specs), bucket_bytes=bucket_bytes, read=read):
+        payload = write(bucket)
         found += reader.read(payload, len(bucket.rows))
     assert elements(found, specs) == elements(expected, specs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, Live, Run, WireReader
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.plans import buckets
+from deltasync.delta.host.packing import buckets
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import unpaired
 from deltasync.delta.routes.part import Part
@@ -78,7 +79,9 @@ def test_what_lies_beyond_2_to_the_31_is_written_and_taken_back(
     expected: dict[int, int] = {}
     for bucket in buckets([(0, run) for run in runs()], whole((BF16,)), bucket_bytes=1000):
         payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        for _, run, bits in bucket.write(payload, lambda *_: torch.empty(0)):
+        written: list[tuple[int, Run, Tensor]] = []
+        replace(bucket, packed=lambda *one, to=written: to.append(one)).write(payload)
+        for _, run, bits in written:
             offsets = range(run.span) if run.indices is None else run.indices.tolist()
             places = (run.start + offset for offset in offsets)
             expected |= dict(zip(places, bits.tolist(), strict=True))

@@ -16,8 +16,7 @@ from deltasync import dtypes
 from deltasync.delta.backend import Backend, snapshot_of
 from deltasync.delta.bits import Flat, Run, WireReader, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.host.plans import DeltaPlan
+from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole

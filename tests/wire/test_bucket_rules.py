@@ -15,9 +15,9 @@ import torch
 from deltasync import dtypes
 from deltasync.delta.bits import Run
 from deltasync.delta.bucket import BucketReader
-from deltasync.delta.diff import apply_patch, check_indices
+from deltasync.delta.diff import apply_patch
 from deltasync.delta.digests import digest_text
-from deltasync.delta.patch import SparsePatch
+from deltasync.delta.patch import SparsePatch, check_indices
 from deltasync.errors import (
     InvalidIndices,
     InvalidTable,

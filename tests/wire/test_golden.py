@@ -15,7 +15,7 @@ from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import digest_text
-from deltasync.delta.host.plans import buckets
+from deltasync.delta.host.packing import buckets
 from deltasync.delta.shard import whole
 from deltasync.wire import messages
 from deltasync.wire.compression import decompress
@@ -68,8 +68,7 @@ def as_lists(runs: list[tuple[int, Run]]) -> list[tuple[Any, ...]]:
 def pack(rows: list[Row]) -> bytes:
     (bucket,) = buckets(map(run_of, rows), whole(SPECS), bucket_bytes=4096)
     payload = torch.full((bucket.num_bytes,), 0xEE, dtype=torch.uint8)
-    for _ in bucket.write(payload, lambda *_: torch.empty(0)):
-        pass
+    bucket.write(payload)
     return payload.numpy().tobytes()
 
 

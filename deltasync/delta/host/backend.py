@@ -1,8 +1,9 @@
-"""Weights on which torch and numpy work, parameter by parameter."""
+"""Weights on which torch and numpy work, parameter by parameter, and what is sent of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from deltasync.delta.bits import Live, Run, WireReader
 from deltasync.delta.bucket import staged_bytes_of
-from deltasync.delta.diff import changed_runs, merged
 from deltasync.delta.digests import DigestLedger, Ints
-from deltasync.delta.host.plans import Change, DeltaPlan, FullPlan
+from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.host.staging import Lines, Staging
+from deltasync.delta.kernels import KERNELS
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import Share
+from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _BLOCK = 1 << 17  # positions digested at once
 _SMALL = 1 << 12  # elements up to which one call for all costs less than a chunk's bookkeeping
@@ -168,15 +171,6 @@ class HostBackend:
         self.ahead.add(parameter)
         run.write(self.flats[parameter], bits)
 
-    def advance(self, changes: Iterable[Change], ledger: DigestLedger) -> None:
-        """A version is decided: what was held of it is written, and `ledger` has its digests."""
-        for change in changes:
-            for run in change.runs or ():
-                if run.bits is not None:
-                    run.write(self.flats[change.parameter], run.bits)
-        self.ledger = ledger
-        self.ahead.clear()
-
     def _account(
         self, ledger: DigestLedger, parameter: int, runs: Iterable[Run], reader: WireReader
     ) -> None:
@@ -210,6 +204,187 @@ class HostBackend:
         """The smallest element of those that are held in part."""
         parts = [flat for flat in self.flats.values() if flat.held(0, 0) is not None]
         return min((flat.dtype.item_size for flat in parts), default=None)
+
+
+@dataclass(slots=True)
+class Change:
+    """How one parameter differs from the snapshot.
+
+    Attributes:
+        parameter: Its number in the layout.
+        nnz: Elements that differ.
+        runs: What to send, ordered and disjoint; None when the runs were let go to bound memory
+            and have to be found again while packing.
+        sparse_bytes, dense_bytes: Bytes of the indices and values of its runs.
+        held_bytes: Of these, what runs of sparse changes take in memory.
+    """
+
+    parameter: int
+    nnz: int = 0
+    runs: list[Run] | None = None
+    sparse_bytes: int = 0
+    dense_bytes: int = 0
+    held_bytes: int = 0
+
+    def count(self, run: Run, nnz: int, share: Share) -> None:
+        """Add a run of which `nnz` elements differ."""
+        self.nnz += nnz
+        sparse_bytes, dense_bytes = bytes_of(share, run)
+        self.sparse_bytes += sparse_bytes
+        self.dense_bytes += dense_bytes
+        if run.indices is not None:
+            self.held_bytes += sparse_bytes
+
+
+class DeltaPlan:
+    """The changes since the snapshot. Packing overwrites the snapshot where it bounds memory.
+
+    Attributes:
+        changes: One for each parameter that differs, in layout order.
+        changed: Their numbers.
+        nnz: Elements that differ.
+        ledger: The digests of the source.
+        sparse_bytes, dense_bytes: Bytes of all indices and values.
+        held_bytes: Bytes of the indices and values that `changes` keep in memory.
+        base_version: The version that it fits on.
+    """
+
+    def __init__(
+        self,
+        snapshot: HostBackend,
+        changes: list[Change],
+        ledger: DigestLedger,
+        policy: Policy,
+        readers: Sequence[WireReader],
+        *,
+        bucket_bytes: int,
+        base_version: int,
+    ) -> None:
+        self.changes, self.ledger = changes, ledger
+        self._snapshot, self._policy, self._readers = snapshot, policy, readers
+        self._bucket_bytes = bucket_bytes
+        self.base_version: int | None = base_version
+        self.nnz = sum(change.nnz for change in changes)
+        self.sparse_bytes = sum(change.sparse_bytes for change in changes)
+        self.dense_bytes = sum(change.dense_bytes for change in changes)
+        self.held_bytes = sum(change.held_bytes for change in changes)
+        self.changed = {change.parameter for change in changes}
+        self._not_held = {change.parameter for change in changes if change.runs is None}
+
+    def buckets(self) -> Iterator[Bucket]:
+        return buckets(
+            self.runs(),
+            self.ledger.shares,
+            bucket_bytes=self._bucket_bytes,
+            read=self.read,
+            packed=self.packed,
+        )
+
+    def decided(self) -> None:
+        """Advance the snapshot by what was held."""
+        snapshot = self._snapshot
+        for change in self.changes:
+            for run in change.runs or ():
+                if run.bits is not None:
+                    run.write(snapshot.flats[change.parameter], run.bits)
+        snapshot.ledger = self.ledger
+        snapshot.ahead.clear()
+
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """The changes; those that were not held in memory are found again, chunk by chunk."""
+        for change in self.changes:
+            parameter = change.parameter
+            if change.runs is not None:
+                yield from ((parameter, run) for run in change.runs)
+                continue
+            for run, _ in self._snapshot.find(parameter, self._readers[parameter], self._policy):
+                yield parameter, run
+
+    def read(self, parameter: int, start: int, stop: int) -> Tensor:
+        """From the live source."""
+        return self._readers[parameter].read(start, stop)
+
+    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
+        """Nothing keeps the run until the decision: the snapshot takes it now."""
+        if run.bits is None or parameter in self._not_held:
+            self._snapshot.write_ahead(parameter, run, bits)
+
+
+class FullPlan:
+    """The whole snapshot: for receivers whose weights are not known.
+
+    Attributes:
+        ledger: Its digests.
+        sparse_bytes, dense_bytes: Bytes of all indices and values.
+    """
+
+    base_version: int | None = None
+
+    def __init__(
+        self, flats: Mapping[int, Live], ledger: DigestLedger, *, bucket_bytes: int
+    ) -> None:
+        self._flats, self.ledger, self._bucket_bytes = flats, ledger, bucket_bytes
+        self.sparse_bytes = self.dense_bytes = 0
+        for number, run in self._runs():
+            sparse_bytes, dense_bytes = bytes_of(ledger.shares[number], run)
+            self.sparse_bytes += sparse_bytes
+            self.dense_bytes += dense_bytes
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Every parameter, dense."""
+        size = self._bucket_bytes
+        return buckets(self._runs(), self.ledger.shares, bucket_bytes=size, read=self.read)
+
+    def decided(self) -> None:
+        """The snapshot is what was sent."""
+
+    def read(self, parameter: int, start: int, stop: int) -> Tensor:
+        """From the snapshot: the live source may already be ahead."""
+        return self._flats[parameter].read(start, stop)
+
+    def _runs(self) -> Iterator[tuple[int, Run]]:
+        for number, share in enumerate(self.ledger.shares):
+            if numel := share.numel:
+                yield number, Run(0, numel)
+
+
+def changed_runs(
+    reader: WireReader, old: Live, *, step: int, crossover: float
+) -> Iterator[tuple[Run, int]]:
+    """(run, differing elements) of each chunk that differs, in order.
+
+    This decides whether a change is sent sparse or dense; on GPUs `batched.backend` does.
+
+    Args:
+        reader: The new bits.
+        old: The old bits; on the device that compares.
+        step: Elements of a chunk.
+        crossover: The density above which a chunk is dense.
+    """
+    numel, device = old.numel, old.line.device
+    changed = KERNELS[device.type].changed
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        new_bits = reader.read(start, stop).to(device)
+        count, found = changed(new_bits, old.read(start, stop), crossover * (stop - start))
+        if found is None:
+            yield Run(start, stop - start), count
+        elif count:
+            yield Run(start, stop - start, found[0], found[1]), count
+
+
+def merged(runs: list[Run], numel: int) -> list[Run]:
+    """One run for the whole parameter, where all its chunks are sparse or all are dense."""
+    sparse = [run for run in runs if run.indices is not None]
+    if not sparse and sum(run.span for run in runs) == numel > 0:
+        return [Run(0, numel)]
+    # An int32 index relative to the parameter's beginning must not wrap around.
+    if not sparse or len(sparse) < len(runs) or numel > MAX_SPARSE_SPAN:
+        return runs
+    if len(sparse) == 1 and sparse[0].span == numel:
+        return sparse
+    indices = torch.cat([run.indices + run.start for run in sparse if run.indices is not None])
+    return [Run(0, numel, indices, torch.cat([run.bits for run in sparse if run.bits is not None]))]
 
 
 def _is_small_and_same(reader: WireReader, old: Live) -> bool:

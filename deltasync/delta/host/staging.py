@@ -17,9 +17,9 @@ from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS, Flat, Live, Run
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.diff import check_indices
 from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels.host import digest_pieces
+from deltasync.delta.patch import check_indices
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.digest import GOLDEN_RATIO
 from deltasync.wire.messages import ParameterSpec

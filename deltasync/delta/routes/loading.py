@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run, integer_dtype, torch_dtype
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.diff import check_indices
 from deltasync.delta.digests import DigestLedger, Measure
+from deltasync.delta.patch import check_indices
 from deltasync.errors import DigestMismatch, InvalidTable
 
 RELOAD = (

@@ -11,8 +11,7 @@ from torch import Tensor
 from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.bits import Flat, Run, WireReader, check_plain, dtype_of, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host.backend import HostBackend
-from deltasync.delta.host.plans import Change, DeltaPlan
+from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out

@@ -1,183 +1,33 @@
-"""What a sender's host sends: a delta or all of the weights, cut into payloads of bounded size."""
+"""Runs of changes or of whole parameters, packed into payloads of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import Live, Run, WireReader
+from deltasync.delta.bits import Run
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.digests import DigestLedger
-from deltasync.delta.policy import Policy
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, block_offsets
 
-if TYPE_CHECKING:
-    from deltasync.delta.host.backend import HostBackend
-
 _BLOCK = 1 << 17  # indices widened at once
 
 Read = Callable[[int, int, int], Tensor]
-"""(parameter, start, stop) -> int[stop - start], bits of a dense run that are in the source."""
+"""(parameter, start, stop) -> int[stop - start], the bits of a dense run that has none."""
 
 Packed = Callable[[int, Run, Tensor], None]
-"""(parameter, run, int[count] bits): told of each run that is in a payload, before that is sent."""
+"""(parameter, run, int[count] bits): called when a run stands in a payload, of which `bits` is a
+view, before that is sent."""
 
 
-@dataclass(slots=True)
-class Change:
-    """How one parameter differs from the snapshot.
-
-    Attributes:
-        parameter: Its number in the layout.
-        nnz: Elements that differ.
-        runs: What to send, ordered and disjoint; None when the runs were let go to bound memory
-            and have to be found again while packing.
-        sparse_bytes, dense_bytes: Bytes of the indices and values of its runs.
-        held_bytes: Of these, what runs of sparse changes take in memory.
-    """
-
-    parameter: int
-    nnz: int = 0
-    runs: list[Run] | None = None
-    sparse_bytes: int = 0
-    dense_bytes: int = 0
-    held_bytes: int = 0
-
-    def count(self, run: Run, nnz: int, share: Share) -> None:
-        """Add a run of which `nnz` elements differ."""
-        self.nnz += nnz
-        sparse_bytes, dense_bytes = bytes_of(share, run)
-        self.sparse_bytes += sparse_bytes
-        self.dense_bytes += dense_bytes
-        if run.indices is not None:
-            self.held_bytes += sparse_bytes
-
-
-class DeltaPlan:
-    """The changes since the snapshot. Packing overwrites the snapshot where it bounds memory.
-
-    Attributes:
-        changes: One for each parameter that differs, in layout order.
-        changed: Their numbers.
-        nnz: Elements that differ.
-        ledger: The digests of the source.
-        sparse_bytes, dense_bytes: Bytes of all indices and values.
-        held_bytes: Bytes of the indices and values that `changes` keep in memory.
-        base_version: The version that it fits on.
-    """
-
-    def __init__(
-        self,
-        snapshot: HostBackend,
-        changes: list[Change],
-        ledger: DigestLedger,
-        policy: Policy,
-        readers: Sequence[WireReader],
-        *,
-        bucket_bytes: int,
-        base_version: int,
-    ) -> None:
-        self.changes, self.ledger = changes, ledger
-        self._snapshot, self._policy, self._readers = snapshot, policy, readers
-        self._bucket_bytes = bucket_bytes
-        self.base_version: int | None = base_version
-        self.nnz = sum(change.nnz for change in changes)
-        self.sparse_bytes = sum(change.sparse_bytes for change in changes)
-        self.dense_bytes = sum(change.dense_bytes for change in changes)
-        self.held_bytes = sum(change.held_bytes for change in changes)
-        self.changed = {change.parameter for change in changes}
-        self._not_held = {change.parameter for change in changes if change.runs is None}
-
-    def buckets(self) -> Iterator[_Payload]:
-        for bucket in buckets(self.runs(), self.ledger.shares, bucket_bytes=self._bucket_bytes):
-            yield _Payload(bucket, self.read, self.packed)
-
-    def decided(self) -> None:
-        """Advance the snapshot by what was held."""
-        self._snapshot.advance(self.changes, self.ledger)
-
-    def runs(self) -> Iterator[tuple[int, Run]]:
-        """The changes; those that were not held in memory are found again, chunk by chunk."""
-        for change in self.changes:
-            parameter = change.parameter
-            if change.runs is not None:
-                yield from ((parameter, run) for run in change.runs)
-                continue
-            for run, _ in self._snapshot.find(parameter, self._readers[parameter], self._policy):
-                yield parameter, run
-
-    def read(self, parameter: int, start: int, stop: int) -> Tensor:
-        """From the live source."""
-        return self._readers[parameter].read(start, stop)
-
-    def packed(self, parameter: int, run: Run, bits: Tensor) -> None:
-        """Nothing keeps the run until the decision: the snapshot takes it now."""
-        if run.bits is None or parameter in self._not_held:
-            self._snapshot.write_ahead(parameter, run, bits)
-
-
-class FullPlan:
-    """The whole snapshot: for receivers whose weights are not known.
-
-    Attributes:
-        ledger: Its digests.
-        sparse_bytes, dense_bytes: Bytes of all indices and values.
-    """
-
-    base_version: int | None = None
-
-    def __init__(
-        self, flats: Mapping[int, Live], ledger: DigestLedger, *, bucket_bytes: int
-    ) -> None:
-        self._flats, self.ledger, self._bucket_bytes = flats, ledger, bucket_bytes
-        self.sparse_bytes = self.dense_bytes = 0
-        for number, run in self._runs():
-            sparse_bytes, dense_bytes = bytes_of(ledger.shares[number], run)
-            self.sparse_bytes += sparse_bytes
-            self.dense_bytes += dense_bytes
-
-    def buckets(self) -> Iterator[_Payload]:
-        """Every parameter, dense."""
-        for bucket in buckets(self._runs(), self.ledger.shares, bucket_bytes=self._bucket_bytes):
-            yield _Payload(bucket, self.read)
-
-    def decided(self) -> None:
-        """The snapshot is what was sent."""
-
-    def read(self, parameter: int, start: int, stop: int) -> Tensor:
-        """From the snapshot: the live source may already be ahead."""
-        return self._flats[parameter].read(start, stop)
-
-    def _runs(self) -> Iterator[tuple[int, Run]]:
-        for number, share in enumerate(self.ledger.shares):
-            if numel := share.numel:
-                yield number, Run(0, numel)
-
-
-class _Payload:
-    """A bucket of runs, and where the bits of its dense runs are.
-
-    Attributes:
-        num_bytes, num_rows: Its length, and rows of its table.
-    """
-
-    def __init__(self, bucket: Bucket, read: Read, packed: Packed | None = None) -> None:
-        self.num_bytes, self.num_rows = bucket.num_bytes, len(bucket.rows)
-        self._bucket, self._read, self._packed = bucket, read, packed
-
-    def write(self, payload: Tensor) -> None:
-        """Write it into uint8[num_bytes]."""
-        for parameter, run, bits in self._bucket.write(payload, self._read):
-            if self._packed is not None:
-                self._packed(parameter, run, bits)
+def _no_bits(parameter: int, start: int, stop: int) -> Tensor:
+    raise ValueError("a run without its bits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +40,8 @@ class Bucket:
         rows: The patch table.
         index_at, value_at: Where the indices and values of each row begin, in bytes.
         num_bytes: Length of the payload.
+        read: Returns the bits of runs that have none.
+        packed: Called with each run that was written.
     """
 
     runs: list[tuple[int, Run]]
@@ -198,13 +50,16 @@ class Bucket:
     index_at: list[int]
     value_at: list[int]
     num_bytes: int
+    read: Read
+    packed: Packed | None
 
-    def write(self, payload: Tensor, read: Read) -> Iterator[tuple[int, Run, Tensor]]:
-        """Write the payload into uint8[num_bytes], row by row.
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return len(self.rows)
 
-        Yields (parameter, run, int[count] bits) when that row stands in the payload. The bits
-        are a view of it.
-        """
+    def write(self, payload: Tensor) -> None:
+        """Write the payload into uint8[num_bytes]."""
         table = torch.from_numpy(self.rows.view(np.uint8))
         payload[: len(table)].copy_(table)
         end = len(table)
@@ -218,16 +73,22 @@ class Bucket:
                 end = index + index_bytes
             bits = run.bits
             if bits is None:
-                bits = read(parameter, run.start, run.start + run.span)
+                bits = self.read(parameter, run.start, run.start + run.span)
             block = payload[value : value + bits.nbytes].view(bits.dtype)
             _pad(payload, end, value)
             block.copy_(bits)
             end = value + bits.nbytes
-            yield parameter, run, block
+            if self.packed is not None:
+                self.packed(parameter, run, block)
 
 
 def buckets(
-    runs: Iterable[tuple[int, Run]], shares: Sequence[Share], *, bucket_bytes: int
+    runs: Iterable[tuple[int, Run]],
+    shares: Sequence[Share],
+    *,
+    bucket_bytes: int,
+    read: Read = _no_bits,
+    packed: Packed | None = None,
 ) -> Iterator[Bucket]:
     """Distribute runs over buckets of at most `bucket_bytes`, slicing what does not fit.
 
@@ -235,6 +96,7 @@ def buckets(
         runs: (parameter, run), in layout order.
         shares: What these are runs of, by number.
         bucket_bytes: At least MIN_BUCKET_BYTES.
+        read, packed: As of `Bucket`.
     """
     if bucket_bytes < MIN_BUCKET_BYTES:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
@@ -251,10 +113,10 @@ def buckets(
                 parts.append(share)
                 used += ROW.itemsize + size
             elif rest is not None:
-                yield _bucket(chosen, parts)
+                yield _bucket(chosen, parts, read, packed)
                 chosen, parts, used = [], [], 0
     if chosen:
-        yield _bucket(chosen, parts)
+        yield _bucket(chosen, parts, read, packed)
 
 
 def sizes_of(share: Share, run: Run) -> tuple[int, int]:
@@ -311,10 +173,13 @@ def _split_sparse(run: Run, indices: Tensor, k: int) -> tuple[Run | None, Run | 
     return head, Run(run.start + cut, run.span - cut, indices[k:] - cut, run.bits[k:])
 
 
-def _bucket(runs: list[tuple[int, Run]], shares: list[Share]) -> Bucket:
+def _bucket(
+    runs: list[tuple[int, Run]], shares: list[Share], read: Read, packed: Packed | None
+) -> Bucket:
     rows = _table(runs, shares)
     index_at, value_at, num_bytes = block_offsets(rows)
-    return Bucket(runs, shares, rows, index_at.tolist(), value_at.tolist(), num_bytes)
+    places = index_at.tolist(), value_at.tolist()
+    return Bucket(runs, shares, rows, *places, num_bytes, read, packed)
 
 
 def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
