@@ -62,15 +62,11 @@ def check_plain(tensor: Tensor, name: str) -> None:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether there is an address, and strides from there on."""
-    return not (
-        is_lazy(tensor)
-        or tensor.is_nested
-        or tensor.layout != torch.strided
-        or is_traceable_wrapper_subclass(tensor)
-    )
+    return _storage_lacking(tensor) is None
 
 
-def _oddity(tensor: Tensor) -> str | None:
+def _storage_lacking(tensor: Tensor) -> str | None:
+    """What a tensor without an address and strides is."""
     if is_lazy(tensor):
         return "a lazy parameter without data until the first forward pass"
     if tensor.is_nested:
@@ -79,22 +75,19 @@ def _oddity(tensor: Tensor) -> str | None:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}"
+    return None
+
+
+def _oddity(tensor: Tensor) -> str | None:
+    if (kind := _storage_lacking(tensor)) is not None:
+        return kind
     if tensor.is_meta:
         return "a tensor on the meta device"
-    if (short := _shortage(tensor)) is not None:
-        return short
+    held = tensor.untyped_storage().nbytes()
+    needed = (extent_of(tensor)[1] + 1) * tensor.element_size() if tensor.numel() else 0
+    if held < needed:  # it was resized under the tensor, as to offload it
+        return f"a tensor whose memory was released ({held} of {needed} bytes)"
     return "a view that is conjugated or negated" if tensor.is_conj() or tensor.is_neg() else None
-
-
-def _shortage(tensor: Tensor) -> str | None:
-    """What to say of a tensor whose storage was resized under it, as to offload it."""
-    if not tensor.numel():
-        return None
-    _, last = extent_of(tensor)
-    held, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
-    return (
-        None if held >= needed else f"a tensor whose memory was released ({held} of {needed} bytes)"
-    )
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -191,13 +191,6 @@ def overlap(box: ShardSpec, other: ShardSpec) -> ShardSpec:
     return ShardSpec(box.shape, low, size)
 
 
-def contains(box: ShardSpec, other: ShardSpec) -> bool:
-    """Whether `other` lies within `box`."""
-    dims = zip(box.offset, box.size, other.offset, other.size, strict=True)
-    inside = all(a <= b and b + m <= a + n for a, n, b, m in dims)
-    return inside and box.shape == other.shape
-
-
 def narrowed(local: Tensor, held: ShardSpec, box: ShardSpec) -> Tensor:
     """`box` in the local tensor of `held`, which contains it: a view."""
     for dim, (begin, before) in enumerate(zip(box.offset, held.offset, strict=True)):

@@ -21,8 +21,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import Region, unpaired
-from deltasync.delta.routes.part import Part
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.routes.route import Part, Piece
 from deltasync.delta.shard import whole
 from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec

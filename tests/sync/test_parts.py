@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.delta.region import Region
-from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.recorder import CheckpointTensor, record
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.routes.route import Part, Piece
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
 from deltasync.sync.protocol.sender_session import copies
 from deltasync.sync.target.routed import RoutedTarget

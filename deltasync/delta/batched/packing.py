@@ -34,7 +34,7 @@ class PlannedBucket:
     """One payload, before it is written.
 
     Attributes:
-        rows: The patch table; positions count from the beginning of a band.
+        rows: The patch table; positions count from the beginning of a region.
         is_sparse: bool[rows], which of them have changes of sparse chunks; others have everything.
         first_chunk: int64[rows], the first chunk of each.
         last_chunk: The last one of the bucket.
@@ -144,7 +144,7 @@ def _pieces(
 
 
 def _spread(ledger: DigestLedger, parameter: Ints, start: Ints, numel: Ints) -> tuple[Ints, Ints]:
-    """(place, span): where pieces begin, and how long they are, with what bands leave out."""
+    """(place, span): where pieces begin, and how long they are, with what lies between rows."""
     cols, gap, last = ledger.cols[parameter], ledger.gaps[parameter], start + numel - 1
     place = start + start // cols * gap
     return place, last + last // cols * gap + 1 - place
@@ -158,7 +158,7 @@ def scattered(ledger: DigestLedger) -> NDArray[np.bool_]:
 
 
 def origins_of(table: ChunkTable) -> Ints:
-    """int64[chunks]: the position that int32 indices of a chunk count from in its band.
+    """int64[chunks]: the position that int32 indices of a chunk count from in its region.
 
     That is the beginning of its parameter, or its own where the indices could wrap around.
     """

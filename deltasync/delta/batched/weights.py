@@ -77,7 +77,7 @@ class BatchedWeights:
         item_sizes: int64[chunks], bytes of an element.
         origins: int64[chunks], what indices of a chunk are relative to.
         is_scattered: bool[chunks], which are no run in their parameter.
-        has_gaps: Whether any parameter is a band with gaps.
+        has_gaps: Whether any region has gaps between its rows.
         addresses: int64[chunks], of each chunk's first element.
         addresses_there, starts, numels, keys, cols, gaps: The columns of the chunks on the device.
     """

@@ -3,9 +3,9 @@
 These compare and pack; those of `triton_live` check and write.
 
 A *chunk* is described by columns that the launcher gets as tensors: the address of its first
-element, its flat position in the band that is held of the parameter, its length, the digest seed of
-its parameter, and what a row of the band has and leaves out (`delta.shard.Band`): indices that are
-sent, and digests, count what is left out too. Addresses are those of device memory, of pinned host
+element, its number in the region that is held of the parameter, its length, the digest seed of its
+parameter, and the rows of the region (`delta.region`): indices that are sent, and digests, count
+what lies between rows too. Addresses are those of device memory, of pinned host
 memory, or under Triton's interpreter of any host memory.
 
 The caller makes the device current; work goes to the current stream, nothing waits for it.
@@ -144,7 +144,7 @@ def collect(
     """New values of the elements that `locate` found, and by how much they change the digests.
 
     A program goes over a tile: blocks [tile_block[i], tile_block[i + 1]) of one chunk. Values go
-    where indices are, STRIDE elements apart; with AHEAD to the snapshot too. GAPS: Bands may have
+    where indices are, STRIDE elements apart; with AHEAD to the snapshot too. GAPS: Rows may have
     some.
     """
     tile = begin_tile + tl.program_id(0)

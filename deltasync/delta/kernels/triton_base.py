@@ -31,7 +31,7 @@ def seed_of(key, position):
 
 @triton.jit
 def left_out(position, cols, gap):
-    """How many elements a band leaves out before these positions: see `delta.shard.Band`."""
+    """How many elements lie between rows before these positions: see `Region.rows`."""
     gap = tl.load(gap)
     count = tl.zeros_like(position)
     if gap != 0:  # less than 2^31 elements

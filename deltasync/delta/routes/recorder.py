@@ -21,13 +21,13 @@ from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.naming import leaving_out, suggested
 from deltasync.delta.routes.operations import (
+    Join,
     as_returned,
     is_view,
     refuse_waits,
     tensors_in,
     written_by,
 )
-from deltasync.delta.routes.origin import Join
 from deltasync.delta.routes.route import Piece, covers, joined
 from deltasync.delta.routes.together import HeldBack, Names, Watch
 from deltasync.dtypes import Dtype

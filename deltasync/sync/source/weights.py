@@ -18,10 +18,10 @@ from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
-    contains,
     is_sharded,
     local_of,
     narrowed,
+    overlap,
     rows_of,
     whole,
 )
@@ -323,7 +323,7 @@ class SourceLayout(SentLayout):
         if self._boxes is None or held is None:
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
-        if not contains(held, box):
+        if held.shape != box.shape or overlap(held, box) != box:
             raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
         local = narrowed(local, held, box)
         return [

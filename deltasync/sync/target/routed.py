@@ -11,9 +11,8 @@ from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
 from deltasync.delta.region import Region
 from deltasync.delta.routes.loading import RELOAD, Loader
 from deltasync.delta.routes.naming import suggested
-from deltasync.delta.routes.part import Part
 from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.routes.route import Part, Piece
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.module import ModuleWatch
 from deltasync.sync.proof.cold import refusing_failures
