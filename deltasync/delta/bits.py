@@ -351,7 +351,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
-    """What changes when a tensor's storage is moved, replaced or laid out anew."""
+    """What changes when a tensor's storage is moved, replaced or laid out differently."""
     if tensor.is_meta:  # all of these are at the null pointer
         where = storage_of(tensor), int(tensor.storage_offset())
         return (where, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -237,7 +237,7 @@ class DigestLedger:
     def replace_dense(self, parameter: int, start: int, new: Tensor, read_old: Read) -> int:
         """Account for int[n] `new` bits taking the place of what stands at `start`.
 
-        Whole chunks are digested anew; `read_old` is asked only at ragged ends. Returns the
+        Whole chunks are digested again; `read_old` is asked only at ragged ends. Returns the
         digest of the new bits.
         """
         first, numel = int(self.first[parameter]), self.shares[parameter].numel

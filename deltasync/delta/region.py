@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MAX_WORK = 100_000  # of numpy's search, some milliseconds; beyond that elements are marked
@@ -216,7 +218,7 @@ class Region:
         """Whether the two have an element in common."""
         begin = min(self.start, other.start)
         try:
-            first, second = (np.asarray(_Described(one, begin)) for one in (self, other))
+            first, second = (_described(one, begin) for one in (self, other))
             return np.shares_memory(first, second, max_work=_MAX_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             marks = np.zeros(max(self.stop, other.stop) - begin, np.bool_)
@@ -241,17 +243,16 @@ class Region:
         return False
 
 
-class _Described:
+def _described(region: Region, begin: int) -> NDArray[np.void]:
     """What numpy takes for an array of the elements of a region, and nobody reads."""
-
-    def __init__(self, region: Region, begin: int) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "data": (region.start - begin + 1, True),  # at 0 it would allocate memory
-            "shape": region.shape,
-            "strides": region.strides,
-            "typestr": "|V1",
-            "version": 3,
-        }
+    interface = {
+        "data": (region.start - begin + 1, True),  # at 0 it would allocate memory
+        "shape": region.shape,
+        "strides": region.strides,
+        "typestr": "|V1",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -87,71 +87,67 @@ class ShardSpec:
         """All of a tensor."""
         return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> ShardSpec:
-        """What this rank holds of a DTensor; all of any other tensor.
-
-        Raises:
-            ConfigError: It is a sum that was not made yet (`Partial`), split in a way that neither
-                FSDP2 nor tensor parallelism has, or of another shape than its placements say.
-        """
-        if not is_sharded(tensor):
-            return cls.whole(tensor.shape)
-        dtensor: Any = tensor
-        mesh = dtensor.device_mesh
-        splits = [_split_of(one, tensor.dim()) for one in dtensor.placements]
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            return cls(tuple(tensor.shape), (0,) * tensor.dim(), (0,) * tensor.dim())
-        # Not compute_local_shape_and_global_offset: wrong of uneven FSDP2 with TP in 2.11, 2.13.
-        spec = cls.placed(tensor.shape, mesh.shape, coordinate, splits)
-        local = local_of(tensor)
-        if local.shape != spec.size and (local.numel() or spec.numel):
-            raise ConfigError(
-                f"{tuple(local.shape)} is held here, {dtensor.placements} say {spec.size}"
-            )
-        return spec
-
-    @classmethod
-    def placed(
-        cls,
-        shape: Sequence[int],
-        mesh: Sequence[int],
-        coordinate: Sequence[int],
-        splits: Sequence[Split | None],
-    ) -> ShardSpec:
-        """What one rank of a mesh holds: cut as `torch.chunk` cuts, the last may have less or none.
-
-        Args:
-            shape: Of the checkpoint tensor.
-            mesh: How many ranks each of its dimensions has.
-            coordinate: Of the rank.
-            splits: What each dimension of the mesh does; None where it repeats.
-        """
-        offset, size = [0] * len(shape), list(shape)
-        for place in _in_order(mesh, splits):
-            split = splits[place]
-            assert split is not None
-            dim, step = split[0], -(-size[split[0]] // mesh[place])
-            low = min(size[dim], step * coordinate[place])
-            offset[dim], size[dim] = offset[dim] + low, min(size[dim] - low, step)
-        return cls(tuple(shape), tuple(offset), tuple(size))
-
     @property
     def numel(self) -> int:
         """Elements held."""
         return prod(self.size)
 
 
+def shard_of(tensor: Tensor) -> ShardSpec:
+    """What this rank holds of a DTensor; all of any other tensor.
+
+    Raises:
+        ConfigError: It is a sum that was not made yet (`Partial`), split in a way that neither
+            FSDP2 nor tensor parallelism has, or of another shape than its placements say.
+    """
+    if not is_sharded(tensor):
+        return ShardSpec.whole(tensor.shape)
+    dtensor: Any = tensor
+    mesh = dtensor.device_mesh
+    splits = [_split_of(one, tensor.dim()) for one in dtensor.placements]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), (0,) * tensor.dim())
+    # Not compute_local_shape_and_global_offset: wrong of uneven FSDP2 with TP in 2.11, 2.13.
+    spec = placed(tensor.shape, mesh.shape, coordinate, splits)
+    local = local_of(tensor)
+    if local.shape != spec.size and (local.numel() or spec.numel):
+        raise ConfigError(
+            f"{tuple(local.shape)} is held here, {dtensor.placements} say {spec.size}"
+        )
+    return spec
+
+
+def placed(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    splits: Sequence[Split | None],
+) -> ShardSpec:
+    """What one rank of a mesh holds: cut as `torch.chunk` cuts, the last may have less or none.
+
+    Args:
+        shape: Of the checkpoint tensor.
+        mesh: How many ranks each of its dimensions has.
+        coordinate: Of the rank.
+        splits: What each dimension of the mesh does; None where it repeats.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for place in _in_order(mesh, splits):
+        split = splits[place]
+        assert split is not None
+        dim, step = split[0], -(-size[split[0]] // mesh[place])
+        low = min(size[dim], step * coordinate[place])
+        offset[dim], size[dim] = offset[dim] + low, min(size[dim] - low, step)
+    return ShardSpec(tuple(shape), tuple(offset), tuple(size))
+
+
 def cut(box: ShardSpec, ways: int) -> list[ShardSpec]:
     """At most so many boxes that make up this one: of rows, if there are enough of them."""
-    dim = 0
-    if box.size and box.size[0] < ways:
-        dim = max(range(len(box.size)), key=box.size.__getitem__)
-    made = [
-        ShardSpec.placed(box.size, (ways,), (index,), [(dim, 1) if box.size else None])
-        for index in range(ways if box.size else 1)
-    ]
+    if not box.size:
+        return [box]
+    dim = 0 if box.size[0] >= ways else max(range(len(box.size)), key=box.size.__getitem__)
+    made = [placed(box.size, (ways,), (index,), [(dim, 1)]) for index in range(ways)]
     return [
         ShardSpec(box.shape, tuple(map(int.__add__, box.offset, one.offset)), one.size)
         for one in made

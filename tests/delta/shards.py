@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltasync.delta.region import row_major
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, placed
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3)]
 
@@ -31,10 +31,7 @@ def placements(
         for name, shape in shapes.items()
     }
     return [
-        {
-            name: ShardSpec.placed(shape, mesh, coordinate, splits[name])
-            for name, shape in shapes.items()
-        }
+        {name: placed(shape, mesh, coordinate, splits[name]) for name, shape in shapes.items()}
         for coordinate in product(*map(range, mesh))
     ]
 

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync.delta.shard import ShardSpec, is_sharded, local_of, rows_of, share_out
+from deltasync.delta.shard import (
+    ShardSpec,
+    is_sharded,
+    local_of,
+    placed,
+    rows_of,
+    shard_of,
+    share_out,
+)
 from deltasync.errors import ConfigError
 from deltasync.testing.processes import free_port, run_ranks
 from tests.delta.shards import positions_of
@@ -55,7 +63,7 @@ def test_shards_of_shards_are_cut_from_left_to_right(
         held = numbered(shape)
         for dim, ways, index in zip(dims, mesh, coordinate, strict=True):
             held = held if dim is None else chunk(held, ways, dim, index)
-        assert_is(ShardSpec.placed(shape, mesh, coordinate, splits), held)
+        assert_is(placed(shape, mesh, coordinate, splits), held)
 
 
 @given(
@@ -67,7 +75,7 @@ def test_fsdp_cuts_what_tensor_parallelism_has_cut(
     for row, column in product(range(data), range(tensor)):
         held = chunk(chunk(numbered(shape), tensor, dim, column), data, dim, row)
         splits = [(dim, tensor), (dim, 1)]
-        assert_is(ShardSpec.placed(shape, (data, tensor), (row, column), splits), held)
+        assert_is(placed(shape, (data, tensor), (row, column), splits), held)
 
 
 @given(data=st.data(), world=st.integers(1, 6), split_above=st.sampled_from([0, 40, 1 << 20]))
@@ -80,7 +88,7 @@ def test_everything_is_sent_once_and_by_whom_holds_it(
         ways = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
         split = (data.draw(st.integers(0, len(shape) - 1)), 1) if shape else None
         for rank in range(world):
-            spec = ShardSpec.placed(shape, (ways,), (rank % ways,), [split])
+            spec = placed(shape, (ways,), (rank % ways,), [split])
             held[rank][str(number)] = spec
     sizes = {str(number): 2 for number in range(len(shapes))}
     shares = share_out(held, sizes, split_above=split_above)
@@ -133,7 +141,7 @@ def test_what_is_no_box_is_refused(offset: tuple[int, ...], size: tuple[int, ...
 
 def test_a_split_of_unknown_origin_is_refused() -> None:
     with pytest.raises(ConfigError, match="split in 3 parts by nothing that is known"):
-        ShardSpec.placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
+        placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
 
 
 @pytest.mark.timeout(120)
@@ -194,7 +202,7 @@ def assert_numbered(model: Any) -> None:
     """What each rank holds is where it says; everything is sent by one of them."""
     import torch.distributed as dist
 
-    held = {name: ShardSpec.of(parameter) for name, parameter in model.named_parameters()}
+    held = {name: shard_of(parameter) for name, parameter in model.named_parameters()}
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, held)
     share = share_out(told, dict.fromkeys(held, 4), split_above=60)[dist.get_rank()]
@@ -211,4 +219,4 @@ def refuse_sums(mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Partial
 
     with pytest.raises(ConfigError, match="a sum that was not made"):
-        ShardSpec.of(DTensor.from_local(torch.zeros(3), mesh, [Partial()]))
+        shard_of(DTensor.from_local(torch.zeros(3), mesh, [Partial()]))

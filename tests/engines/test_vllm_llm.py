@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deltasync import NamedTensor, ShardSpec, TrainerGroup, TrainerRank, WeightSource
-from deltasync.delta.shard import narrowed
+from deltasync.delta.shard import narrowed, placed
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
@@ -108,7 +108,7 @@ class Rows(WeightSource):
     def __init__(self, weights: Weights, rank: int) -> None:
         self._held: list[NamedTensor] = []
         for entry in weights.tensors():
-            box = ShardSpec.placed(entry.shape, (2,), (rank,), [(0, 1)])
+            box = placed(entry.shape, (2,), (rank,), [(0, 1)])
             rows = narrowed(entry.tensor, ShardSpec.whole(entry.shape), box)
             self._held.append(NamedTensor(entry.names, rows, box))
 

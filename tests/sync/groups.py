@@ -18,7 +18,7 @@ from deltasync import (
     WeightSender,
     WeightSource,
 )
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, placed
 from deltasync.errors import TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
@@ -181,9 +181,6 @@ def rows_of(module: nn.Module, world: int) -> list[dict[str, ShardSpec]]:
     """As FSDP2 shards: rows of everything, the first ranks more than the last."""
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     return [
-        {
-            name: ShardSpec.placed(shape, (world,), (rank,), [(0, 1)])
-            for name, shape in shapes.items()
-        }
+        {name: placed(shape, (world,), (rank,), [(0, 1)]) for name, shape in shapes.items()}
         for rank in range(world)
     ]

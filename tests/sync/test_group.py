@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltasync import CheckpointTensor, ModuleTarget, SenderOptions
 from deltasync.delta.policy import Policy
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, placed
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.target.routed import RoutedTarget
@@ -547,7 +547,7 @@ def test_scalars_are_sent_by_one_rank() -> None:
     shapes: dict[str, tuple[int, ...]] = {"w": (8, 8), "scale": (), "shift": ()}
     source, target = random_model(shapes, 1), random_model(shapes, 2)
     boxes = [
-        {n: ShardSpec.placed(s, (3,), (rank,), [(0, 1) if s else None]) for n, s in shapes.items()}
+        {n: placed(s, (3,), (rank,), [(0, 1) if s else None]) for n, s in shapes.items()}
         for rank in range(3)
     ]
     with trainer_of(source, boxes) as here:
@@ -613,7 +613,7 @@ def test_no_rank_makes_a_tensor_of_full_size(dim: int) -> None:
     shapes = {"big": (512, 512), "other": (256, 512)}
     source, target = random_model(shapes, 1), random_model(shapes, 2)
     boxes = [
-        {name: ShardSpec.placed(shape, (4,), (rank,), [(dim, 1)]) for name, shape in shapes.items()}
+        {name: placed(shape, (4,), (rank,), [(dim, 1)]) for name, shape in shapes.items()}
         for rank in range(4)
     ]
     options = SenderOptions(policy=Policy(chunk_numel=1 << 14), bucket_bytes=1 << 17)

@@ -25,7 +25,7 @@ from deltasync import (
     WeightTarget,
     dtypes,
 )
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, placed
 from deltasync.sync.protocol.frames import SenderLink
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
@@ -153,7 +153,7 @@ def columns_of(module: nn.Module) -> list[dict[str, ShardSpec]]:
     """Each row is cut in two, which are bands with gaps."""
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     return [
-        {n: ShardSpec.placed(s, (2,), (rank,), [(len(s) - 1, 1)]) for n, s in shapes.items()}
+        {n: placed(s, (2,), (rank,), [(len(s) - 1, 1)]) for n, s in shapes.items()}
         for rank in range(2)
     ]
 

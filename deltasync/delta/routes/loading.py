@@ -17,9 +17,7 @@ from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import check_indices
 from deltasync.errors import DigestMismatch, InvalidTable
 
-RELOAD = (
-    "vLLM can load all weights anew in each update instead: EngineSync(without_routes='reload')"
-)
+RELOAD = "vLLM can reload all weights in each update instead: EngineSync(without_routes='reload')"
 """What helps where no route leads."""
 
 

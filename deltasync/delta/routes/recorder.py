@@ -132,7 +132,7 @@ def record(
         recorder = _run(load, again, live)
 
     def watch(calls: Sequence[Names]) -> Mapping[str, object] | None:
-        other = recorder.anew(calls)
+        other = recorder.restarted(calls)
         try:
             _watch(load, other, live, calls)
         except ConfigError:
@@ -239,8 +239,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_of: dict[int, tuple[frozenset[str], str]] = {}
         self._kept: list[object] = []  # so that no storage is taken for one that is gone
 
-    def anew(self, calls: Sequence[Names]) -> _Recorder:
-        """Another one, of what these calls bring."""
+    def restarted(self, calls: Sequence[Names]) -> _Recorder:
+        """A recorder of the tensors that these calls bring."""
         return _Recorder([self._all[n] for c in calls for n in c], self._names, self._live)
 
     def give(self, names: Names) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from deltasync.delta.bits import check_plain
-from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap
+from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.errors import ConfigError
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -65,7 +65,7 @@ def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
     """The part held here, and its elements. Raises ConfigError for unsupported DTensors."""
     if entry.shard is not None:
         return entry.shard, entry.tensor
-    return ShardSpec.of(entry.tensor), local_of(entry.tensor)
+    return shard_of(entry.tensor), local_of(entry.tensor)
 
 
 def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedTensor]:

@@ -324,7 +324,9 @@ class SourceLayout(SentLayout):
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
         if held.shape != box.shape or overlap(held, box) != box:
-            raise SourceChanged(f"{spec.name}: is sharded anew; make new senders on all ranks")
+            raise SourceChanged(
+                f"{spec.name}: its sharding has changed; make new senders on all ranks"
+            )
         local = narrowed(local, held, box)
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
