@@ -1,8 +1,8 @@
 """Regions: elements of a flat tensor at regular distances.
 
-An engine's live tensors are fused, stacked, transposed, sharded and padded checkpoint tensors, and
-a trainer's rank holds a box of each. All of these are regions, of a checkpoint tensor or of a
-storage; where elements belong together, two regions have them in the same order.
+An engine fuses, stacks, transposes, shards and pads checkpoint tensors. A trainer's rank holds a
+box of each. All of these are regions, of a checkpoint tensor or of a storage. A copy is two regions
+that have their elements in the same order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Region:
     """Elements of a flat tensor, in an order of their own.
 
     Element n is element `start + sum(c * stride)` of the flat tensor, where c are the coordinates
-    of n in `dims`, row-major. Dimensions of one element are left out, and those merged that
-    continue each other. Therefore two regions are equal if, and only if, they have the same
-    elements in the same order.
+    of n in `dims`, row-major. Dimensions of size 1 are dropped, and dimensions that continue each
+    other are merged. Therefore two regions are equal if, and only if, they have the same elements
+    in the same order.
 
     Attributes:
         start: Where the first element lies; 0 without elements.
@@ -151,9 +151,9 @@ class Region:
         return found
 
     def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """(bool[n], int64[n]): which of int64[n] places are those of elements, and of which ones.
+        """(bool[n], int64[n]): whether an element lies at each of int64[n] places, and which one.
 
-        The latter means nothing for the others. Only for a region that is rising.
+        The number means nothing where no element lies. The region must be rising.
         """
         rest = places - self.start
         inside, number = rest >= 0, rest.new_zeros(rest.shape)
@@ -168,7 +168,10 @@ class Region:
         return Region(self.start, ((count, step), *self.dims))
 
     def select(self, numbers: Region) -> Region | None:
-        """Of this region the elements of these numbers; None if they are no region."""
+        """The elements with these numbers, in that order; None if no region of them is found.
+
+        If the numbers are a box along the dimensions of this region, there is always one.
+        """
         if len(self.dims) <= 1 or not numbers.numel:
             step = self.dims[0][1] if self.dims else 1
             dims = tuple((size, stride * step) for size, stride in numbers.dims)
@@ -244,7 +247,7 @@ class Region:
 
 
 def _described(region: Region, begin: int) -> NDArray[np.void]:
-    """What numpy takes for an array of the elements of a region, and nobody reads."""
+    """An array at the places of a region, for numpy to compare. Its memory is never read."""
     interface = {
         "data": (region.start - begin + 1, True),  # at 0 it would allocate memory
         "shape": region.shape,
@@ -261,7 +264,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def paired(one: Region, other: Region) -> Pairs:
-    """The dimensions of two regions that have elements in the same order, split where either is."""
+    """The dimensions of two regions of one size, split until both have the same sizes."""
     found: Pairs = []
     dims, others = list(one.dims), list(other.dims)
     while dims:
@@ -277,13 +280,13 @@ def paired(one: Region, other: Region) -> Pairs:
 
 
 def unpaired(start: int, other: int, dims: Iterable[tuple[int, int, int]]) -> tuple[Region, Region]:
-    """Two regions with these dimensions, from `start` on, and from `other` on."""
+    """Two regions with these dimensions, which begin at `start` and at `other`."""
     dims = list(dims)
     first = Region(start, tuple((size, stride) for size, stride, _ in dims))
     return first, Region(other, tuple((size, stride) for size, _, stride in dims))
 
 
 def ordered(one: Region, other: Region) -> tuple[Region, Region]:
-    """The same pairs of elements, in the order in which those of `one` lie."""
+    """The same pairs of elements, in the order in which the elements of `one` lie."""
     dims = sorted(paired(one, other), key=lambda dim: (-dim[1], dim[0]))
     return unpaired(one.start, other.start, dims)

@@ -40,12 +40,12 @@ class Piece:
 
     @classmethod
     def of(cls, live: str, source: Region, target: Region) -> Self:
-        """From regions that have the elements in the same order, whichever that is."""
+        """From regions that have the elements in the same order, which may be any."""
         return cls(live, *ordered(source, target))
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same elements in fewer pieces where neighbours continue each other; in order."""
+    """Merge neighbouring pieces that continue each other. The result is in the source's order."""
     if len(pieces) < 2:
         return tuple(pieces)
     pieces = sorted(pieces, key=lambda one: (one.source.start, one.live, one.target.start))
@@ -64,7 +64,7 @@ def _steps(piece: Piece, after: Piece) -> tuple[int, int]:
 
 
 def _row_of(pieces: Sequence[Piece]) -> Piece | None:
-    """One piece of several that are alike and stand at equal distances, or None."""
+    """One piece of several that have the same shape at equal distances, or None."""
     first = pieces[0]
     if len({(one.live, one.source.dims, one.target.dims) for one in pieces}) > 1:
         return None
@@ -76,7 +76,7 @@ def _row_of(pieces: Sequence[Piece]) -> Piece | None:
 
 
 def _continued(piece: Piece, after: Piece) -> Piece | None:
-    """One piece of both if they differ in one size, along which they stand together, or None."""
+    """One piece of both if `after` continues `piece` along one dimension, or None."""
     dims, others = (paired(one.source, one.target) for one in (piece, after))
     if piece.live != after.live or len(dims) != len(others):
         return None
