@@ -70,6 +70,7 @@ class DigestLedger:
         specs: Of which parameter each is.
         sums: uint64[chunks], all parameters' chunks one after another.
         first: int64[parameters + 1], where each parameter's chunks begin in `sums`.
+        keys: uint64[parameters]: the digest seeds, at the first element of what is digested.
         numbers, starts, cols, gaps: int64[parameters]: the number of the layout's parameter, and
             where the region of it begins, and its rows.
     """
@@ -98,7 +99,8 @@ class DigestLedger:
         self.first: NDArray[np.int64] = np.cumsum([0, *chunks], dtype=np.int64)
         self.sums: NDArray[np.uint64] = np.zeros(int(self.first[-1]), np.uint64)
         # Positions in a region count from its start.
-        self._keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in shares]
+        keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in shares]
+        self.keys: NDArray[np.uint64] = np.array(keys, np.uint64)
         columns = [(s.number, s.region.start, *s.region.rows) for s in shares]
         self.numbers, self.starts, self.cols, self.gaps = (
             np.array(columns, np.int64).reshape(-1, 4).T
@@ -130,11 +132,6 @@ class DigestLedger:
     def item_sizes(self) -> NDArray[np.int64]:
         """int64[parameters]: bytes of an element."""
         return np.array([spec.dtype.item_size for spec in self.specs], np.int64)
-
-    @cached_property
-    def keys(self) -> NDArray[np.uint64]:
-        """uint64[parameters]: the digest seeds, at the first element of what is digested."""
-        return np.array(self._keys, np.uint64)
 
     @property
     def total(self) -> int:
@@ -169,7 +166,7 @@ class DigestLedger:
         if parameter in self._gaps:
             positions = torch.arange(start, start + len(bits), device=bits.device)
             return self.digest_at(parameter, positions, bits)
-        return KERNELS[bits.device.type].digest_run(bits, self._keys[parameter], start)
+        return KERNELS[bits.device.type].digest_run(bits, int(self.keys[parameter]), start)
 
     def digest_at(self, parameter: int, positions: Tensor, bits: Tensor) -> int:
         """The digest of int[n] elements at increasing int64[n] flat positions."""
@@ -220,7 +217,7 @@ class DigestLedger:
         self, parameter: int, positions: Tensor, bits: Tensor
     ) -> tuple[int, NDArray[np.uint64]]:
         """(first chunk, uint64[chunks]): digests of elements at increasing positions, by chunk."""
-        kernels, key = KERNELS[bits.device.type], self._keys[parameter]
+        kernels, key = KERNELS[bits.device.type], int(self.keys[parameter])
         if (region := self._gaps.get(parameter)) is None:
             return kernels.digest_chunks(positions, bits, key, self.chunk_numel)
         first, last = (int(positions[n]) // self.chunk_numel for n in (0, -1))

@@ -48,9 +48,9 @@ class Boxes:
                 ]
         self.first = np.cumsum(self.count) - self.count
         self.dims = max((max(1, len(dims)) for _, _, dims in boxes), default=0)
-        self.address = np.array([address for address, _, _ in boxes], np.int64)
         rows = [[address, start, *self._padded(dims)] for address, start, dims in boxes]
         columns = np.array(rows, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
+        self.address: NDArray[np.int64] = columns[0]
         (there,) = upload([columns], device)
         self.table = there, len(boxes)
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -172,7 +171,8 @@ def _watch(
         raise
     except Exception as error:
         raise ConfigError(
-            f"the loader cannot be watched: at {recorder.given!r} it raised {_line(error)}"
+            f"the loader cannot be watched: at {recorder.given!r} it raised "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
             f"{suggested([recorder.given], (), are_sent=True)}"
             f"{leaving_out(recorder.given, error, live)}"
         ) from error
@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pieces=pieces,
             given=self._names,
             together=self._back.together(tuple(self._all), pieces, watch) if pieces else (),
-            dtypes={name: _known(self._all[name].dtype) for name in pieces},
+            dtypes={name: dtype_of(self._given[self._names[name][0]]) for name in pieces},
             refused=self._refused,
             uncovered=self._uncovered,
             untouched=untouched,
@@ -438,10 +438,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse([name], "is read or kept as another dtype than its own")
         elif source.dtype != target.dtype:
             self._cast(name, target.dtype)
-        elif (read := elements.select(Region.of(_expanded(source, target)))) is None:
-            self._refuse([name], "is not only copied: a rearrangement that cannot be followed")
         else:
-            self._pieces[name].append(Piece.of(live, read, Region.of(target)))
+            read = source if source.shape == target.shape else source.expand(target.shape)
+            if (found := elements.select(Region.of(read))) is not None:
+                self._pieces[name].append(Piece.of(live, found, Region.of(target)))
+                return
+            self._refuse([name], "is not only copied: a rearrangement that cannot be followed")
 
     def _spoil(self, target: Tensor, why: str) -> None:
         """Something else than a checkpoint tensor's elements went to a live tensor."""
@@ -479,18 +481,3 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif key in self._made_of:
                 found |= self._made_of[key][0]
         return found
-
-
-def _line(error: Exception) -> str:
-    """What was raised, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-@cache
-def _known(dtype: torch.dtype) -> Dtype:
-    return dtype_of(torch.empty(0, dtype=dtype))
-
-
-def _expanded(source: Tensor, target: Tensor) -> Tensor:
-    """What a copy to `target` reads."""
-    return source if source.shape == target.shape else source.expand(target.shape)
