@@ -43,6 +43,8 @@ class Region:
     dims: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        if len(self.dims) == 1 and self.dims[0][0] > 1:
+            return
         done: list[tuple[int, int]] = []
         for size, stride in self.dims:
             if size == 0:
@@ -117,12 +119,15 @@ class Region:
         A run is one row, without a gap.
         """
         match self.dims:
+            case ():
+                return 1, 0
+            case ((cols, 1),):
+                return max(1, cols), 0
+            case ((_, width),):
+                return 1, width - 1
             case ((_, width), (cols, 1)):
                 return cols, width - cols
-            case ((_, width),) if width > 1:
-                return 1, width - 1
-        assert self.is_run, "no rows"
-        return max(1, self.numel), 0
+        raise ValueError(f"{self} is no rows of one length")
 
     def view(self, tensor: Tensor) -> Tensor:
         """These elements of a tensor's storage: a view of that shape. Not owned."""
