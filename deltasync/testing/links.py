@@ -17,6 +17,7 @@ from torch import Tensor
 from deltasync.errors import DeltaSyncError, PeerLost, TransportClosed, TransportTimeout
 from deltasync.testing.processes import Child
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from deltasync.transports.control.connection import Deadline
 
 T = TypeVar("T")
 
@@ -102,8 +103,8 @@ def sender_process(make: Callable[[], SendTransport], num_receivers: int) -> Non
 def greeted(sender: SendTransport, count: int) -> dict[int, bytes]:
     """The next `count` greetings by peer."""
     found: dict[int, bytes] = {}
-    give_up = time.monotonic() + PATIENCE_S
-    while len(found) < count and time.monotonic() < give_up:
+    deadline = Deadline(PATIENCE_S)
+    while len(found) < count and not deadline.passed:
         found.update(sender.poll(timeout_s=1))
     assert len(found) == count, found
     return found

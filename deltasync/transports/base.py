@@ -40,21 +40,17 @@ class Frame:
     payload: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do. Callers decide by these facts, never by the transport's name.
 
     Attributes:
         devices: torch device types that payloads may live on.
         max_payload_bytes: Largest payload of one frame; None if only memory limits it.
-        zero_copy: Whether a payload packed into `buffer()` is sent without another copy.
-        detects_loss: Whether a dead peer is detected before a timeout.
     """
 
     devices: tuple[str, ...]
     max_payload_bytes: int | None
-    zero_copy: bool
-    detects_loss: bool
 
 
 class Closing(Protocol):

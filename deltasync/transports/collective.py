@@ -72,7 +72,6 @@ from deltasync.transports.process_group import (
     Membership,
     PayloadBuffer,
     bounded,
-    capabilities_of,
     device_of,
     serve_store,
 )
@@ -122,7 +121,7 @@ class Sender(SendTransport):
         check_secret(secret)
         self._backend: Backend = backend
         device = device_of(backend, device)
-        self._capabilities = capabilities_of(device, max_payload_bytes)
+        self._capabilities = Capabilities((device.type,), max_payload_bytes)
         listener = listen_tcp(host, port)
         self._host, self._port = listener.getsockname()[:2]
         if secret is None:

@@ -44,7 +44,6 @@ from deltasync.transports.process_group import (
     Membership,
     PayloadBuffer,
     bounded,
-    capabilities_of,
     device_of,
 )
 
@@ -116,7 +115,7 @@ class Receiver(ReceiveTransport):
         check_secret(secret)
         self._backend: Backend = backend
         device = device_of(backend, device)
-        self._capabilities = capabilities_of(device, max_payload_bytes)
+        self._capabilities = Capabilities((device.type,), max_payload_bytes)
         self._address = host, port
         self._busy_s = BUSY_S[device.type]
         self._gate = Gate(self._busy_s)

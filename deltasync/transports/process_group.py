@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from deltasync.errors import ConfigError, TransportUnavailable
 from deltasync.transports import forks
-from deltasync.transports.base import Capabilities
+from deltasync.transports.control.connection import Deadline
 from deltasync.transports.control.endpoints import listen_tcp
 
 Backend = Literal["gloo", "nccl"]
@@ -72,16 +72,6 @@ def device_of(backend: Backend, device: torch.device | str | None) -> torch.devi
     if torch.device(device).type != type_:
         raise ConfigError(f"{backend} moves payloads on {type_}, not on {device}")
     return torch.device(device)
-
-
-def capabilities_of(device: torch.device, max_payload_bytes: int) -> Capabilities:
-    """What a broadcast between `device`s can do."""
-    return Capabilities(
-        devices=(device.type,),
-        max_payload_bytes=max_payload_bytes,
-        zero_copy=True,
-        detects_loss=True,
-    )
 
 
 def serve_store(host: str) -> tuple[int, TCPStore]:
@@ -362,9 +352,9 @@ class Membership:
 
 
 def _ends_within(limit_s: float, flights: list[Broadcast]) -> bool:
-    give_up = time.monotonic() + limit_s
+    deadline = Deadline(limit_s)
     while not all(flight.is_done() for flight in flights):
-        if time.monotonic() >= give_up:
+        if deadline.passed:
             return False
         time.sleep(_POLL_S)
     return True

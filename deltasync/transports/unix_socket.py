@@ -36,7 +36,6 @@ from deltasync.transports.control.connection import (
 from deltasync.transports.control.endpoints import Client, Gate, Server
 from deltasync.transports.control.socket_file import (
     check_user,
-    is_of_this_user,
     listen,
     private_path,
 )
@@ -109,13 +108,13 @@ class SlotSender(SendTransport):
         """
         self._slots = slots
         self._empty = slots[0].memory[:0]
-        self._capabilities = _capabilities(self._empty.device.type, max_payload_bytes)
+        self._capabilities = Capabilities((self._empty.device.type,), max_payload_bytes)
         self._path = private_path() if path is None else Path(path)
         listener = listen(self._path)
         self._inode = self._path.lstat().st_ino
         self._gate = Gate(BUSY_S[self._empty.device.type])
         self._server = Server(
-            listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE}, admits=is_of_this_user
+            listener, self._gate, kinds={Kind.REPLY, Kind.RELEASE}, admit=check_user
         )
         self._lent: Slot | None = None
         self._sequence = 0
@@ -313,7 +312,7 @@ class SlotReceiver(ReceiveTransport, ABC):
         So is a sender of another user, unless that is root.
         """
         self._path = Path(path)
-        self._capabilities = _capabilities(device_type, max_payload_bytes)
+        self._capabilities = Capabilities((device_type,), max_payload_bytes)
         self._gate = Gate(BUSY_S[device_type])
         self._client = Client(self._dial, self._gate, kinds={Kind.FRAME, Kind.SEGMENT})
 
@@ -362,12 +361,3 @@ class SlotReceiver(ReceiveTransport, ABC):
             sock.close()
             raise
         return sock
-
-
-def _capabilities(device_type: str, max_payload_bytes: int | None) -> Capabilities:
-    return Capabilities(
-        devices=(device_type,),
-        max_payload_bytes=max_payload_bytes,
-        zero_copy=True,
-        detects_loss=True,
-    )

@@ -140,7 +140,7 @@ class Server:
         secret: bytes | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         greeting_timeout_s: float = 30.0,
-        admits: Callable[[socket.socket], bool] = lambda sock: True,
+        admit: Callable[[socket.socket], None] = lambda sock: None,
     ) -> None:
         """Serve on `listener`, which must listen already and belongs to the server from now on.
 
@@ -151,7 +151,7 @@ class Server:
             secret: Demand, and give, signed messages.
             max_message_bytes: A peer that declares more is dropped.
             greeting_timeout_s: A connection that has not greeted by then is dropped.
-            admits: Which connections are accepted; all are by default.
+            admit: Raises OSError for a connection that is refused; none is by default.
         """
         self._gate = gate
         self._kinds = frozenset(kinds)
@@ -162,7 +162,7 @@ class Server:
             secret=secret,
             max_greeting_bytes=min(MAX_GREETING_BYTES, max_message_bytes),
             timeout_s=greeting_timeout_s,
-            admits=admits,
+            admit=admit,
         )
         self._patience = Patience()
         self._peers: dict[int, Connection] = {}

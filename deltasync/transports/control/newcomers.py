@@ -66,17 +66,17 @@ class Newcomers:
         secret: bytes | None,
         max_greeting_bytes: int,
         timeout_s: float,
-        admits: Callable[[socket.socket], bool],
+        admit: Callable[[socket.socket], None],
     ) -> None:
         """Accept on `listener`, which must listen and belongs to this object from now on.
 
         One that has not greeted after `timeout_s` of listening is turned away, and one that
-        `admits` refuses before a byte of it is read.
+        `admit` raises OSError for before a byte of it is read.
         """
         listener.setblocking(False)
         self._listener, self._gate, self._secret = listener, gate, secret
         self._max_greeting_bytes, self._timeout_s = max_greeting_bytes, timeout_s
-        self._admits = admits
+        self._admit = admit
         self._ends_at: dict[Connection, float] = {}  # on our clock, in order of arrival
         self._stalled: set[Connection] = set()
         self._clock_s, self._ticked_at = 0.0, time.monotonic()
@@ -171,12 +171,8 @@ class Newcomers:
         self._listener.close()
 
     def _opened(self, sock: socket.socket) -> Connection | None:
-        if not self._admits(sock):
-            sock.close()
-            return None
-        if len(self._ends_at) >= _MAX_NEWCOMERS:
-            self.turn_away(next(iter(self._ends_at)))
         try:
+            self._admit(sock)
             connection = Connection(
                 sock,
                 is_server=True,
@@ -184,9 +180,11 @@ class Newcomers:
                 max_message_bytes=self._max_greeting_bytes,
                 secret=self._secret,
             )
-        except OSError:  # it has gone
+        except OSError:  # it is refused, or has gone
             sock.close()
             return None
+        if len(self._ends_at) >= _MAX_NEWCOMERS:
+            self.turn_away(next(iter(self._ends_at)))
         self._ends_at[connection] = self._clock_s + self._timeout_s
         self._gate.watch(connection)
         return connection

@@ -63,15 +63,6 @@ def check_user(sock: socket.socket) -> None:
         raise PermissionError(f"the other end belongs to user {user}, not to {os.geteuid()}")
 
 
-def is_of_this_user(sock: socket.socket) -> bool:
-    """Whether `check_user` has nothing to say."""
-    try:
-        check_user(sock)
-    except OSError:
-        return False
-    return True
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other senders of this user from claiming `path` at the same moment.
