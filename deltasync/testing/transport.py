@@ -45,6 +45,8 @@ SIZES = [0, 1, 4095, 4096, (1 << 20) + 3]
 class TransportContract(ABC):
     """What a sender and its receivers may rely on, whatever lies between them."""
 
+    pytestmark = pytest.mark.timeout(90)
+
     @abstractmethod
     def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
         """How to make the two ends of one new link."""
@@ -64,7 +66,6 @@ class TransportContract(ABC):
 
     # Frames
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("num_receivers", [1, 3])
     def test_every_receiver_gets_the_same_bytes_in_order(
         self, link: Link, num_receivers: int
@@ -75,7 +76,6 @@ class TransportContract(ABC):
         for frame in [*frames, Frame(b"header only"), *reversed(frames)]:
             assert all(same_frame(got, frame) for got in link.exchange(frame))
 
-    @pytest.mark.timeout(60)
     def test_header_only_frames_queue_in_order(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -85,7 +85,6 @@ class TransportContract(ABC):
             headers = [receiver.receive(timeout_s=PATIENCE_S).header for _ in range(50)]
             assert headers == [b"%d" % number for number in range(50)]
 
-    @pytest.mark.timeout(60)
     def test_buffers_of_every_size_are_sent(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -98,7 +97,6 @@ class TransportContract(ABC):
             for got in link.exchange(Frame(b"packed", buffer)):
                 assert same_frame(got, expected)
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize(
         "payload",
         [
@@ -119,7 +117,6 @@ class TransportContract(ABC):
 
     # Ownership of buffers
 
-    @pytest.mark.timeout(60)
     def test_a_tensor_may_be_overwritten_once_sent(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -129,7 +126,6 @@ class TransportContract(ABC):
         payload.fill_(0xEE)
         assert all(same_frame(future.result(PATIENCE_S), frame) for future in received)
 
-    @pytest.mark.timeout(60)
     def test_the_next_buffer_leaves_what_receivers_read_alone(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -145,7 +141,6 @@ class TransportContract(ABC):
                 assert payload is not None
                 assert torch.equal(payload.to(expected.device), expected)
 
-    @pytest.mark.timeout(60)
     def test_progress_leaves_what_is_read_alone(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -166,7 +161,6 @@ class TransportContract(ABC):
 
     # Replies
 
-    @pytest.mark.timeout(60)
     def test_replies_come_by_peer(self, link: Link) -> None:
         link.add(3)
         link.open()
@@ -175,7 +169,6 @@ class TransportContract(ABC):
         replies = link.sender.collect_replies(timeout_s=PATIENCE_S)
         assert replies == {peer: b"%d" % number for number, peer in enumerate(link.peers)}
 
-    @pytest.mark.timeout(60)
     def test_who_replies_late_is_dropped_and_others_go_on(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -193,7 +186,6 @@ class TransportContract(ABC):
             link.receivers[0].receive(timeout_s=PROMPT_S)
         assert isinstance(link.sender.collect_replies(timeout_s=0)[late], PeerLost)
 
-    @pytest.mark.timeout(60)
     def test_a_receiver_that_never_answers_does_not_keep_the_rest(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -201,7 +193,6 @@ class TransportContract(ABC):
         link.sender.drop(link.peers[0])
         link.check([good])
 
-    @pytest.mark.timeout(60)
     def test_a_receive_that_timed_out_may_be_repeated(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -210,7 +201,6 @@ class TransportContract(ABC):
         frame = Frame(b"later", link.payload_of(3))
         assert same_frame(link.exchange(frame)[0], frame)
 
-    @pytest.mark.timeout(60)
     def test_short_timeouts_do_not_lose_frames(self, link: Link) -> None:
         link.add(1)
         frame = Frame(b"patience", link.payload_of(1 << 20))
@@ -229,7 +219,6 @@ class TransportContract(ABC):
 
     # Membership
 
-    @pytest.mark.timeout(60)
     def test_greetings_come_in_order(self, link: Link) -> None:
         assert link.sender.poll(timeout_s=0) == []
         peers = []
@@ -244,7 +233,6 @@ class TransportContract(ABC):
         assert [data for _, data in peers] == [b"0", b"1", b"2"]
         assert sorted(peers) == peers
 
-    @pytest.mark.timeout(60)
     def test_a_receiver_that_closes_is_lost(self, link: Link) -> None:
         link.add(1)
         good = link.add_echo()
@@ -260,7 +248,6 @@ class TransportContract(ABC):
         assert lost in link.sender.open_epoch([lost, good], timeout_s=PATIENCE_S)
         link.check([good])
 
-    @pytest.mark.timeout(60)
     def test_sending_to_a_lost_peer_says_so_and_the_rest_stay(self, link: Link) -> None:
         link.add(1)
         good = link.add_echo()
@@ -273,7 +260,6 @@ class TransportContract(ABC):
             send_for_ever(link, Frame(b"to whom", link.payload_of(100)))
         link.sender.send(Frame(b"end", link.payload_of(100)), timeout_s=PATIENCE_S)
 
-    @pytest.mark.timeout(60)
     def test_a_dropped_peer_gets_what_was_sent_and_is_told(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -287,7 +273,6 @@ class TransportContract(ABC):
             link.receivers[0].reply(b"", timeout_s=PROMPT_S)
         assert isinstance(link.sender.collect_replies(timeout_s=0)[link.peers[0]], PeerLost)
 
-    @pytest.mark.timeout(60)
     def test_a_receiver_that_connects_again_is_a_new_peer(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -299,7 +284,6 @@ class TransportContract(ABC):
         frame = Frame(b"again", link.payload_of(1000))
         assert all(same_frame(got, frame) for got in link.exchange(frame))
 
-    @pytest.mark.timeout(60)
     def test_peers_that_never_were_are_lost(self, link: Link) -> None:
         assert isinstance(link.sender.open_epoch([17], timeout_s=1)[17], PeerLost)
         assert not link.sender.is_connected(17)
@@ -308,7 +292,6 @@ class TransportContract(ABC):
 
     # Closing
 
-    @pytest.mark.timeout(60)
     def test_closing_twice_is_closing_once(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -320,7 +303,6 @@ class TransportContract(ABC):
         with pytest.raises(TransportClosed):
             link.receivers[0].receive(timeout_s=0)
 
-    @pytest.mark.timeout(60)
     def test_both_ends_are_context_managers_that_close(self, link: Link) -> None:
         link.add(1)
         with link.sender as sender, link.receivers[0] as receiver:
@@ -331,7 +313,6 @@ class TransportContract(ABC):
         with pytest.raises(TransportClosed):
             receiver.receive(timeout_s=0)
 
-    @pytest.mark.timeout(60)
     def test_closing_wakes_whoever_waits(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -348,7 +329,6 @@ class TransportContract(ABC):
             link.sender.close()
             assert isinstance(polls.exception(PROMPT_S), TransportClosed)
 
-    @pytest.mark.timeout(60)
     def test_receivers_notice_a_sender_that_closes(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -361,7 +341,6 @@ class TransportContract(ABC):
 
     # Other processes
 
-    @pytest.mark.timeout(90)
     def test_a_killed_receiver_is_lost_and_others_go_on(self, processes: Link) -> None:
         good = processes.add_echo()
         child, peer = processes.add_process()
@@ -373,7 +352,6 @@ class TransportContract(ABC):
             )
         processes.check([good])
 
-    @pytest.mark.timeout(90)
     def test_a_receiver_killed_while_receiving_is_lost(self, processes: Link) -> None:
         good = processes.add_echo()
         child, peer = processes.add_process()
@@ -385,7 +363,6 @@ class TransportContract(ABC):
             assert peer in lost_peers(processes, [good, peer], frame, timeout_s=PATIENCE_S)
         processes.check([good])
 
-    @pytest.mark.timeout(90)
     @pytest.mark.parametrize("num_bytes", [None, 4 << 20], ids=["header only", "payload"])
     def test_a_stopped_receiver_is_late_and_dropped(
         self, processes: Link, num_bytes: int | None
@@ -401,7 +378,6 @@ class TransportContract(ABC):
         assert not processes.sender.is_connected(peer)
         processes.check([good, also_good])
 
-    @pytest.mark.timeout(90)
     def test_receivers_notice_a_killed_sender(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path, MAX_PAYLOAD_BYTES)
         if not ends.crosses_processes:

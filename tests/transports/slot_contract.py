@@ -145,7 +145,6 @@ class SlotContract(TransportContract):
 
     # Memory
 
-    @pytest.mark.timeout(60)
     def test_the_buffer_is_what_receivers_read(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -160,7 +159,6 @@ class SlotContract(TransportContract):
         link.exchange(Frame(b"header only"))
         assert link.sender.buffer(1000, timeout_s=1).data_ptr() == address
 
-    @pytest.mark.timeout(60)
     def test_slots_are_announced_once_and_grow(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -181,7 +179,6 @@ class SlotContract(TransportContract):
         gc.collect()
         assert self.num_held() == before
 
-    @pytest.mark.timeout(60)
     def test_memory_grows_in_steps(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -192,7 +189,6 @@ class SlotContract(TransportContract):
             link.exchange(Frame(b"x", buffer))
         assert len(addresses) == 2
 
-    @pytest.mark.timeout(60)
     def test_any_part_of_the_buffer_may_be_sent(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -204,7 +200,6 @@ class SlotContract(TransportContract):
 
     # Readers
 
-    @pytest.mark.timeout(60)
     def test_who_holds_a_payload_for_ever_is_dropped(self, link: Link) -> None:
         link.add(1)
         good = link.add_echo()
@@ -218,7 +213,6 @@ class SlotContract(TransportContract):
         assert not link.sender.is_connected(holder)
         link.check([good])
 
-    @pytest.mark.timeout(60)
     def test_what_was_sent_before_a_drop_arrives_although_a_payload_is_held(
         self, link: Link
     ) -> None:
@@ -229,7 +223,6 @@ class SlotContract(TransportContract):
         link.sender.drop(link.peers[0])
         assert link.receivers[0].receive(timeout_s=PROMPT_S).header == b"last words"
 
-    @pytest.mark.timeout(60)
     def test_what_was_sent_arrives_after_the_sender_has_closed(self, link: Link) -> None:
         link.add(1)
         link.open()
@@ -242,7 +235,6 @@ class SlotContract(TransportContract):
         with pytest.raises(PeerLost):
             link.receivers[0].receive(timeout_s=1)
 
-    @pytest.mark.timeout(60)
     def test_a_receiver_that_leaves_lets_go(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -253,7 +245,6 @@ class SlotContract(TransportContract):
         with within(PROMPT_S):
             link.sender.buffer(100, timeout_s=PATIENCE_S)
 
-    @pytest.mark.timeout(60)
     def test_a_receiver_that_does_not_read_is_late(self, link: Link) -> None:
         link.add(1)
         assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
@@ -264,7 +255,6 @@ class SlotContract(TransportContract):
 
     # Peers that lie
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("data", [b"", bytes(8), b"\x01" * 8, bytes(9), b"\xff" * 8])
     def test_letting_go_of_nothing_ends_the_connection(
         self, link: Link, tmp_path: Path, data: bytes
@@ -286,7 +276,6 @@ class SlotContract(TransportContract):
             liar.close()
         link.check([good])
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
     def test_a_sender_that_lies_is_lost(
         self, liar: tuple[Liar, ReceiveTransport], lie: Callable[[Liar], object]

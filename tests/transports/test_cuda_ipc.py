@@ -202,12 +202,10 @@ class TestHostMemory(SlotContract):
         cuda_ipc._free_unmapped()
         return HostGpu.num_allocated + HostGpu.num_mapped + num_descriptors("pipe:")
 
-    @pytest.mark.timeout(60)
     def test_receivers_of_other_processes_map_the_buffer(self, link: Link, apart: None) -> None:
         self.test_the_buffer_is_what_receivers_read(link)
         assert HostGpu.num_mapped == 2 * len(link.receivers)
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize(
         "handles",
         [bytes(16) + NOWHERE + NOWHERE, UUID + NOWHERE + NOWHERE, UUID + bytes(64) + bytes(64)],
@@ -222,7 +220,6 @@ class TestHostMemory(SlotContract):
         with pytest.raises(PeerLost):
             liar[1].receive(timeout_s=PATIENCE_S)
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("kind", ["replaced", "many", "large"])
     def test_what_waits_for_a_payload_is_bounded(
         self, liar: tuple[Liar, ReceiveTransport], kind: str

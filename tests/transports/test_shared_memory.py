@@ -50,7 +50,6 @@ class TestSharedMemory(SlotContract):
     def num_held(self) -> int:
         return num_descriptors("/memfd:")
 
-    @pytest.mark.timeout(60)
     def test_who_writes_to_a_payload_harms_nobody_else(self, link: Link) -> None:
         link.add(2)
         link.open()
@@ -61,7 +60,6 @@ class TestSharedMemory(SlotContract):
         first.payload.fill_(3)  # against the rules
         assert int(second.payload[0]) == int(buffer[0]) == 2
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize(
         ("num_bytes", "seals"),
         [(4096, 0), (4096, fcntl.F_SEAL_GROW), (0, SEALS), (1 << 40, SEALS)],
