@@ -118,11 +118,14 @@ def serve(
     phase: str,
     start: str,
     number: signal.Signals = signal.SIGKILL,
+    *,
+    rank: int = 0,
+    world: int = 1,
 ) -> None:
-    """Receive until the test ends, writing down what is held after every sync.
+    """Receive until the test ends, writing down what is held after every sync and every error.
 
     Waits for the file `start`, if it has a name, so that processes can be started ahead. Sends
-    itself the signal `number` at `phase`.
+    itself the signal `number` at `phase`. Every rank of an engine holds the whole model.
     """
     while start and not Path(folder, start).exists():
         time.sleep(0.005)
@@ -131,16 +134,20 @@ def serve(
         ModuleTarget(replica),
         DyingReceiver(connect(kind, folder), phase, number),
         engine=engine,
+        rank=rank,
+        world=world,
         options=ReceiverOptions(stall_timeout_s=10),
     )
-    with Path(folder, f"{engine}.jsonl").open("a", buffering=1) as record:
+    name = engine if world == 1 else receiver.name.replace("/", "-")
+    with Path(folder, f"{name}.jsonl").open("a", buffering=1) as record:
         while True:
             try:
                 version = receiver.receive_weights(timeout_s=0.5)
             except TimeoutError:
                 continue
             except DeltaSyncError as error:
-                record.write(json.dumps({"error": type(error).__name__}) + "\n")
+                kept = {"error": type(error).__name__, "keeps": fingerprint(replica)}
+                record.write(json.dumps(kept) + "\n")
                 time.sleep(0.02)
                 continue
             record.write(json.dumps({"version": version, "hash": fingerprint(replica)}) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,52 @@ def test_a_member_killed_within_a_delta_leaves_the_version_to_the_others(
     finally:
         sender.close()
         for child in victims:
+            child.kill()
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("phase", ["commit", "committed"])
+def test_a_rank_killed_after_the_decision_takes_its_engine_back_unless_it_had_committed(
+    phase: str, kind: str, tmp_path: Path
+) -> None:
+    """Its sibling has written the version by then; an engine of one rank keeps it in any case."""
+    source, folder = model(1), str(tmp_path)
+    sender = WeightSender(ModuleSource(source), listen(kind, folder))
+
+    def rank(number: int, dies_at: str = "", start: str = "") -> Child:
+        serve_rank = partial(serve, rank=number, world=2)
+        return Child(serve_rank, kind, folder, "pair", 1, dies_at, start)
+
+    sibling, victim, heir = rank(0), rank(1, phase), rank(1, start="go")
+    try:
+        with Child(serve, kind, folder, "single", 1, "", ""):
+            sender.wait_for_receivers(3, timeout_s=60)
+            assert sender.send_weights(timeout_s=10).full_synced == 0
+            before = fingerprint(source)
+            step(source, 1)
+            stats = sender.send_weights(timeout_s=10)
+            after = fingerprint(source)
+            until(lambda: last_hash(tmp_path, "single") == after)
+            assert set(stats.lost) <= {"pair[1/2]"}
+            if phase == "commit":  # the sibling undoes, and is not named
+                assert stats.receivers == 1
+                assert "PeerLost" in stats.lost["pair[1/2]"]
+                undone = {"error": "SyncAborted", "keeps": before}
+                until(lambda: undone in held(tmp_path, "pair[0-2]"))
+            else:
+                until(lambda: last_hash(tmp_path, "pair[0-2]") == after)
+            step(source, 2)
+            assert sender.send_weights(timeout_s=10).receivers == 1
+            (tmp_path / "go").touch()
+            sender.wait_for_receivers(3, timeout_s=60)
+            step(source, 3)
+            assert sender.send_weights(timeout_s=10).full_synced == 2
+            for name in ("single", "pair[0-2]", "pair[1-2]"):
+                until(lambda name=name: last_hash(tmp_path, name) == fingerprint(source))  # type: ignore[misc]
+            assert not [line for line in held(tmp_path, "single") if "error" in line]
+    finally:
+        sender.close()
+        for child in (sibling, victim, heir):
             child.kill()
 
 
