@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
+from benchmarks import processes
 from benchmarks.workload import bits_of, decoder, many_small
 from deltasync import (
     ModuleSource,
@@ -118,9 +119,7 @@ def open_pair(model: Model, options: SenderOptions | None = None) -> Iterator[Pa
         module = model.build()
         sender = WeightSender(ModuleSource(module), shared_memory.Sender(path), options=options)
         numbers = [str(n) for n in (model.hidden, model.layers, model.num_small)]
-        command = [sys.executable, "-m", "benchmarks.pair", str(path), *numbers]
-        pipe = subprocess.PIPE
-        engine = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        engine = processes.start("benchmarks.pair", str(path), *numbers, is_told=True)
         try:
             with sender:
                 yield Pair(module, sender, engine)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import torch
 
+from benchmarks import processes
 from benchmarks.cases import GROUPS
 from benchmarks.record import Result
 from benchmarks.workload import SCALES
@@ -19,8 +19,7 @@ class GroupFailed(RuntimeError):
 
 def run_group(group: str, scale: str) -> Iterator[Result]:
     """Records of one group, as they come. Raises GroupFailed."""
-    command = [sys.executable, "-m", "benchmarks.runner", group, scale]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with processes.start("benchmarks.runner", group, scale) as process:
         assert process.stdout is not None
         try:
             yield from map(Result.from_json, process.stdout)

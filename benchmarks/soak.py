@@ -29,6 +29,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from benchmarks import processes
 from benchmarks.descriptors import descriptors
 from benchmarks.gpu.engine import FAILURES, begin_engine, synchronize
 from benchmarks.gpu.links import connect, listen
@@ -128,9 +129,7 @@ class Engine:
     """An engine's process as the trainer sees it: a spare until `connect`."""
 
     def __init__(self, setup: Setup) -> None:
-        command = [sys.executable, "-m", "benchmarks.soak", setup.to_json()]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._process = processes.start("benchmarks.soak", setup.to_json(), is_told=True)
         self._is_warm = False
 
     def wait_until_warm(self) -> None:

@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
+from benchmarks import processes
 from benchmarks.soak import Usage, fingerprint
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.errors import DeltaSyncError, TransportTimeout
@@ -166,8 +167,7 @@ def _few_descriptors() -> Iterator[None]:
 @contextmanager
 def _process(*words: str) -> Iterator[subprocess.Popen[str]]:
     """This module as another process, which is killed at the end."""
-    command = [sys.executable, "-m", "benchmarks.strangers", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = processes.start("benchmarks.strangers", *words)
     try:
         yield process
     finally:

@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from benchmarks import processes
 from benchmarks.engines import Trainer as Source
 from benchmarks.record import MEMORY, SLOW_DOWN, Result, compared
 from deltasync import SenderOptions, WeightReceiver, WeightSender
@@ -229,9 +230,7 @@ def _flip(weights: dict[str, Tensor], share: float) -> None:
 
 @contextmanager
 def _worker() -> Iterator[Worker]:
-    command = [sys.executable, "-m", "benchmarks.verl"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    process = processes.start("benchmarks.verl", is_told=True)
     try:
         yield Worker(process)
     finally:

@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from io import StringIO
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Literal, Self, TextIO
 
-from deltasync.testing.processes import free_port
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT_S = 100.0
 
@@ -30,8 +32,9 @@ class Program:
     """One program in a session of its own, which is used as a `subprocess.Popen` with pipes.
 
     Attributes:
+        stdin: What it reads, if it `is_told` something.
         stdout: What it and its children write.
-        stderr: Likewise.
+        stderr: Likewise, if it `is_overheard`; else that goes where everything goes.
     """
 
     def __init__(
@@ -40,15 +43,19 @@ class Program:
         *arguments: str | Path,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        is_told: bool = False,
+        is_overheard: bool = True,
     ) -> None:
-        """Start a script, or what `python -c` takes, in `folder`. It has nothing to read.
+        """Start a script, or what `python -c` takes, in `folder`.
 
         `environment` is added to that of this process. What is read from it while torch or
         deltasync is imported has been read.
         """
         self.args = [program, *map(str, arguments)]
         context = multiprocessing.get_context("forkserver")
-        readers, writers = zip(*[context.Pipe(duplex=False) for _ in range(2)], strict=True)
+        numbers = [*([0] if is_told else ()), 1, *([2] if is_overheard else ())]
+        pipes = {number: context.Pipe(duplex=False) for number in numbers}
+        theirs = {number: ends[number > 0] for number, ends in pipes.items()}
         self._process = context.Process(
             target=_main,
             args=(
@@ -56,15 +63,24 @@ class Program:
                 self.args[1:],
                 folder or Path.cwd(),
                 os.environ | (environment or {}),
-                writers,
+                theirs,
             ),
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.stdout, self.stderr = map(_opened, readers)
-        for end in (*readers, *writers):
+        self.stdin: TextIO = _opened(pipes[0][1], "w") if is_told else StringIO()
+        self.stdout = _opened(pipes[1][0], "r")
+        self.stderr: TextIO = _opened(pipes[2][0], "r") if is_overheard else StringIO()
+        for end in chain(*pipes.values()):
             end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.wait()
 
     @property
     def returncode(self) -> int | None:
@@ -82,6 +98,7 @@ class Program:
 
     def communicate(self, timeout: float = TIMEOUT_S) -> tuple[str, str]:
         """What it and its children wrote; waits for the end of all."""
+        self.stdin.close()
         with ThreadPoolExecutor(2) as threads:
             texts = [threads.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
@@ -101,9 +118,9 @@ class Program:
         self._process.kill()
 
     def close(self) -> None:
-        """Stop reading."""
-        self.stdout.close()
-        self.stderr.close()
+        """Stop reading and telling."""
+        for stream in (self.stdin, self.stdout, self.stderr):
+            stream.close()
 
 
 def run(
@@ -127,10 +144,13 @@ def completed(program: Program) -> subprocess.CompletedProcess[str]:
 
 def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProcess[str]]:
     """Run ranks of `program` to their end, in the environment that torchrun makes for them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(world_size),
     }
     ranks = [
@@ -143,8 +163,8 @@ def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProces
         return [completed(rank) for rank in ranks]
 
 
-def _opened(reader: Connection) -> TextIO:
-    return os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+def _opened(end: Connection, mode: Literal["r", "w"]) -> TextIO:
+    return os.fdopen(os.dup(end.fileno()), mode, encoding="utf-8")
 
 
 def _main(
@@ -152,7 +172,7 @@ def _main(
     arguments: list[str],
     folder: Path,
     environment: dict[str, str],
-    outputs: tuple[Connection, Connection],
+    pipes: Mapping[int, Connection],
 ) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -161,9 +181,11 @@ def _main(
     os.environ.update(environment)
     tempfile.tempdir = None
     os.chdir(folder)
-    for descriptor, output in enumerate(outputs, start=1):
-        os.dup2(output.fileno(), descriptor)
-        output.close()
+    for descriptor, end in pipes.items():
+        os.dup2(end.fileno(), descriptor)
+        end.close()
+    if 0 in pipes:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     main = sys.modules["__main__"] = ModuleType("__main__")
     name, text = "-c", str(program)
     if isinstance(program, Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks import processes
 from benchmarks.gpu import baselines
 from benchmarks.gpu.engine import Watch, free_memory, synchronize
 from benchmarks.gpu.exchange import TRAINER, Broadcasts, Exchange, SharedBuffer, share
@@ -54,9 +54,8 @@ class EngineProcess:
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup, self.folder = setup, folder
-        command = [sys.executable, "-m", "benchmarks.gpu.engine", setup.to_json(), str(folder)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        words = (setup.to_json(), str(folder))
+        self._process = processes.start("benchmarks.gpu.engine", *words, is_told=True)
         if setup.link == "collective":
             self.exchange = Broadcasts.join(setup, folder, TRAINER)
 

@@ -19,6 +19,7 @@ from threading import Timer
 
 import torch
 
+from benchmarks import processes
 from benchmarks.gpu import cases, kernels
 from benchmarks.gpu.cases import Run
 from benchmarks.gpu.engine import FAILURES, free_memory
@@ -56,8 +57,8 @@ def run_groups(setup: Setup, groups: list[str], failures: list[str]) -> Iterator
 
 def _run_worker(setup: Setup, left: list[str], deadline: float) -> Generator[Result, None, int]:
     """One process; groups are taken off `left` as they end. Returns the exit status."""
-    command = [sys.executable, "-m", "benchmarks.gpu.worker", setup.to_json(), *left]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    words = (setup.to_json(), *left)
+    process = processes.start("benchmarks.gpu.worker", *words, own_session=True)
     alarm = _Alarm(process, deadline, longest_s=SCALES[setup.scale].limit_s / 2)
     status = -1
     assert process.stdout is not None

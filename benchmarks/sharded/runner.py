@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from threading import Timer
 
+from benchmarks import processes
 from benchmarks.record import Result
 from benchmarks.runner import GroupFailed
 from benchmarks.sharded.plan import ShardedPlan
@@ -33,8 +33,7 @@ def run_ranks(plan: ShardedPlan) -> Iterator[Result]:
 
 
 def _start(plan: ShardedPlan, rank: int, folder: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.sharded.rank", plan.to_json(), str(rank), folder]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return processes.start("benchmarks.sharded.rank", plan.to_json(), str(rank), folder)
 
 
 def _wait(ranks: list[subprocess.Popen[str]]) -> None:

@@ -1,4 +1,4 @@
-"""The recipe for torchrun, run as it is, and with a rank that is killed."""
+"""The recipe for torchrun, run in the environment that it makes, and by it with a rank killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_ranks
+
 ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "docs/examples/torchrun_ranks.py")
+RECIPE = ROOT / "docs/examples/torchrun_ranks.py"
 JOINED = re.compile(r"step (\d+) is v1: 3 ranks joined, (\d) of them by a full sync, (\d+) bytes")
 DELTA = re.compile(r"step (\d+) is v(\d+): [\d.]+% changed, \d+ bytes")
 # Of several ranks, on one line at times: torchrun starts them with -u, so that the end of a line is
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.timeout(170)
 def ranks(*options: str, recipe_options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """torchrun, which writes what its four ranks print, and ends them when it is told to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", *options, RECIPE, *recipe_options]
+    command += ["--nproc-per-node", "4", *options, str(RECIPE), *recipe_options]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as torchrun:
@@ -51,9 +53,9 @@ def kill(torchrun: subprocess.Popen[str], *, rank: int) -> None:
 
 
 def test_ranks_hold_the_trainer_s_bits_after_every_step() -> None:
-    with ranks() as torchrun:
-        first, *others = lines_of(torchrun)
-        assert torchrun.wait(30) == 0
+    done = run_ranks(RECIPE, 4)
+    assert [rank.returncode for rank in done] == [0, 0, 0, 0], done
+    first, *others = "".join(rank.stdout for rank in done).splitlines()
     assert JOINED.fullmatch(first)
     deltas = [match.groups() for line in others if (match := DELTA.fullmatch(line))]
     assert deltas == [(str(step), str(step + 1)) for step in range(1, 6)]
