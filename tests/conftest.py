@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
+from types import FunctionType
 
 import pytest
 import torch
@@ -21,8 +22,30 @@ for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
+
+def _patch_triton_once() -> None:
+    """Let Triton's interpreter patch its language once for each module of kernels.
+
+    It does so for each call of a function in a kernel, which takes most of the time of our tests.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    modules, patch = set(), interpreter._patch_lang
+
+    def patch_once(function: FunctionType) -> object:
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            patch(function)
+        return interpreter._LangPatchScope()  # which restores nothing
+
+    interpreter._patch_lang = patch_once
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+    _patch_triton_once()
     # Tests on GPUs have processes whose torch starts anew, in an environment of their own.
     multiprocessing.set_start_method("forkserver")
 
