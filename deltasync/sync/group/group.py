@@ -43,9 +43,9 @@ class GroupCalls:
         group: The ranks.
 
     Attributes:
-        exchanged_bytes: Said among ranks in the last call, both ways.
-        captures: By rank, what its snapshot goes back to.
-        addresses: By rank, where it sends from, if that can be told.
+        exchanged_bytes: Bytes of the messages among ranks in the last call, both ways.
+        captures: By rank, the capture that its snapshot comes from.
+        addresses: By rank, the address that it sends from, if its transport has one.
     """
 
     def __init__(self, group: TrainerGroup) -> None:
@@ -58,7 +58,7 @@ class GroupCalls:
         self._peers: dict[int, int] = {}  # by rank
         self._epoch: tuple[int, ...] = ()
         self._call = 1
-        self._is_owed = False  # answers that nobody has read
+        self._is_owed = False  # whether there are answers that were not read
 
     @property
     def call(self) -> int:
@@ -69,13 +69,13 @@ class GroupCalls:
     def one_call(
         self, outcome: Callable[[], tuple[int, SyncStats | None]], limit: CallTimeout
     ) -> Iterator[None]:
-        """What is done inside is one call of `send_weights`, in which all ranks take part.
+        """The context of one call of `send_weights`, in which all ranks take part.
 
-        A call inside another one is part of that.
+        A call inside another one is part of the outer one.
 
         Args:
-            outcome: Asked as the call ends: the version that receivers hold, and what was counted.
-                The other ranks return that, or raise what this one raises.
+            outcome: Called at the end: returns the version that receivers hold, and the stats. The
+                other ranks return those stats, or raise what this rank raises.
             limit: How long it may wait for the other ranks.
 
         Raises SyncAborted if a rank does not come, or is gone as the call ends.
@@ -87,13 +87,13 @@ class GroupCalls:
         try:
             yield
         except BaseException as error:
-            with suppress(SyncAborted):  # whoever is gone learns it otherwise
+            with suppress(SyncAborted):  # a rank that is gone finds out when it reconnects
                 self._end_call(outcome()[0], None, f"{type(error).__name__}: {error}")
             raise
         self._end_call(*outcome(), "")
 
     def _begin_call(self, limit: CallTimeout) -> None:
-        """Raises as `gather`; that was the call then."""
+        """Gather the ranks. Raises as `gather`; the call has then ended."""
         self.exchanged_bytes = 0
         try:
             self.gather(limit)
@@ -131,8 +131,8 @@ class GroupCalls:
             self._open(peers)
 
     def order(self, order: orders.Order) -> None:
-        """Tell all ranks. Raises SyncAborted if one is gone."""
-        if self._is_owed:  # to an order that was given up
+        """Send an order to all ranks. Raises SyncAborted if one is gone."""
+        if self._is_owed:  # answers to an abandoned order
             self._answers()
         header = encode(order)
         self.exchanged_bytes += len(header) * (self.world - 1)
@@ -140,13 +140,13 @@ class GroupCalls:
         try:
             self._link.send(Frame(header), timeout_s=self._limit.wait_s)
         except BaseException as error:
-            self._send_away()  # who has got the order would answer
+            self._send_away()  # ranks that received the order would answer it
             if isinstance(error, TransportError):
                 raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
             raise
 
     def answers(self, kind: type[A]) -> dict[int, A]:
-        """What each rank answers. Raises SyncAborted if one does not, or failed."""
+        """Return each rank's answer. Raises SyncAborted if one failed or does not answer."""
         found: dict[int, A] = {}
         problems: list[str] = []
         for rank, answer in self._answers().items():
@@ -183,7 +183,7 @@ class GroupCalls:
                 self._link.drop(peer)
 
     def _send_away(self) -> None:
-        """All ranks have to come again. What they have said or wait for is over."""
+        """Drop all ranks, so that they reconnect and nothing of the old exchange is left."""
         for peer in self._peers.values():
             self._link.drop(peer)
         self._peers, self._epoch, self._is_owed = {}, (), False
@@ -197,7 +197,7 @@ class GroupCalls:
         self._epoch = peers
 
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
-        """By rank."""
+        """Each rank's answer, or why there is none."""
         try:
             replies = self._link.collect_replies(timeout_s=self._limit.wait_s)
         except BaseException:
@@ -206,7 +206,7 @@ class GroupCalls:
         self._is_owed = False
         found: dict[int, orders.Said | DeltaSyncError] = {}
         for rank, peer in self._peers.items():
-            reply = replies.get(peer, PeerLost("it has connected anew since it was asked"))
+            reply = replies.get(peer, PeerLost("it has reconnected since it was asked"))
             if isinstance(reply, TransportError):
                 found[rank] = reply
                 continue

@@ -1,4 +1,4 @@
-"""The lanes of one rank of a trainer: its payloads to receivers with which another rank speaks."""
+"""The lanes of one trainer rank: its payloads to receivers, with which rank 0 runs the protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LaneSender:
     def send(
         self, plan: Plan, *, attempt: int, version: int, receivers: Sequence[str], timeout_s: float
     ) -> SentBuckets:
-        """Send all of it. Where receivers are lost nobody gets all; the result names them."""
+        """Send all of a plan. If receivers are lost, none gets all; the result names them."""
         self._link.limit = CallTimeout(timeout_s)
         if lost := self._absent(receivers, timeout_s):
             return SentBuckets(lost=lost)
@@ -46,7 +46,7 @@ class LaneSender:
             return SentBuckets(lost=gone)
 
     def listen(self, timeout_s: float = 0.0) -> None:
-        """Take in lanes that have come."""
+        """Accept lanes that have connected."""
         for peer, greeting, _ in self._link.greetings(timeout_s=timeout_s):
             if isinstance(greeting, Lane):
                 self._peers[greeting.connection] = peer
@@ -58,7 +58,7 @@ class LaneSender:
         self._link.close()
 
     def _send_all(self, plan: Plan, attempt: int, version: int) -> SentBuckets:
-        """Receivers are not left waiting for what will not come."""
+        """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
         emitter = Emitter(plan, version, compression=self._compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
@@ -71,9 +71,9 @@ class LaneSender:
         return emitter.sent
 
     def _absent(self, receivers: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Why there is no lane to some of the receivers.
+        """Why there is no lane to some of the receivers, by receiver.
 
-        Waits for those that have not come yet; one that has gone does not come again.
+        Waits for lanes that have not connected yet. A lane that is gone does not reconnect.
         """
         deadline = time.monotonic() + timeout_s
         self.listen()

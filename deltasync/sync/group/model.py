@@ -1,4 +1,4 @@
-"""What the ranks of a trainer hold, as rank 0 knows it: plain data and arithmetic, no I/O."""
+"""What a trainer's ranks hold, as rank 0 knows it: plain data and arithmetic, no I/O."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Declaration:
 
     @classmethod
     def told(cls, said: orders.Declared) -> Declaration:
-        """As another rank has said it. Raises WireError, ConfigError."""
+        """Of another rank, from its message. Raises WireError, ConfigError."""
         specs = parameter_specs(said.parameters)
         boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
         named = zip(specs, said.trained, strict=True)
         return cls(specs, boxes, frozenset(spec.name for spec, is_trained in named if is_trained))
 
     def said(self) -> orders.Declared:
-        """For the rank that speaks for all."""
+        """As a message for rank 0."""
         return orders.Declared(
             parameters=entries(self.specs),
             boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
@@ -113,7 +113,7 @@ def share_of_rank(
 
 
 def digests_told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:
-    """A rank's answer: the digest of all that it holds, then those that were asked for."""
+    """A rank's answer: the digest of all that it holds, then the digests that were asked for."""
     copies = [None, *map(orders.copies_of, asked)]
     return tuple(digest_text(held.digest_of(one)) for one in copies)
 
@@ -143,13 +143,13 @@ class GroupDigests:
 
 
 class OtherRanks:
-    """What ranks 1 and up have said of what they hold and send.
+    """What ranks 1 and up have reported of what they hold and send.
 
     Attributes:
-        asked: Copies of parameters of which they tell digests; the first, None, is the whole model.
-        snapshots: What each said of its snapshot, by rank.
-        digests: Of all their snapshots together, by `key` of the copies.
-        sent: The same of what they have sent last, which `digests` are once that is decided.
+        asked: Copies of parameters whose digests they report; the first, None, is the whole model.
+        snapshots: The state of each snapshot, by rank.
+        digests: Digests of all their snapshots together, by `key` of the copies.
+        sent: The same for what they have sent last; it becomes `digests` when that is decided.
     """
 
     def __init__(self) -> None:
@@ -159,16 +159,16 @@ class OtherRanks:
         self.sent: dict[bytes, int] = {}
 
     def asked_with(self, kinds: Iterable[Copies | None]) -> list[Copies | None]:
-        """What to ask for, so that digests of these kinds become known; `asked` if they are."""
+        """The copies to ask for, so that digests of these kinds become known too."""
         return list({key(copies): copies for copies in (*self.asked, *kinds)}.values())
 
     def hold(self, asked: list[Copies | None], answers: Mapping[int, orders.SnapshotState]) -> None:
-        """They have answered what their snapshots hold."""
+        """Take the answers about their snapshots."""
         self.asked, self.snapshots = asked, answers
         self.digests = _added(asked, answers.values())
 
     def have_sent(self, answers: Mapping[int, orders.Sent]) -> SentBuckets:
-        """They have answered what they have sent. Returns that of all of them."""
+        """Take the answers about what they have sent. Returns the sum of it."""
         sent = SentBuckets()
         for rank, said in answers.items():
             found = said.buckets
@@ -179,12 +179,12 @@ class OtherRanks:
 
 
 def key(copies: Copies | None) -> bytes:
-    """Names copies in a dictionary."""
+    """The key of copies in a dictionary."""
     return b"" if copies is None else copies.tobytes()
 
 
 def runs_of(asked: Iterable[Copies | None]) -> tuple[orders.CopyRuns, ...]:
-    """What is asked for beside the whole model, as it stands in an order."""
+    """What is asked for besides the whole model, as an order has it."""
     return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
 
 
@@ -197,7 +197,7 @@ def _added(
     asked: Sequence[Copies | None],
     answers: Collection[orders.SnapshotState] | Collection[orders.Sent],
 ) -> dict[bytes, int]:
-    """The digests that ranks have told, each added up, by `key`."""
+    """The sums of the digests that ranks have reported, by `key`."""
     return {
         key(copies): sum(int(answer.digests[place], 16) for answer in answers) & MASK
         for place, copies in enumerate(asked)

@@ -1,7 +1,7 @@
-"""What the ranks of a trainer say to each other: orders of the one that speaks for all, answers.
+"""The messages among a trainer's ranks: orders of rank 0, and the other ranks' answers.
 
-They never leave the trainer, which is one program: so they are no part of the wire format, but are
-framed and checked like it. `wire.frame.encode` writes them.
+They never leave the trainer, which is one program, so the wire format does not include them. They
+are framed and checked like its messages; `wire.frame.encode` writes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltasync.wire.messages import ConnectionId, Count, Digest, Entry, Seconds,
 
 Dims = Annotated[tuple[Count, ...], FailFast()]
 CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
-"""(parameters, copies of each): runs of neighbours."""
+"""(number of parameters, copies of each): runs of parameters that follow each other."""
 
 
 class _Said(BaseModel):
@@ -32,8 +32,8 @@ class _Said(BaseModel):
 class Here(_Said):
     """A rank has connected.
 
-    `capture` is that which its snapshot goes back to, if it has one; `address` is where it sends
-    from, if that can be told.
+    `capture` names the capture that its snapshot comes from, if it has one. `address` is the
+    address that it sends from, if its transport has one.
     """
 
     kind: Literal["here"] = "here"
@@ -44,19 +44,19 @@ class Here(_Said):
 
 
 class _Order(_Said):
-    call: Count  # of `send_weights`, which every rank counts
+    call: Count  # number of the call of `send_weights`; every rank counts them
 
 
 class Declare(_Order):
-    """Say what you hold."""
+    """Declare what this rank holds."""
 
     kind: Literal["declare"] = "declare"
 
 
 class Declared(_Said):
-    """Names, shapes and dtypes of tensors, of each what is held, and whether it is trained.
+    """Names, shapes and dtypes of tensors; for each, what is held of it and whether it is trained.
 
-    That is the shape, offset and size of a `ShardSpec`.
+    `boxes` has the shape, offset and size of a `ShardSpec`.
     """
 
     kind: Literal["declared"] = "declared"
@@ -66,10 +66,11 @@ class Declared(_Said):
 
 
 class Capture(_Order):
-    """Start from your weights as they are.
+    """Take a snapshot of the weights as they are now.
 
-    Send what you hold, for each rank: but of `shares` a part, (number, offset and size of the box
-    to send), and nothing of `withheld`, parameters as in `CopyRuns`: so many to send, not to send.
+    From now on a rank sends what it holds, with two exceptions, listed by rank: of each parameter
+    in `shares` it sends only a box, given as (parameter number, offset, size), and it sends nothing
+    of the parameters that have a copy in `withheld`.
     """
 
     kind: Literal["capture"] = "capture"
@@ -80,14 +81,14 @@ class Capture(_Order):
 
 
 class Ask(_Order):
-    """Tell digests of the snapshot: of all of it, and of so many copies of each parameter."""
+    """Report digests of the snapshot: of all of it, and for these copies of each parameter."""
 
     kind: Literal["ask"] = "ask"
     copies: Annotated[tuple[CopyRuns, ...], FailFast()]
 
 
 class SnapshotState(_Said):
-    """Digests of what the snapshot holds; what all of it takes to send."""
+    """Digests of the snapshot, the bytes that sending all of it takes, and its size."""
 
     kind: Literal["snapshot"] = "snapshot"
     digests: tuple[Digest, ...]
@@ -97,14 +98,14 @@ class SnapshotState(_Said):
 
 
 class Compare(_Order):
-    """Look what has changed since a version."""
+    """Compare the weights with a version."""
 
     kind: Literal["compare"] = "compare"
     base_version: Version
 
 
 class Compared(_Said):
-    """What has. `changed` are parameters as in `CopyRuns`: so many that have not, that have."""
+    """What differs. A parameter has a copy in `changed` if it does."""
 
     kind: Literal["compared"] = "compared"
     sparse_bytes: Count
@@ -115,9 +116,9 @@ class Compared(_Said):
 
 
 class Send(_Order):
-    """Send that, or all of the snapshot if `base_version` is None, to these receivers.
+    """Send what differs, or all of the snapshot if `base_version` is None, to these receivers.
 
-    Digests that receivers would arrive at are told as in `Ask`.
+    The answer reports the digests that receivers will have, for `copies` as in `Ask`.
     """
 
     kind: Literal["send"] = "send"
@@ -130,7 +131,7 @@ class Send(_Order):
 
 
 class Sent(_Said):
-    """It is sent, and receivers that hold all of it have these digests.
+    """It is sent, and a receiver that holds all of it has these digests.
 
     If `buckets.lost` names receivers, it was not sent to all, and there are no digests.
     """
@@ -141,14 +142,14 @@ class Sent(_Said):
 
 
 class Decide(_Order):
-    """What was sent is a version that receivers hold. Not answered."""
+    """Receivers hold what was sent last, as this version. Not answered."""
 
     kind: Literal["decide"] = "decide"
     version: Version
 
 
 class Done(_Order):
-    """The call is over. Not answered. Without stats `error` says why."""
+    """The call has ended. Not answered. If `stats` is None, `error` says why."""
 
     kind: Literal["done"] = "done"
     version: Version
@@ -157,7 +158,7 @@ class Done(_Order):
 
 
 class Failed(_Said):
-    """A rank could not do what was ordered."""
+    """A rank could not carry out an order."""
 
     kind: Literal["failed"] = "failed"
     error: Text
@@ -171,12 +172,12 @@ _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind
 
 
 def decode(header: bytes) -> Said:
-    """What a header says. Raises WireError."""
+    """The message of a header. Raises WireError."""
     data, _ = frame.split_header(header, max_payload_bytes=0)
     try:
         return _SAID.validate_json(data)
     except ValidationError as error:
-        raise MalformedMessage(f"no word among ranks: {error.error_count()} faults") from error
+        raise MalformedMessage(f"no message among ranks: {error.error_count()} faults") from error
 
 
 def runs_of(copies: NDArray[np.uint64]) -> CopyRuns:

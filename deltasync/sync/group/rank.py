@@ -1,4 +1,4 @@
-"""Trainer ranks other than rank 0: each compares and sends what it holds, on rank 0's orders."""
+"""Trainer ranks other than rank 0: each compares and sends what it holds when rank 0 orders it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 class TrainerRank(Closing):
     """A trainer rank other than rank 0: see `WeightSender`'s `group`.
 
-    Call `send_weights` as often as rank 0 does, from one thread: that is how ranks agree that they
-    send weights of the same step. If a rank has missed a call, its next call makes up for it and
-    raises.
+    Call `send_weights` as often as rank 0 does, from one thread: this is how ranks agree that they
+    send weights of the same step. If a rank has missed a call, its next call stands for the missed
+    one and raises.
 
     Args:
         source: What this rank holds of the parameters; read, never written.
@@ -75,11 +75,11 @@ class TrainerRank(Closing):
         self._link = link
         self._is_connected = False
         self._call = self._num_parameters = 0
-        self._next: orders.Order | None = None  # of a later call
+        self._next: orders.Order | None = None  # of a later call, and already received
         self._declared: Declaration | None = None
         self._captured: str | None = None
-        self._base: int | None = None  # what the snapshot holds; None for what was captured last
-        self._delta: tuple[int, Delta] | None = None  # not known to be decided
+        self._base: int | None = None  # version of the snapshot; None right after a capture
+        self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
         self._caller = OneCaller("a sync is under way; a TrainerRank is used by one thread")
 
@@ -169,7 +169,9 @@ class TrainerRank(Closing):
         return order
 
     def _heard(self, deadline: Deadline) -> bytes:
-        """What rank 0 says next. Receivers bring their lanes meanwhile, and greet it only then."""
+        """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they
+        greet rank 0.
+        """
         while True:
             self._lanes.listen()
             try:
@@ -184,14 +186,14 @@ class TrainerRank(Closing):
         problem: DeltaSyncError | RuntimeError | None = None
         try:
             answer = self._answer_to(order)
-        except (DeltaSyncError, RuntimeError) as error:  # torch's own failures are RuntimeErrors
+        except (DeltaSyncError, RuntimeError) as error:  # torch raises RuntimeErrors
             if isinstance(order, orders.Decide):
                 raise
             problem, reason = error, str(error)[:4096]
             answer = orders.Failed(error=type(error).__name__, reason=reason)
         if answer is not None:
             self._answer(answer)
-        if isinstance(problem, VersionGap):  # rank 0 is to see that there is nothing to go on with
+        if isinstance(problem, VersionGap):  # rank 0 has to see that this snapshot is of no use
             self._start_over()
         return problem
 
@@ -216,7 +218,7 @@ class TrainerRank(Closing):
         return None
 
     def _may(self, order: orders.Order) -> bool:
-        """Whether the source can still be read, or looked up, for what is ordered."""
+        """Whether the source may still be read, or looked up, as the order needs it."""
         match order:
             case orders.Declare() | orders.Capture():
                 return not self._trains_meanwhile
@@ -226,7 +228,7 @@ class TrainerRank(Closing):
 
     def _capture(self, order: orders.Capture) -> None:
         if self._declared is None:
-            raise SyncAborted("this rank was started anew, and has not said what it holds")
+            raise SyncAborted("this rank was restarted, and has not declared what it holds")
         self._captured = self._delta = self._base = None
         specs, boxes = share_of_rank(order, self._rank, self._declared)
         self._num_parameters = len(specs)
@@ -281,14 +283,14 @@ class TrainerRank(Closing):
         )
 
     def _resolve(self, version: int) -> None:
-        """Receivers hold this version: that which was sent last, or one before it."""
+        """Record that receivers hold this version: the one sent last, or an earlier one."""
         sent, self._delta = self._delta, None
         if sent is not None and sent[0] == version:
             sent[1].decided()
             self._base = version
 
     def _answer(self, answer: orders.Answer) -> None:
-        """Raises SyncAborted if rank 0 is gone."""
+        """Reply to rank 0. Raises SyncAborted if it is gone."""
         try:
             self._link.reply(encode(answer), timeout_s=_REPLY_TIMEOUT_S)
         except TransportError as error:
@@ -296,11 +298,11 @@ class TrainerRank(Closing):
             raise SyncAborted(f"rank 0 of the trainer is gone: {error}") from error
 
     def _lose(self) -> None:
-        """Orders that came before mean nothing on another connection."""
+        """The connection is gone, and orders that came by it are void."""
         self._is_connected, self._next = False, None
 
     def _start_over(self) -> None:
-        """What this rank holds is of no use: rank 0 will see that when it connects again."""
+        """Give the snapshot up. Rank 0 sees this when this rank reconnects."""
         self._lose()
         self._captured = None
         with suppress(TransportError):
@@ -308,7 +310,7 @@ class TrainerRank(Closing):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """What is not told to rank 0 ends the connection."""
+        """End the connection after an error that rank 0 was not told about."""
         try:
             yield
         except SyncAborted:

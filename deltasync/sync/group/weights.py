@@ -27,11 +27,11 @@ from deltasync.wire.messages import ParameterSpec
 
 
 class GroupPlan:
-    """What all ranks send together; this one its own part.
+    """What all ranks send together. This rank sends its own part.
 
     Args:
         own: The part of rank 0.
-        others: What the other ranks have said.
+        others: What the other ranks have reported.
         found: What each of them has to send.
         decide: Called when the version is final.
     """
@@ -53,7 +53,7 @@ class GroupPlan:
         return GroupDigests(self._own.ledger, self._others.sent)
 
     def buckets(self) -> Iterator[Payload]:
-        """Those of this rank."""
+        """The payloads of this rank."""
         return self._own.buckets()
 
     def decided(self) -> None:
@@ -63,7 +63,7 @@ class GroupPlan:
 
 
 class GroupDelta(GroupPlan):
-    """What all ranks have found to differ; rank 0 itself in the parameters `changed`."""
+    """What differs on all ranks; on rank 0 the parameters `changed` do."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class GroupDelta(GroupPlan):
 
 
 class GroupWeights:
-    """The model of a trainer of several ranks, seen from rank 0, which speaks for all.
+    """The model of a trainer of several ranks, as rank 0 sees it.
 
     Nothing is gathered: ranks exchange names once, and counts and digests in each sync. Methods
-    that send orders to the other ranks raise SyncAborted; properties never send any.
+    that send orders to the other ranks raise SyncAborted; properties send none.
 
     Args:
         own: What this rank compares and sends itself.
@@ -117,7 +117,7 @@ class GroupWeights:
         return max([self._own.snapshot_bytes, *others])
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        """Of all ranks. They say so once, in a call or, if none is under way, in the next one."""
+        """The parameters of all ranks, asked for once: in this call, or else in the next one."""
         if not self._declared:
             self._group.gather(CallTimeout(timeout_s))
             self._group.order(orders.Declare(call=self._group.call))
@@ -137,14 +137,14 @@ class GroupWeights:
         self._own.capture_as(specs, own)
         try:
             self._others.hold([None], self._group.answers(orders.SnapshotState))
-        except SyncAborted:  # a rank may be another one than that which has declared
+        except SyncAborted:  # a rank may have been replaced since it declared
             self._declared = []
             raise
         self._group.captures = dict.fromkeys(self._others.snapshots, self._capture)
         self._layout = SentLayout(specs)
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
-        """The other ranks tell digests of these from now on, also of whatever they send."""
+        """Ask the other ranks for digests of these copies, now and in each later answer."""
         asked = self._others.asked_with(kinds)
         if len(asked) > len(self._others.asked):
             self._group.order(orders.Ask(call=self._group.call, copies=runs_of(asked)))
@@ -198,7 +198,7 @@ class GroupWeights:
         return self._others.have_sent(self._group.answers(orders.Sent))
 
     def _decided(self) -> None:
-        """What was sent last is a version. A rank that does not hear of it is missed later."""
+        """Record that what was sent last is decided. A rank that misses this is found out later."""
         self._others.digests = self._others.sent
         with suppress(SyncAborted):
             self._group.order(orders.Decide(call=self._group.call, version=self._offered))

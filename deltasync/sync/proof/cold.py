@@ -1,6 +1,6 @@
 """A second instance of an engine's model, made as the first was: what a fresh engine would hold.
 
-No more than a part of it has memory at a time.
+Only a part of it has memory at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _UNFILLED: frozenset[Any] = frozenset(
     {torch.empty, torch.empty_strided, torch.empty_like, torch.rand, torch.randn}
     | {torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_empty_strided}
 )
-# What engines and torch raise where a tensor has no memory, or code is not made for it.
+# What engines and torch raise if a tensor has no memory, or if their code does not support it.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
-_REFUSED = 8  # names of a checkpoint that a loader raises at
+_REFUSED = 8  # tensors at which a loader may raise
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -39,11 +39,11 @@ class Startup:
     """How an engine gets from nothing to a model that serves.
 
     Attributes:
-        make: Makes the model, without weights, where the engine's own is. Called where tensors that
-            nothing is written to take no memory.
-        load: The model's loader: takes (checkpoint name, tensor) pairs, some or all.
-        work_on: What the engine does with modules of a model once weights are in them. Given some,
-            in order; those of which it does nothing too. It may do that anew.
+        make: Makes the model, without weights, on the device of the engine's own. Called in a
+            context in which tensors that nothing is written to take no memory.
+        load: The model's loader: takes some or all (checkpoint name, tensor) pairs.
+        work_on: Processes modules as the engine does once they have weights. Takes some modules in
+            order, including those with nothing to do; may be called repeatedly.
     """
 
     make: Callable[[], nn.Module]
@@ -65,11 +65,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class ColdModel:
-    """A model that nothing was loaded into.
+    """A model into which nothing was loaded.
 
     Args:
         startup: How it is made.
-        device: Where its parts get memory.
+        device: The device on which its parts get memory.
 
     Raises:
         ConfigError: It cannot be made without memory.
@@ -80,7 +80,7 @@ class ColdModel:
         try:
             try:
                 self.model = self._made(_UNFILLED)
-            except FAILURES:  # it computes with what has no memory, and with what has
+            except FAILURES:  # it mixes tensors with memory and without in a computation
                 self.model = self._made(_UNFILLED | set(_device_constructors()))
         except FAILURES as error:
             raise ConfigError(
@@ -93,8 +93,8 @@ class ColdModel:
             return self._startup.make()
 
     def written(self, checkpoint: Sequence[CheckpointTensor]) -> dict[str, str]:
-        """Names of parameters and buffers that the loader writes, and which checkpoint tensor it
-        was given then. Raises ConfigError if it cannot be watched.
+        """Names of the parameters and buffers that the loader writes, with the checkpoint tensor
+        that it was given then. Raises ConfigError if the loader cannot be watched.
         """
         named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         refused: set[str] = set()  # the engine was started without
@@ -126,15 +126,15 @@ class ColdModel:
         stop: Collection[int],
         fill: Mapping[str, Tensor],
     ) -> Iterator[tuple[Reach, set[str]]]:
-        """Let some modules have memory meanwhile. What is in it when it ends is forgotten.
+        """Give some modules memory within the context; its content is then discarded.
 
-        What was made with values has memory already, and keeps what is written there.
+        Tensors that were made with values have memory already, and keep what is written to them.
 
         Args:
             roots, stop: As of `Reach`.
-            fill: By path, what to put into what was left empty; elsewhere there are zeros.
+            fill: By path, values for tensors that were left empty; the others are filled with 0.
 
-        Returns what is reached from them then, and paths of what was filled.
+        Yields what is reached from the modules inside, and the paths of what was filled.
         """
         before = Reach(roots, stop=stop)
         storages: dict[int, Tensor] = {}
@@ -159,16 +159,16 @@ class ColdModel:
             before.put_back()
 
     def start(self, weights: Weights, modules: Sequence[nn.Module]) -> None:
-        """Load weights, and do what the engine does with modules then.
+        """Load weights, and process modules as the engine then does.
 
-        Raises what the engine raises, if it cannot be done with a part of the model.
+        Raises what the engine raises if this is impossible with a part of the model.
         """
         with torch.no_grad(), Alone():
             self._startup.load(self.model, weights)
             self._startup.work_on(modules)
 
     def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
-        """The like with memory, shared as the other's would be."""
+        """The same tensor with memory, which shares storage as the original does."""
         size = tensor.untyped_storage().nbytes()
         base = storages.setdefault(
             storage_of(tensor), torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -181,7 +181,7 @@ class ColdModel:
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ConfigError where code would wait for other ranks of its engine."""
+    """Raises ConfigError if code would wait for other ranks of its engine."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def refusing_failures() -> Iterator[None]:
-    """Raise ConfigError where what a fresh engine would compute with cannot be found out."""
+    """Raise ConfigError if it cannot be found out what a fresh engine would compute with."""
     try:
         yield
     except DeltaSyncError:
@@ -213,16 +213,16 @@ def refusing_failures() -> Iterator[None]:
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """Let two tensors of one class be each other, wherever they are held.
+    """Swap two tensors of one class, wherever they are held.
 
-    `torch.utils.swap_tensors` does not take a tensor that has views.
+    `torch.utils.swap_tensors` refuses tensors that have views.
     """
     torch._C._swap_tensor_impl(one, other)
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """What these functions of torch make has no memory."""
+    """Lets these torch functions make tensors without memory."""
 
     def __init__(self, functions: Collection[Any]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which storage is written, and what a loader was given then."""
+    """Records which storage is written, and which tensor the loader was given then."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -263,5 +263,5 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             self.writes[storage_of(tensor)] = self.given
         if written and any(tensor.is_meta for tensor in tensors_in([args, kwargs])):
-            return as_returned(func, written)  # to what has memory nothing can be copied
+            return as_returned(func, written)  # a tensor without memory cannot be copied
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Weights other than those that an engine has, to see what follows from them."""
+"""Weights that differ from an engine's own, to find what is derived from them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from deltasync.delta.bits import as_bits
 
 
 def other_bits(tensor: Tensor, name: str) -> Tensor:
-    """Weights that no rounding takes for these: each float smaller by 10 to 50 %.
+    """Return weights that no rounding makes equal to these: each float is 10 to 50 % smaller.
 
-    Where there are floats of both signs half of them get the other one.
-    Zeros, and the smallest floats there are, change by a bit; what is not finite changes too.
-    Floats that have no fraction become smaller by 50 or 75 %. Integers are put in another order.
-    The same for the same name.
+    If the floats have both signs, half of them change their sign. Zeros, and the smallest floats,
+    change by one bit; what is not finite changes too. Floats of a dtype without a fraction become
+    50 or 75 % smaller. Integers are reordered. The result depends only on `tensor` and `name`.
     """
     if not tensor.is_floating_point():
         return tensor.flatten().flip(0).view(tensor.shape)
@@ -29,7 +28,7 @@ def other_bits(tensor: Tensor, name: str) -> Tensor:
         first = (seed + start * _SPREAD) % (_DRAWN - _BLOCK)
         here = drawn[first : first + len(bits)]
         less = _scaled(here, tensor.dtype, bits.dtype)
-        # The smallest floats are less than that apart from zero: they are halved at most.
+        # The smallest floats are closer to zero than that: they are halved at most.
         half = (bits & (1 << 8 * bits.element_size() - 1) - 1) >> 1
         less = torch.minimum(half, less, out=half)
         bits.sub_(less).bitwise_xor_(less.eq(0).to(bits.dtype))
@@ -40,7 +39,7 @@ def other_bits(tensor: Tensor, name: str) -> Tensor:
 
 
 def _has_both_signs(bits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there are floats above and below zero among some, given by their bits."""
+    """Whether floats, given by their bits, are on both sides of zero."""
     if not len(bits) or dtype == torch.float8_e8m0fnu:  # that has no signs
         return False
     least, most = (bits.view(torch.int8) if bits.dtype == torch.uint8 else bits).aminmax()
@@ -48,10 +47,10 @@ def _has_both_signs(bits: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _scaled(drawn: Tensor, dtype: torch.dtype, integer: torch.dtype) -> Tensor:
-    """What to subtract from the bits of floats: a quarter to all of the way to half of it.
+    """What to subtract from the bits of floats: a quarter to all of the bits of one octave.
 
-    A float loses 12.5 to 50 % by that, also where it falls below a power of two. What is only a
-    power of two is halved once or twice.
+    A float becomes 12.5 to 50 % smaller, even if it falls below a power of two. Dtypes that hold
+    only powers of two are halved once or twice.
     """
     one, two = as_bits(torch.tensor([1.0, 2.0], device="cpu").to(dtype)).tolist()
     digits = (two - one).bit_length() - 1  # of the fraction
@@ -64,12 +63,12 @@ def _scaled(drawn: Tensor, dtype: torch.dtype, integer: torch.dtype) -> Tensor:
 
 @cache
 def _drawn(device: torch.device) -> Tensor:
-    """int16[_DRAWN]: at random, a quarter to all of 1 << _DRAWN_DIGITS. 2 MiB that are kept."""
+    """int16[_DRAWN]: random, a quarter to all of 1 << _DRAWN_DIGITS. Keeps 2 MiB."""
     most, some = 1 << _DRAWN_DIGITS, torch.empty(_DRAWN, dtype=torch.int16, device="cpu")
     generator = torch.Generator("cpu").manual_seed(0)
     some.random_(most // 4, most, generator=generator)
     return some.to(device)
 
 
-_BLOCK = 1 << 18  # elements that are changed together: they stay in a cache
+_BLOCK = 1 << 18  # elements changed at once, so that they stay in a cache
 _DRAWN, _DRAWN_DIGITS, _SPREAD = 1 << 20, 15, 7919

@@ -37,7 +37,7 @@ HeldTensors = Mapping[str, tuple[Live, ParameterSpec]]
 
 
 def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
-    """A checkpoint tensor as it is held; zeros where another rank holds it. The caller's own."""
+    """A copy of a checkpoint tensor as it is held, with zeros where another rank holds it."""
     positions, bits = live.held(0, spec.numel), live.read(0, spec.numel)
     if positions is None:
         return bits.clone().view(torch_dtype(spec.dtype)).view(spec.shape)
@@ -47,21 +47,21 @@ def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
 
 
 def prove_routes(proof: Proof, recording: Recording, held: HeldTensors) -> Upkeep:
-    """Prove that what is written through routes reaches all that the engine computes with.
+    """Prove that what is written through routes reaches everything that the engine computes with.
 
-    The weights must be those that the engine was started on. They are that again when it ends.
+    The weights must be those that the engine was started on. They are restored at the end.
 
     Args:
-        proof: Of the engine.
+        proof: The proof of the engine.
         recording: What its loader does with the checkpoint tensors.
-        held: Those.
+        held: Where those tensors are kept.
 
     Returns:
-        What has to follow each time after weights were written.
+        What must follow each write of weights.
 
     Raises:
-        ConfigError: By path, for what would be stale.
-        DirtyReceiver: The weights could not be put back.
+        ConfigError: Something would be stale; the message names the path.
+        DirtyReceiver: The weights could not be restored.
     """
     upkeep = Upkeep(proof.startup, proof.model, recording.given)
     with proof.apart():
@@ -107,7 +107,7 @@ class _Routed:
             refuse(stale, "the engine computes with it, and nothing brings it up to date")
 
     def _steps(self, stale: Sequence[str]) -> Iterator[Step]:
-        """What may bring up to date what is stale without, the least first."""
+        """Steps that may update what is stale, the smallest first."""
         inside = self._proof.scopes.modules(self._group.scopes)
         owners = {n: m for n, m in inside.items() if any(p.startswith(f"{n}.") for p in stale)}
         modules = tuple(owners.values())
@@ -125,7 +125,7 @@ class _Routed:
         yield Step(names=self._group.names, modules=tuple(inside.values()))
 
     def _stale_after(self, step: Step, others: Bits, fresh: Fresh) -> list[str]:
-        """Paths of what is not as expected after others were written, or not back after these."""
+        """Paths that are wrong after other weights were written, or after the own ones were."""
         self._kept.put_back()
         for name, tensor in others.items():
             self._held[name][0].write(0, as_bits(tensor).view(-1))
@@ -144,7 +144,7 @@ class _Routed:
             moved = {p: found for p, found in everything.tensors.items() if found.is_moved}
             settle(moved)
             unlike = self._kept.unlike(values)
-        except FAILURES:  # it is no way
+        except FAILURES:  # this step does not work
             return ["?"]
         finally:
             everything.put_back()
@@ -164,14 +164,15 @@ def prove_reload(
     """Prove that reloading a checkpoint leaves an engine as if it had been started on it.
 
     Args:
-        proof: Of the engine.
+        proof: The proof of the engine.
         weights: By name, what the engine was started on.
-        given: The names under which it takes each of these.
-        reload: The engine's.
+        given: The names under which its loader takes each of these.
+        reload: Reloads the engine.
 
     Raises:
-        ConfigError: By path, for what would be stale, or is not the same again.
-        DirtyReceiver: The weights could not be put back.
+        ConfigError: Something would be stale, or a reload of the same weights changes it; the
+            message names the path.
+        DirtyReceiver: The weights could not be restored.
     """
     groups = groups_of(_recorded(proof, weights, given), proof.scopes.names())
     kept = {group: proof.keep(group.scopes) for group in groups}
@@ -220,15 +221,15 @@ def _recorded(
 
 
 def refuse_unsent(proof: Proof, loaded: Sequence[CheckpointTensor], names: Collection[str]) -> None:
-    """Refuse weights that the engine was started on and that would stay as they are.
+    """Refuse weights that the engine was started on and that the trainer does not send.
 
     Args:
-        proof: Of the engine.
+        proof: The proof of the engine.
         loaded: The checkpoint that it was started on, without what may stay.
         names: What the trainer sends.
 
     Raises:
-        ConfigError: There are some; the text names one.
+        ConfigError: There are such weights; the message names one.
     """
     both = [one for one in loaded if one.name in names]
     live, all_written = named(proof.model), proof.cold.written(loaded)
@@ -248,15 +249,15 @@ def refuse_unsent(proof: Proof, loaded: Sequence[CheckpointTensor], names: Colle
 
 
 def refuse_unfilled(proof: Proof, names: Collection[str], keep: Collection[str]) -> None:
-    """The same where nobody knows what the engine was loaded with: of all that it leaves empty.
+    """Do the same if it is not known what the engine loaded: check all that its start leaves empty.
 
     Args:
-        proof: Of the engine.
-        names: Of its parameters and buffers, those that the trainer's weights go to.
+        proof: The proof of the engine.
+        names: Its parameters and buffers that the trainer's weights go to.
         keep: Patterns of those that may stay, by the engine's names.
 
     Raises:
-        ConfigError: There are some others; the text names one.
+        ConfigError: There are others; the message names one.
     """
     live = named(proof.model)
     sent = {storage_of(live[name]) for name in names}
@@ -274,18 +275,18 @@ def refuse_unfilled(proof: Proof, names: Collection[str], keep: Collection[str])
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers."""
+    """Parameters and buffers, by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether one of these patterns, as of `fnmatch`, is of this name."""
+    """Whether a name matches one of these `fnmatch` patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager
 def in_place(model: nn.Module | None) -> Iterator[None]:
-    """Have what is put elsewhere meanwhile written to where it was."""
+    """Copy tensors that are replaced inside back to their old storage."""
     before = Reach([] if model is None else [("", model)])
     yield
     settle(before.tensors)
@@ -293,7 +294,7 @@ def in_place(model: nn.Module | None) -> Iterator[None]:
 
 @contextmanager
 def putting_back(*kept: Kept | Reach) -> Iterator[None]:
-    """Put everything back, whatever happens. Raises DirtyReceiver if that fails."""
+    """Restore everything at the end. Raises DirtyReceiver if that fails."""
     try:
         yield
     finally:
@@ -306,7 +307,7 @@ def putting_back(*kept: Kept | Reach) -> Iterator[None]:
 
 
 def _put_back(kept: Sequence[Kept | Reach]) -> None:
-    """If it is interrupted it starts again from the beginning, and raises the interrupt then."""
+    """Restore all. An interrupt is raised only after all was restored from the beginning."""
     try:
         for one in kept:
             one.put_back()
@@ -318,7 +319,7 @@ def _put_back(kept: Sequence[Kept | Reach]) -> None:
 
 
 def refuse(paths: Collection[str], why: str) -> None:
-    """Raise ConfigError if there are any."""
+    """Raise ConfigError if there are any paths."""
     if paths:
         shown = ", ".join(repr(path) for path in sorted(paths)[:_SHOWN])
         raise ConfigError(f"{len(paths)} tensors of the engine have no route: {shown}: {why}")

@@ -1,10 +1,10 @@
-"""Proves, with other weights than its own, that an engine that is kept in sync computes with what
-a fresh one would compute with.
+"""Proves that an engine kept in sync computes with the same tensors as a freshly started one.
 
-Weights with other bits are given to a second instance of the model as the engine does when it
-starts (see `cold`), and to the live one as a sync does. Every tensor that can be reached has to be
-the same then. Loading what was loaded before has to leave the live one as it was, where it was.
-That is done for one layer after the other, so that the memory it takes is a layer's.
+The proof uses weights with other bits than the engine's own. A second instance of the model gets
+them as an engine does when it starts (see `cold`), the live one as a sync writes them. Every tensor
+that can be reached must then be equal in both. Writing the original weights again must leave the
+live instance as it was, where it was. Layers are proved one by one, so that the proof takes the
+memory of one layer.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Given = Callable[[], Weights]
 
 
 def scope_of(name: str) -> str:
-    """The layer that a tensor or module is in: up to the first number. "" outside of all."""
+    """The layer of a tensor or module: its name up to the first number; "" outside all layers."""
     found = _LAYER.match(name)
     return found.group() if found else ""
 
 
 class Scopes:
-    """A model's modules by layer, and the rest of them.
+    """A model's modules by layer, and those outside all layers.
 
     Args:
-        model: Whose.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,19 +48,19 @@ class Scopes:
         self._stop = {id(module) for module in self._modules.values()}
 
     def names(self) -> list[str]:
-        """The rest, which is called "", and the layers, in order."""
+        """The layers in order, and "" for what is outside all layers."""
         return list(dict.fromkeys(scope_of(name) for name in self._modules))
 
     def modules(self, scopes: Collection[str]) -> dict[str, nn.Module]:
-        """Those of some layers, by name."""
+        """The modules of some layers, by name."""
         return {n: m for n, m in self._modules.items() if scope_of(n) in scopes}
 
     def reach(self, scopes: Collection[str]) -> Reach:
-        """What is reached from them, and not through others."""
+        """What is reached from some layers without going through others."""
         return Reach(self.roots(scopes), stop=self.stop(scopes))
 
     def roots(self, scopes: Collection[str]) -> list[tuple[str, nn.Module]]:
-        """Their outermost modules, by name."""
+        """The outermost modules of some layers, by name."""
         return [(n, m) for n, m in self._modules.items() if n in scopes]
 
     def stop(self, scopes: Collection[str]) -> set[int]:
@@ -69,13 +69,13 @@ class Scopes:
 
 
 class Kept:
-    """The bits of what was reached, on the host, and a way back to them.
+    """A copy of what was reached, on the host, to compare with and to restore.
 
     Args:
-        reach: Where, as it is now. What has no memory there is left alone: compilers keep such
-            tensors.
-        shared: Addresses of tensors that belong to others too; left alone.
-        late: Paths of those that came after loading; left alone.
+        reach: What was reached, as it is now. Tensors without memory, which compilers keep, are
+            left out.
+        shared: Addresses of tensors that others use too; left out.
+        late: Paths of tensors that were made after loading; left out.
 
     Attributes:
         values: Numbers, text and bytes, by path.
@@ -101,7 +101,7 @@ class Kept:
             self.bits[path] = by_place[key]
 
     def put_back(self) -> None:
-        """The same tensors, in the same storage, with the same bits."""
+        """Restore the same tensors, in the same storage, with the same bits."""
         self.reach.put_back()
         for path, found in self.founds.items():
             here = _each_once(found.alias)
@@ -109,29 +109,29 @@ class Kept:
             as_bits(here).copy_(as_bits(bits))
 
     def changed(self, expected: Bits | None = None) -> list[str]:
-        """Paths of what is elsewhere, or has other bits than these, or than expected."""
+        """Paths of tensors that have moved, or whose bits differ from the copy or `expected`."""
         wanted = self.bits if expected is None else {**self.bits, **expected}
         return [
             path
             for path, found in self.founds.items()
-            if not (found.is_moved and is_handle(found.alias))  # made anew
+            if not (found.is_moved and is_handle(found.alias))  # a new handle
             if found.is_moved or not same_bits(found.alias, wanted[path])
         ]
 
     def unlike(self, values: Mapping[str, Any]) -> list[str]:
-        """Paths of these values where others are now."""
+        """Paths at which other values than these are now."""
         now = self.reach.again().values() if values else {}
         return [path for path, value in values.items() if not is_same(now.get(path), value)]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same to the bit."""
+    """Whether two tensors have the same shape, dtype and bits."""
     alike = (left.shape, left.dtype, left.is_meta) == (right.shape, right.dtype, right.is_meta)
     return alike and are_equal(as_bits(left), as_bits(right).to(left.device))
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """Without the dimensions along which it is expanded."""
+    """The tensor without the repetitions of expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and not stride:
             tensor = tensor.narrow(dim, 0, 1)
@@ -140,11 +140,11 @@ def _each_once(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What brings up to date what is derived from some weights.
+    """What updates the tensors that are derived from some weights.
 
     Attributes:
-        names: Checkpoint tensors whose live values are loaded again.
-        modules: What the engine works on then, as it does when it starts.
+        names: Checkpoint tensors whose live values are reloaded.
+        modules: Modules that the engine then processes, as it does when it starts.
     """
 
     names: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share weights: mostly one.
+    """Layers that share weights: mostly a single layer.
 
     Attributes:
         scopes: The layers.
@@ -166,14 +166,14 @@ class Group:
 
 @dataclass(slots=True)
 class Upkeep:
-    """What has to follow after weights were written, found by `prove_routes`.
+    """What must follow each write of weights, found by `prove_routes`.
 
     Attributes:
-        startup: The engine's.
-        model: Its model.
+        startup: The engine's startup.
+        model: The engine's model.
         given: The names under which its loader takes each checkpoint tensor.
-        steps: By group what it takes; only where it takes something.
-        moved: What steps put elsewhere: it is written to where it was.
+        steps: The step of each group that needs one.
+        moved: Tensors that steps replace; their values are copied back to the old storage.
     """
 
     startup: Startup
@@ -183,11 +183,11 @@ class Upkeep:
     moved: dict[str, Found] = field(default_factory=dict)
 
     def run(self, read: Callable[[str], Tensor], changed: Collection[str] | None = None) -> None:
-        """Bring up to date what is derived of checkpoint tensors; of all, or of some.
+        """Update what is derived from checkpoint tensors.
 
         Args:
-            read: Gives the live value of a checkpoint tensor.
-            changed: Their names.
+            read: Returns the live value of a checkpoint tensor.
+            changed: Names of the tensors that changed; None for all.
         """
         if not self.steps:
             return
@@ -201,7 +201,7 @@ class Upkeep:
         settle(self.moved)
 
     def take(self, step: Step, read: Callable[[str], Tensor]) -> None:
-        """Do what a step says."""
+        """Do what a step requires."""
         with torch.no_grad():
             if step.names:
                 live = [(name, read(name)) for name in step.names]
@@ -213,17 +213,17 @@ class Upkeep:
 def under(
     given: Mapping[str, tuple[str, ...]], weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under all of the names that a loader takes them by."""
+    """Yield weights under each name by which a loader takes them."""
     return ((own, tensor) for name, tensor in weights for own in given[name])
 
 
 class Proof:
-    """What both ways of writing weights are held against.
+    """What both proofs, of routes and of reloads, compare the live model with.
 
     Args:
-        model: The live one.
-        startup: How the engine came to it.
-        loaded: Paths of what was reached when it had just been loaded; None if that is not known.
+        model: The live model.
+        startup: How the engine makes and loads it.
+        loaded: Paths of what was reached right after loading; None if that is not known.
 
     Raises:
         ConfigError: There is no second instance to compare it with.
@@ -248,7 +248,7 @@ class Proof:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Put back what both instances have in common. Raises as `check_apart`."""
+        """The context of a proof; restores what both instances share. Raises as `check_apart`."""
         self._before = {path: _state(one) for path, one in _filled(self.cold.model).items()}
         try:
             yield
@@ -260,16 +260,16 @@ class Proof:
 
     @contextmanager
     def _writing(self, reach: Reach) -> Iterator[None]:
-        """Know again what is written meanwhile, of these, unless it was written before."""
+        """Do not count writes inside, unless the tensor was already written before."""
         aliases = {path: found.alias for path, found in reach.tensors.items()}
         own = [p for p, alias in aliases.items() if self._before.get(p) == _state(alias)]
         yield
         self._before |= {path: _state(aliases[path]) for path in own}
 
     def check_apart(self) -> None:
-        """Raise ConfigError, by path, for what starting a part has made outside of it.
+        """Raise ConfigError if the start of a part has written outside of it; names the path.
 
-        That is what the live instance has with other values, and what both have in common.
+        This concerns tensors whose values differ in the live instance, or that both share.
         """
         made = {
             path: alias
@@ -291,10 +291,10 @@ class Proof:
             )
 
     def keep(self, scopes: Collection[str], weights: Iterable[Tensor] = ()) -> Kept:
-        """Note what some layers hold.
+        """Copy what some layers hold.
 
-        Raises ConfigError, by path, for what came after loading and is a copy of one of `weights`,
-        and for tensors that cannot be compared.
+        Raises ConfigError, which names the path, for a tensor that cannot be compared, and for one
+        that was made after loading as a copy of one of `weights`.
         """
         reach = self.scopes.reach(scopes)
         paths = {*reach.tensors, *reach.opaque}
@@ -342,7 +342,7 @@ class Proof:
         return fresh
 
     def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
-        """Says of values all that become other than they were, and than the live one's are."""
+        """The part after its start; `values` has all that changed and differ from the live ones."""
         roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)
         with (
             self.cold.given_memory(roots, stop, kept.bits) as (fresh, filled),
@@ -375,13 +375,12 @@ class Proof:
 
 @dataclass(slots=True)
 class Fresh:
-    """A part of the second instance, with other weights.
+    """A part of the second instance after its start with other weights.
 
     Attributes:
-        tensors: By path, those that have other bits then.
-        values: By path, numbers, text and bytes of the live one that follow from its weights, as
-            they are with these.
-        alone: Paths of what the live one has, and this one has not.
+        tensors: By path, the tensors whose bits have changed.
+        values: By path, the numbers, text and bytes that follow from the weights.
+        alone: Paths of what only the live instance has.
     """
 
     tensors: Bits
@@ -390,7 +389,7 @@ class Fresh:
 
 
 def _filled(model: nn.Module) -> dict[str, Tensor]:
-    """What has memory of all that is reached from a model, by path."""
+    """The tensors with memory that are reached from a model, by path."""
     founds = Reach([("", model)]).tensors
     return {path: f.alias for path, f in founds.items() if not f.alias.is_meta and f.alias.numel()}
 
@@ -401,7 +400,7 @@ def _state(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to the bit, as far as Python shows bits."""
+    """Whether two values have the same type and `repr`, which shows every bit of a number."""
     return one is other or (type(one) is type(other) and repr(one) == repr(other))
 
 
@@ -410,7 +409,7 @@ def _is_address(value: Any) -> bool:
 
 
 def reached(model: nn.Module) -> set[str]:
-    """Paths of all tensors with elements, and values, that are reached from a model now."""
+    """Paths of all values, and all tensors with elements, that are reached from a model now."""
     scopes = Scopes(model)
     paths: set[str] = set()
     for name in scopes.names():
@@ -421,15 +420,14 @@ def reached(model: nn.Module) -> set[str]:
 
 
 def _is_known(now: Tensor, before: Tensor | None) -> bool:
-    """Whether loading has left it alone."""
+    """Whether loading has not changed it."""
     return before is not None and not now.is_meta and same_bits(now, before)
 
 
 def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
-    """Whether it has the values of one of these, in any order, as far as its dtype tells them.
+    """Whether it has the values of one of these weights, in any order, rounded to its dtype.
 
-    What has no memory has no values, and what is over a weight's own storage is no copy of it:
-    compilers keep both.
+    Tensors without memory, and views of a weight's own storage, are no copies: compilers keep both.
     """
     if tensor.is_meta:
         return False
@@ -445,9 +443,8 @@ def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
 
 
 def groups_of(recording: Recording, scopes: Sequence[str]) -> list[Group]:
-    """Which checkpoint tensors go to which layers; layers of one tensor are one group.
-
-    Those that the recording refuses go by their own names, if layers are called so.
+    """Group the layers, and the checkpoint tensors that go there. Layers that share a tensor form
+    one group. Tensors that the recording refuses go to the layer of their own name, if any.
     """
     touched = {
         name: {scope_of(piece.live) for piece in pieces}

@@ -1,4 +1,4 @@
-"""Every tensor that can be reached from a model, and the way there."""
+"""Every tensor that can be reached from a model, and the path to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from deltasync.errors import ConfigError
 
 _MOST = 4_000_000  # objects; a model of 1,000 layers has fewer
 _ATTRIBUTES = object()  # the key of an object's own dict
-# Nothing beneath them belongs to one model.
+# Objects of the types below hold nothing that belongs to one model.
 _BUFFERS = bytes, bytearray, memoryview, array
 _PLAIN = bool, int, float, complex, str, np.generic, *_BUFFERS
 _ATOMS = (
@@ -49,12 +49,12 @@ Link = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor, or an array of numpy, where it was found.
+    """A tensor, or a numpy array, and where it was found.
 
     Attributes:
-        tensor: It.
-        links: How it was reached from the first of these objects. Each is kept alive.
-        alias: A tensor over the same storage, as it was then.
+        tensor: The tensor or array.
+        links: The objects and keys that led to it, from the root on. Each is kept alive.
+        alias: A tensor over the same storage, as it was when it was found.
     """
 
     tensor: Any
@@ -62,7 +62,7 @@ class Found:
     alias: Tensor
 
     def now(self) -> Any:
-        """What is found there now, if it is a tensor or an array; else None."""
+        """The tensor or array that is there now; None if there is none."""
         one = self.links[0][0]
         for _, key in self.links:
             try:
@@ -73,7 +73,7 @@ class Found:
 
     @property
     def is_moved(self) -> bool:
-        """Whether another tensor, or other storage, is there now."""
+        """Whether another tensor, or one with other storage, is there now."""
         return self.now() is not self.tensor or self.is_elsewhere
 
     @property
@@ -83,7 +83,7 @@ class Found:
         return now is None or identity(now) != identity(self.alias)
 
     def put_back(self) -> None:
-        """Let the same tensor in the same storage be there again."""
+        """Restore the same tensor in the same storage."""
         for (one, key), after in zip(self.links, [*self._holders()[1:], self.tensor], strict=True):
             if _peek(one, key) is not after:
                 _set(one, key, after)
@@ -98,19 +98,19 @@ class Found:
 class Reach:
     """What is reached from some modules: parameters, buffers, and whatever else holds tensors.
 
-    Followed are attributes and slots of any object, dicts, lists, tuples, sets, partial and bound
-    functions, closures and defaults; not globals of functions, modules, classes, nor what only
-    code in C holds. It is found in the same order each time, an object once, a tensor at each
-    place.
+    The search follows attributes and slots of any object, dicts, lists, tuples, sets, partial and
+    bound functions, closures and defaults. It does not follow globals of functions, modules,
+    classes, or what only C code holds. It always finds things in the same order: an object once, a
+    tensor at each of its places.
 
     Args:
-        roots: Where to begin, by path.
-        stop: What not to look into: `id`s.
+        roots: Modules to begin with, by path.
+        stop: `id`s of objects that the search does not enter.
 
     Attributes:
-        tensors: By path, in the order found. Those without plain dense storage are left out.
-        opaque: By path, those of which no part is reached: sparse, quantised, packed ones.
-        seen: `id`s of all objects that were looked into.
+        tensors: By path, in the order found; only those with plain dense storage.
+        opaque: By path, tensors that cannot be read: sparse, quantised, packed ones.
+        seen: `id`s of all objects that the search entered.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Reach:
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._looked_into: list[tuple[str, Any]] = []
         queue: deque[tuple[str, Any]] = deque()
-        for path, root in self._roots:  # all modules before what else may lead to them
+        for path, root in self._roots:  # all modules before other paths to them
             self._enter_module(queue, path, root, ())
         while queue:
             path, one = queue.popleft()
@@ -138,11 +138,11 @@ class Reach:
         self.seen = frozenset(self._links)
 
     def again(self) -> Reach:
-        """What is reached now from where this one began."""
+        """What is reached now from the same roots."""
         return Reach(self._roots, stop=self._stop)
 
     def values(self) -> dict[str, Any]:
-        """Numbers, text and bytes by path, as they are now. A sequence of them is one."""
+        """Numbers, text and bytes by path, as they are now. A sequence of them is one value."""
         found: dict[str, Any] = {}
         for path, one in self._looked_into:
             if _is_plain_sequence(one):
@@ -158,22 +158,22 @@ class Reach:
         return found
 
     def put_back(self) -> None:
-        """Let all objects hold what they held, and storage be where it was.
+        """Restore what all objects held, and the storage of tensors, but not its content.
 
-        Says nothing of what is in that storage. Raises ConfigError for what cannot be put back.
+        Raises ConfigError for what cannot be restored.
         """
         for one, before in self._contents.values():
             _restore(one, before)
         for found in self.tensors.values():
             if found.is_elsewhere:
                 found.tensor.data = found.alias
-            if found.is_moved and not is_handle(found.alias):  # from a slot, or a set
+            if found.is_moved and not is_handle(found.alias):  # it was in a slot or a set
                 found.put_back()
 
     def _enter_module(
         self, queue: deque[tuple[str, Any]], path: str, module: nn.Module, way: tuple[Link, ...]
     ) -> None:
-        """A module and those that are registered in it."""
+        """Enter a module and the modules that are registered in it."""
         if id(module) in self._links or id(module) in self._stop:
             return
         own, inside = vars(module), module._modules
@@ -223,16 +223,16 @@ class Reach:
 
 
 def is_handle(tensor: Tensor) -> bool:
-    """Whether it is one number, as libraries give for what they keep: its bits say nothing."""
+    """Whether it is one int64, such as a library's handle, whose bits mean nothing here."""
     return tensor.dtype == torch.int64 and tensor.numel() == 1
 
 
 def settle(founds: Mapping[str, Found]) -> None:
-    """Write what is now in the place of these tensors into their storage, and put them back.
+    """Copy what has replaced these tensors into their storage, and put the tensors back.
 
-    Handles stay where they are: what they stand for goes with the object that made them.
+    New handles stay: what they refer to belongs to the object that made them.
 
-    Raises ConfigError for what is of another shape or dtype, or gone.
+    Raises ConfigError if a replacement has another shape or dtype, or is missing.
     """
     moved = {path: (found, found.now()) for path, found in founds.items() if found.is_moved}
     moved = {path: one for path, one in moved.items() if not is_handle(one[0].alias)}
@@ -250,26 +250,26 @@ def settle(founds: Mapping[str, Found]) -> None:
 
 
 def as_tensor(one: Any) -> Tensor | None:
-    """A tensor, or the like over an array's storage. None where that is not dense, or constant."""
+    """A tensor, or one over an array's storage; None if that is not dense, or is read-only."""
     if isinstance(one, Tensor):
         return one if _is_plain(one) else None
     if not isinstance(one, np.ndarray) or not one.flags.writeable:
         return None
     try:
         return torch.from_numpy(one)
-    except (TypeError, ValueError):  # of objects, or backwards
+    except (TypeError, ValueError):  # an array of objects, or with negative strides
         return None
 
 
 def _has_parts(tensor: Tensor) -> bool:
-    """Whether it is made of other tensors, which it holds, or has no values yet."""
+    """Whether it wraps other tensors, which it holds, or has no values yet."""
     return is_traceable_wrapper_subclass(tensor) or isinstance(
         tensor, UninitializedParameter | UninitializedBuffer
     )
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has dense storage of its own, or of a tensor that it is a view of."""
+    """Whether it has dense storage, of its own or of a tensor that it is a view of."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_quantized
@@ -281,7 +281,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _children(one: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(key, what it adds to a path, value) of all that an object holds."""
+    """(key, addition to the path, value) of everything that an object holds."""
     match one:
         case dict() | MappingProxyType():
             for key, value in list(one.items()):
@@ -329,11 +329,11 @@ _slots_of: dict[type, tuple[str, ...]] = {}
 
 
 def _slots(kind: type) -> Sequence[str]:
-    """Names of attributes that instances keep outside of a dict. Of classes made in Python."""
+    """Names of the slots of a class that was made in Python."""
     if kind not in _slots_of:
         names = []
         for cls in kind.__mro__:
-            if "__slots__" in vars(cls):  # with the names that private ones have
+            if "__slots__" in vars(cls):  # these names are mangled as the attributes are
                 names += [n for n, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]
         _slots_of[kind] = tuple(names)
     return _slots_of[kind]
@@ -357,7 +357,7 @@ def _get(one: Any, key: Any) -> Any:
 
 
 def _peek(one: Any, key: Any) -> Any:
-    """The same, or None where there is nothing."""
+    """The same; None if there is nothing."""
     try:
         return _get(one, key)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):
@@ -365,7 +365,7 @@ def _peek(one: Any, key: Any) -> Any:
 
 
 def _set(one: Any, key: Any, value: Any) -> None:
-    """Let an object hold this under a key. Raises ConfigError for one that cannot change."""
+    """Store a value in an object. Raises ConfigError for an immutable one."""
     if isinstance(one, CellType):
         one.cell_contents = value
     elif isinstance(one, dict | list | deque):
@@ -377,14 +377,14 @@ def _set(one: Any, key: Any, value: Any) -> None:
 
 
 def _is_plain_sequence(one: Any) -> bool:
-    """Whether it holds numbers, text and constant bytes alone."""
+    """Whether it holds only numbers, text and immutable bytes."""
     return isinstance(one, list | tuple | deque | set | frozenset) and all(
         isinstance(each, _PLAIN) and not isinstance(each, bytearray) for each in one
     )
 
 
 def _held(one: Any) -> Any:
-    """What an object that can change holds, for `_restore`; None of what is left as it is."""
+    """What a mutable object holds, for `_restore`; None for other objects."""
     if isinstance(one, CellType):
         return (_peek(one, 0),)
     if isinstance(one, dict | list | bytearray):
@@ -395,7 +395,7 @@ def _held(one: Any) -> Any:
 
 
 def _restore(one: Any, before: Any) -> None:
-    """Let it hold the same. Puts back what differs alone."""
+    """Restore what an object held; writes only what differs."""
     if isinstance(one, CellType):
         if _peek(one, 0) is not before[0]:
             one.cell_contents = before[0]
@@ -404,7 +404,7 @@ def _restore(one: Any, before: Any) -> None:
             one[:] = before
     elif not isinstance(one, dict):
         for slot in _slots(type(one)):
-            member = getattr(type(one), slot)  # also of those that are frozen
+            member = getattr(type(one), slot)  # works for frozen classes too
             if slot not in before:
                 if hasattr(one, slot):
                     member.__delete__(one)
