@@ -24,7 +24,7 @@ COMMANDS = {
     "inspect": ("deltasync.files.inspection",),
     "verify": ("deltasync.files.comparing",),
 }
-"""Each a function of this name in a module of this name, and what it needs before it begins."""
+"""By name: each command is a function in a module of this name; these modules it needs first."""
 
 USAGE_ERROR, INTERNAL_ERROR = 2, 70
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 class _Ending:
-    """Makes an exit code of whatever ends the process."""
+    """Turns whatever ends the process into an exit code."""
 
     def __enter__(self) -> None:
         handle_signals()

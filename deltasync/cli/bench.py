@@ -1,4 +1,4 @@
-"""`deltasync bench`: what a sync takes on this machine, against sending everything."""
+"""`deltasync bench`: the time of a sync on this machine, compared with sending everything."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _count(numel: str) -> int:
 
 
 def _check(numel: int, density: float, device: str) -> None:
-    """Refuse at once what would fail later."""
+    """Refuse now what would fail later."""
     import torch
 
     if not 0 < density <= 1:

@@ -54,7 +54,7 @@ def demo(
 
 
 def _check(lr: float, out: Path | None) -> None:
-    """Refuse now what would fail after minutes."""
+    """Refuse now what would fail minutes later."""
     if not (math.isfinite(lr) and lr > 0):
         raise typer.BadParameter(f"{lr} is not above 0", param_hint="--lr")
     if out is None:

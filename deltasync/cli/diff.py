@@ -110,7 +110,7 @@ def layer_of(name: str) -> str:
 def _sizes(
     found: Mapping[str, Sparsity], num_bytes: int, item_sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes that follow from counts alone."""
+    """The sizes that can be computed from counts."""
     sparse = sum((4 + item_sizes[name]) * one.changed for name, one in found.items())
     return {"dense": num_bytes, "int32 + value": sparse}
 

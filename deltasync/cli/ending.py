@@ -1,4 +1,4 @@
-"""How every command ends: exit codes, Ctrl-C, a reader that leaves, one line for an error."""
+"""How every command ends: exit codes, Ctrl-C, a closed pipe, one line for an error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Options = ParamSpec("_Options")
 def with_exit_codes(
     command: Callable[_Options, None], needed: Iterable[str]
 ) -> Callable[_Options, None]:
-    """`command`, ended by an exit code instead of what it raises.
+    """Return `command` with exit codes instead of exceptions.
 
     Args:
-        command: What a user asks for.
-        needed: Modules that are imported first, while there is nothing to clear away.
+        command: The command.
+        needed: Modules that are imported first, while there is nothing to clean up.
     """
 
     @functools.wraps(command)
@@ -47,7 +47,7 @@ def with_exit_codes(
             raise told(error, BAD_INPUT, hint="; deltasync inspect says where") from None
         except DeltaSyncError as error:
             raise told(error, BAD_INPUT) from None
-        except OSError as error:  # such as a disk that is full, with what stdout goes to
+        except OSError as error:  # such as a full disk, to which stdout may go
             silence(sys.stdout)
             raise told(error, BAD_INPUT) from None
         except (MemoryError, RuntimeError) as error:
@@ -61,7 +61,7 @@ def with_exit_codes(
 
 
 def told(error: Exception, code: int, *, hint: str = "") -> typer.Exit:
-    """Say in one line what went wrong. Returns what to raise."""
+    """Print what went wrong in one line. Returns the exception to raise."""
     line = f"{type(error).__name__}: {' '.join(str(error).split())}{hint}"
     tell(printable(line))
     return typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`deltasync inspect`: a frame or a patch file taken apart."""
+"""`deltasync inspect`: take a frame or a patch file apart."""
 
 from __future__ import annotations
 

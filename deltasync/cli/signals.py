@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP, readers that leave: commands end without a word, as usual tools do."""
+"""Ctrl-C, SIGTERM, SIGHUP, closed pipes: commands end silently, as usual tools do."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SIGNALLED = 128
 INTERRUPTED, READER_LEFT = SIGNALLED + signal.SIGINT, SIGNALLED + signal.SIGPIPE
 
 _ENDINGS = (signal.SIGHUP, signal.SIGTERM)
-_DEAF_S = 5.0  # after a Ctrl-C, so that a second one does not disturb the clearing away
+_DEAF_S = 5.0  # after a Ctrl-C, so that a second one does not interrupt the cleanup
 
 
 class _Interruption:
-    """What Ctrl-C does: as long as nothing has begun it ends the process, later it raises.
+    """The handler of Ctrl-C: before the command begins it ends the process, afterwards it raises.
 
-    Raising is not enough. Imports and C code turn KeyboardInterrupt into other exceptions, or print
-    it and go on.
+    Raising alone is not enough: imports and C code turn KeyboardInterrupt into other exceptions, or
+    print it and continue.
 
     Attributes:
-        has_begun: Whether there may be something to clear away.
-        came_at: When it came last, of time.monotonic; None before.
+        has_begun: Whether there may be something to clean up.
+        came_at: time.monotonic of the last Ctrl-C; None before the first.
     """
 
     has_begun = False
@@ -38,7 +38,7 @@ class _Interruption:
         if self.came_at is not None and now - self.came_at < _DEAF_S:
             return
         self.came_at = now
-        # What is interrupted in a destructor or a thread would be printed.
+        # Python would print an interrupt in a destructor or a thread.
         sys.unraisablehook = lambda _: None
         threading.excepthook = lambda _: None
         raise KeyboardInterrupt
@@ -48,8 +48,8 @@ _interruption = _Interruption()
 
 
 def handle_signals() -> None:
-    """Let signals end this process as this module says, but for those that it was started deaf to:
-    nohup ignores SIGHUP, background jobs of a script ignore SIGINT.
+    """Handle signals, except those that this process was started to ignore: nohup ignores SIGHUP,
+    background jobs of a script ignore SIGINT.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interruption)
@@ -59,22 +59,22 @@ def handle_signals() -> None:
 
 
 def begin() -> None:
-    """From now on there may be something to clear away."""
+    """Record that from now on there may be something to clean up."""
     _interruption.has_begun = True
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C came, whatever has become of its KeyboardInterrupt."""
+    """Whether Ctrl-C came, even if its KeyboardInterrupt was lost."""
     return _interruption.came_at is not None
 
 
 def silence(stream: TextIO) -> None:
-    """Nobody reads it, or it cannot be written: let what is left in buffers go nowhere."""
+    """Discard what is left in the buffers of a stream that has no reader or cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def tell(text: str) -> None:
-    """Write to stderr; if that cannot be written, the exit code has to do."""
+    """Write to stderr; if that fails, only the exit code reports the error."""
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -82,7 +82,7 @@ def tell(text: str) -> None:
 
 
 def _terminate(number: int, _: object) -> None:
-    """What was begun is cleared away, undisturbed by another signal: `timeout` sends two."""
+    """Exit with a cleanup that no second signal interrupts: `timeout` sends two."""
     for ending in _ENDINGS:
         signal.signal(ending, signal.SIG_IGN)
     sys.exit(SIGNALLED + number)

@@ -1,4 +1,4 @@
-"""What commands share of their output: consoles, progress, numbers, bars."""
+"""Output that commands share: consoles, progress, numbers, bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of `--out`: one JSON line a version, the summary, a plot, and two checkpoints."""
+"""The files of `--out`: one JSON line per version, the summary, a plot, and two checkpoints."""
 
 from __future__ import annotations
 

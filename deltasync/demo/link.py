@@ -36,7 +36,7 @@ class Message:
     """What travels.
 
     Attributes:
-        kind: What is asked for or answered.
+        kind: The kind of request or answer.
         values: Small JSON values by name.
         arrays: int64 and float32 arrays by name.
     """
@@ -64,7 +64,7 @@ class Link:
             raise LinkClosed("the other process is gone") from error
 
     def receive(self) -> Message:
-        """The next message. Raises LinkClosed when there will be none, LinkError if it is bad."""
+        """Return the next message. Raises LinkClosed if there is none, LinkError if it is bad."""
         (header_bytes,) = struct.unpack("<I", self._read(4))
         if header_bytes > MAX_HEADER_BYTES:
             raise LinkError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}")
@@ -81,7 +81,7 @@ class Link:
         return self.receive()
 
     def close(self) -> None:
-        """End the link: the other end sees LinkClosed. Idempotent."""
+        """Close the link; the other end then raises LinkClosed. Idempotent."""
         self._connection.close()
 
     def _read_array(self, spec: object) -> Array:

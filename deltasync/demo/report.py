@@ -136,7 +136,7 @@ class LiveReport:
 def make_report(
     console: Console, num_versions: int, *, as_json: bool
 ) -> JsonReport | PlainReport | LiveReport:
-    """The report that fits where it goes to."""
+    """Return the report that fits the output."""
     if as_json:
         return JsonReport(console)
     if console.is_terminal:
@@ -155,7 +155,7 @@ def _table(records: Sequence[VersionRecord]) -> Table:
 
 
 def print_summary(console: Console, summary: Summary, records: Sequence[VersionRecord]) -> None:
-    """What the run comes to, under the table."""
+    """Print the summary under the table."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -27,7 +27,7 @@ SYNC_TIMEOUT_S = 120.0
 
 
 class Rollout:
-    """The policy and its receiver, as told by the first message.
+    """The policy and its receiver, made from the first message.
 
     Attributes:
         policy: The bf16 weights that syncs write.
@@ -43,7 +43,7 @@ class Rollout:
         self.receiver = WeightReceiver(ModuleTarget(self.policy), link, engine="rollout")
 
     def receive_weights(self) -> None:
-        """Take part in one sync, which answers for itself."""
+        """Take part in one sync. No answer is sent: the trainer sees the sync itself."""
         self.receiver.receive_weights(timeout_s=SYNC_TIMEOUT_S)
         if self.sampler is not self.policy:
             self.sampler.load_state_dict(self.policy.state_dict())

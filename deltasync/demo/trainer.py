@@ -34,8 +34,8 @@ from deltasync.demo.task import SortTask
 from deltasync.transports.address import Address
 
 START_TIMEOUT_S = 120.0
-# In bytes, index and value of a changed element cost three elements of a dense patch. The default
-# sends dense patches sooner: it weighs time, of which a demo's small model takes hardly any.
+# Index and value of a changed element take as many bytes as three elements of a dense patch. The
+# default policy sends dense patches sooner, to save time, which hardly matters for a small model.
 FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3))
 BETAS = (0.9, 0.95)
 NUM_SEEDS = 2**32  # torch's CPU generator ignores higher bits
@@ -48,10 +48,10 @@ class DemoConfig:
 
     Attributes:
         steps: Optimizer steps of GRPO; each makes one version.
-        learning_rate: Of GRPO, after ten steps of linear warm-up.
+        learning_rate: Learning rate of GRPO, after ten steps of linear warm-up.
         warm_up_steps: Supervised steps before the first sync; likewise `warm_up_*`.
         num_prompts: Prompts of one GRPO step, each answered `group_size` times.
-        num_evaluation_prompts: The same ones before and after.
+        num_evaluation_prompts: Prompts of the evaluation, the same before and after.
     """
 
     steps: int
@@ -90,7 +90,7 @@ class Rollouts:
         answers: int64[B, T].
         log_probs: float32[B, T], of the answers under the policy that B held.
         rewards: float32[B].
-        seconds: What generating took.
+        seconds: Duration of the generation.
     """
 
     prompts: Tensor
@@ -101,7 +101,7 @@ class Rollouts:
 
 
 class RolloutClient:
-    """What process A asks of process B."""
+    """The requests of process A to process B."""
 
     def __init__(self, link: Link, config: DemoConfig, address: Address) -> None:
         self._link = link
@@ -114,7 +114,7 @@ class RolloutClient:
         link.send(Message("start", start))
 
     def receive_weights(self) -> None:
-        """Have it wait for a sync, which must follow."""
+        """Let it wait for a sync, which must follow."""
         self._link.send(Message("receive_weights"))
 
     def generate(self, prompts: Tensor, seed: int | None) -> Rollouts:
@@ -128,7 +128,7 @@ class RolloutClient:
             raise LinkError(f"not rollouts: {answer.kind}") from error
 
     def sha256(self) -> str:
-        """Of the weights that it holds."""
+        """Return the SHA-256 of the weights that it holds."""
         return str(self._link.request(Message("sha256")).values["hex"])
 
 
@@ -143,7 +143,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def warm_up(self) -> Iterator[WarmUpStep]:
-        """Supervised training on solutions, until the policy finds a good part of them alone."""
+        """Train on solutions, until the policy finds a good part of them itself."""
         config, steps = self.config, self.config.warm_up_steps
         optimizer = torch.optim.AdamW(
             self.policy.parameters(), config.warm_up_learning_rate, betas=BETAS, weight_decay=0.01
@@ -177,12 +177,12 @@ class Trainer:
             yield VersionRecord(
                 stats=stats, reward=reward, verified=same, rollout_s=rollouts.seconds
             )
-            if step == self.config.steps:  # the last version is only looked at
+            if step == self.config.steps:  # the last version is only evaluated
                 return
             advantages = group_advantages(rollouts.rewards, self.config.group_size)
             log_probs = self._log_probs(rollouts.prompts, rollouts.answers)
             loss = grpo_loss(log_probs, rollouts.log_probs, advantages)
-            self.client.receive_weights()  # which the hook sends, in the optimizer's step
+            self.client.receive_weights()  # the hook sends them, in the optimizer's step
             self._step(optimizer, loss)
             schedule.step()
 
@@ -211,7 +211,7 @@ class Trainer:
 
 
 def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord | Summary]:
-    """The whole demo, as the events that a user wants to see. Close it to end both processes."""
+    """Run the whole demo and yield its events. Close it to end both processes."""
     use_few_threads()
     started = time.perf_counter()
     with send_transport(config.transport) as (transport, address), rollout_process() as link:

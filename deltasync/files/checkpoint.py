@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors, one file or a folder: tensors by name, read when looked at."""
+"""Checkpoints in safetensors, one file or a folder: tensors by name, read on first access."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONVERT = (
     "deltasync unpickles nothing, convert it: "
     "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
 )
-_LENGTH_BYTES = 8  # of the number that a file begins with: bytes of its header
+_LENGTH_BYTES = 8  # a file begins with the length of its header
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -55,7 +55,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies: in which mapping, from which byte on."""
+    """Where a tensor lies: its mapping, and the byte at which it begins."""
 
     memory: mmap.mmap
     offset: int
@@ -66,10 +66,8 @@ class Selection:
     """Which tensors of two checkpoints are compared, and under which names.
 
     Attributes:
-        rename: Beginnings of names, and what stands there instead; of each name the first that fits
-            is replaced, once.
-        only: Patterns as in `fnmatch`, of names after that; those that fit none are left out. Empty
-            for all.
+        rename: Prefixes of names with their replacements; the first that matches is replaced.
+        only: `fnmatch` patterns of renamed names; other tensors are left out. Empty for all.
         ignore_missing: Leave out tensors that only one of them has.
     """
 
@@ -78,7 +76,7 @@ class Selection:
     ignore_missing: bool = False
 
     def apply(self, *checkpoints: Checkpoint) -> list[str]:
-        """Let each have what is chosen. Returns the names that were left out as missing in one.
+        """Select tensors in each. Returns the names that were left out because one lacks them.
 
         Raises ConfigError if nothing is left, or two tensors get one name.
         """
@@ -102,16 +100,16 @@ class Selection:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. Files are mapped: nothing is read but what is looked at.
+    """The tensors of a checkpoint by name. Files are mapped: only what is accessed is read.
 
     Args:
         path: A safetensors file, or a folder: with `model.safetensors.index.json` the files that
             it names, otherwise every `*.safetensors` in it.
-        writable: Let what is written into tensors be written to the files.
+        writable: Whether what is written into tensors goes to the files.
 
     Attributes:
         path: As given.
-        files: Those that hold the tensors.
+        files: The files that hold the tensors.
         specs: Name, shape and dtype of each tensor, by name, in the order of the files.
 
     Raises:
@@ -150,7 +148,7 @@ class Checkpoint:
         return sum(spec.numel * spec.dtype.item_size for spec in self.specs.values())
 
     def tensor(self, name: str) -> Tensor:
-        """One of them: a view of its file. Writes stay in memory unless it is `writable`.
+        """Return a tensor as a view of its file. Writes stay in memory unless it is `writable`.
 
         Raises KeyError for a name that is not in `specs`.
         """
@@ -162,7 +160,7 @@ class Checkpoint:
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)
 
     def choose(self, name: Callable[[str], str | None]) -> None:
-        """Keep tensors under the names that `name` gives them; those of None are left out.
+        """Keep tensors under the names that `name` returns; leave out those for which it is None.
 
         Raises ConfigError if nothing is left, or two tensors get one name.
         """
@@ -179,7 +177,7 @@ class Checkpoint:
         self.specs, self._places = specs, places
 
     def release(self) -> None:
-        """Let go of the memory that tensors were read into: it is read again when looked at.
+        """Release the memory that tensors were read into; the next access reads them again.
 
         What was written into them is lost, unless it is `writable`.
         """
@@ -198,7 +196,7 @@ def check_same_tensors(
     *,
     called: tuple[str, str] = ("the first", "the second"),
 ) -> None:
-    """Raises LayoutMismatch, by the first few names, where names, shapes or dtypes differ."""
+    """Raise LayoutMismatch, with the first few names, if names, shapes or dtypes differ."""
     for one, other, which in ((old, new, called[0]), (new, old, called[1])):
         if only := [name for name in one if name not in other]:
             raise LayoutMismatch(f"only {which} has {some_of(only)}")
@@ -262,10 +260,10 @@ def _mapped(file: Path, *, writable: bool) -> mmap.mmap:
 def _tensors(file: Path, memory: mmap.mmap) -> Iterator[tuple[ParameterSpec, int]]:
     """(spec, offset) of each tensor of a file, as it lies there.
 
-    safetensors refuses a header whose tensors do not lie one right after another, so that where
-    each begins follows from sizes.
+    safetensors refuses a header whose tensors do not follow each other without gaps, so the sizes
+    tell where each begins.
     """
-    # Those without elements are anywhere, and in another order at each look.
+    # Empty tensors may be anywhere, in an order that changes with each read.
     entries = sorted(_header(file), key=lambda entry: (0 in entry[2], entry[0] * (0 in entry[2])))
     offset = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
     for name, dtype, shape in entries:
@@ -297,7 +295,7 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
 
 
 def _is_pickle(file: Path) -> bool:
-    """Whether a file that is not safetensors begins as those of torch.save do, or is called so."""
+    """Whether a file that is not safetensors looks like, or is named like, one of torch.save."""
     with file.open("rb") as opened:
         begin = opened.read(4)
     return file.suffix in _PICKLED or begin == _ZIP or begin[:1] == b"\x80"

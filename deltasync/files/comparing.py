@@ -1,4 +1,4 @@
-"""Two checkpoints compared, piece by piece in two threads; nothing is kept in memory."""
+"""Comparison of two checkpoints, piece by piece in two threads; nothing is kept in memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from deltasync.delta.sparsity import Sparsity, sparsity
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 
 Advance = Callable[[int], None]
-"""(bytes): told how much of the (first) checkpoint is done since the last call."""
+"""Called with the bytes of the (first) checkpoint that were done since the last call."""
 
 _PIECE_BYTES = 16 << 20  # of one checkpoint
-_RELEASED = 8  # pieces after which memory is let go
+_RELEASED = 8  # pieces after which memory is released
 _THREADS = 2
 
 _Item = TypeVar("_Item")
@@ -45,8 +45,8 @@ class Mismatch:
     """An element that differs.
 
     Attributes:
-        name: Of its tensor.
-        index: Where it is there.
+        name: Name of its tensor.
+        index: Its index there.
         old, new: Its values as text, and as bits in hexadecimal.
     """
 
@@ -62,8 +62,8 @@ class Equality:
 
     Attributes:
         numel: Elements compared.
-        different: How many differ, of each tensor that has such.
-        first: The first of them.
+        different: By tensor, how many elements differ, if any.
+        first: The first of those elements.
     """
 
     numel: int = 0
@@ -79,13 +79,13 @@ def compare_checkpoints(
     encodings: bool = True,
     advance: Advance = lambda num_bytes: None,
 ) -> dict[str, Sparsity]:
-    """How each tensor differs, by name.
+    """Return how each tensor differs, by name.
 
     Args:
         old: What receivers hold.
         new: What they are to get.
-        exponents, encodings: As of `sparsity`.
-        advance: Told of progress.
+        exponents, encodings: As in `sparsity`.
+        advance: Called to report progress.
 
     Raises:
         LayoutMismatch: Names, shapes or dtypes differ.
@@ -109,7 +109,7 @@ def compare_bits(
     limit: int = 10,
     advance: Advance = lambda num_bytes: None,
 ) -> Equality:
-    """Whether they are equal bit for bit; the first `limit` elements that are not.
+    """Return whether they are equal bit for bit, with the first `limit` elements that differ.
 
     Raises:
         LayoutMismatch: Names, shapes or dtypes differ.
@@ -136,7 +136,7 @@ def compare_bits(
 def measure_digests(
     checkpoint: Checkpoint, *, advance: Advance = lambda num_bytes: None
 ) -> DigestLedger:
-    """The state digests of a checkpoint, by chunk."""
+    """Return the state digests of a checkpoint, by chunk."""
     flats = {n: Flat.of(checkpoint.tensor(name)) for n, name in enumerate(checkpoint.specs)}
     ledger = DigestLedger(whole(checkpoint.layout), chunk_numel=CHUNK_NUMEL)
     backend, table, item_sizes = HostBackend(flats, ledger), ledger.table, ledger.item_sizes
@@ -153,7 +153,7 @@ def measure_digests(
 def in_threads(
     work: Callable[[_Item], _Found], items: Iterable[_Item]
 ) -> Iterator[tuple[_Item, _Found]]:
-    """(item, what came of it), in order; two at a time."""
+    """Yield (item, result of `work`) in order; two items are in work at a time."""
     chosen = list(items)
     with ThreadPoolExecutor(_THREADS) as pool:
         yield from zip(chosen, pool.map(work, chosen), strict=True)

@@ -19,15 +19,15 @@ from deltasync.wire.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, message_bytes_
 
 
 class FrameFile:
-    """The frames of a file, read anew by each loop over it.
+    """The frames of a file; each loop over it reads them again.
 
     Args:
         path: The file.
         max_payload_bytes: The largest payload that is read.
 
     Attributes:
-        offset: Where the frame begins that was read last, or is being read.
-        payload_offset: Where its payload begins; None as long as its header is not known.
+        offset: Where the last frame begins that was read, or is being read.
+        payload_offset: Where its payload begins; None until its header is known.
 
     Raises:
         ConfigError: It cannot be read.
@@ -42,7 +42,7 @@ class FrameFile:
             self.num_bytes = os.fstat(file.fileno()).st_size
 
     def __iter__(self) -> Iterator[Frame]:
-        """Raises WireError for a frame that is damaged or cut off."""
+        """Yield the frames. Raises WireError for one that is damaged or cut off."""
         with readable(self.path) as file:
             self.offset = 0
             while True:
@@ -57,7 +57,7 @@ class FrameFile:
 
     def _header(self, file: BufferedReader) -> bytes:
         start = file.read(HEADER_BYTES)
-        rest = min(message_bytes_of(start), self.num_bytes)  # a lie costs no memory
+        rest = min(message_bytes_of(start), self.num_bytes)  # a false length takes no memory
         return start + file.read(rest)
 
 
@@ -84,10 +84,10 @@ def readable(path: Path) -> Iterator[BufferedReader]:
 
 
 def write_frames(frames: Iterable[Frame], path: Path) -> int:
-    """Write a file that is there as a whole or not at all. Returns its bytes.
+    """Write a file that appears as a whole or not at all. Returns its size in bytes.
 
     Raises:
-        ConfigError: There is one already, or it cannot be written.
+        ConfigError: The file exists, or cannot be written.
     """
     with appearing(path) as made, made.open("wb") as file:
         for frame in frames:
@@ -100,17 +100,17 @@ def write_frames(frames: Iterable[Frame], path: Path) -> int:
 
 
 def check_regular(path: Path) -> None:
-    """Raises OSError for what is no file: to open a pipe may wait forever."""
+    """Raise OSError unless this is a regular file: opening a pipe may wait forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("not a regular file")
 
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A name beside `path` for what is made in here: it gets its own name when all has gone well.
+    """Yield a temporary name beside `path`; what is made there is renamed to `path` on success.
 
     Raises:
-        ConfigError: `path` is there already, or nothing can be written there.
+        ConfigError: `path` exists, or nothing can be written there.
     """
     refuse_existing(path)
     try:
@@ -129,14 +129,14 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raises ConfigError if there is something of this name."""
+    """Raise ConfigError if something has this name."""
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists; choose another name, or remove it")
 
 
 @contextmanager
 def _synced(folder: Path) -> Iterator[None]:
-    """Let a name that is given in here outlive a loss of power. Fails before, if it has to."""
+    """Make a rename inside survive a loss of power. If this is impossible, raises before it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield
@@ -146,9 +146,7 @@ def _synced(folder: Path) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what is there, as far as possible. Takes one descriptor at a time: others may be used
-    up.
-    """
+    """Remove a folder as far as possible, with one descriptor at a time: others may be used up."""
     for found, _, names in os.walk(folder, topdown=False):
         for name in names:
             with suppress(OSError):

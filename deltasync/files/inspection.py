@@ -1,4 +1,4 @@
-"""Frames and patch files taken apart, and what is wrong with damaged ones, and where."""
+"""Takes frames and patch files apart, and finds what is wrong with damaged ones, and where."""
 
 from __future__ import annotations
 
@@ -80,10 +80,11 @@ class Fault:
     """What is wrong.
 
     Attributes:
-        offset: In the file, of what breaks the rule; of its payload, where that is compressed.
-        rules: Of docs/wire-format.md; it is one of them.
+        offset: Position in the file of what breaks the rule; in a compressed payload, its position
+            in the inflated payload.
+        rules: Rules of docs/wire-format.md, one of which is broken.
         error: The type of the error.
-        reason: Its text.
+        reason: The text of the error.
     """
 
     offset: int
@@ -93,7 +94,7 @@ class Fault:
 
 
 class _Found(Exception):
-    """A fault, on its way out."""
+    """Carries a fault out of nested calls."""
 
     def __init__(self, error: DeltaSyncError, offset: int, rules: str) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _Found(Exception):
 
 @contextmanager
 def _breaking(rules: str, kind: type[DeltaSyncError], offset: int) -> Iterator[None]:
-    """Raise _Found for an error of this kind: what is at `offset` breaks one of these rules."""
+    """Turn an error of this kind into a fault: what is at `offset` breaks one of these rules."""
     try:
         yield
     except kind as error:
@@ -116,10 +117,10 @@ class Inspection:
         path: The file.
 
     Attributes:
-        frames: What was found before the fault.
-        fault: The first; None if there is none.
-        is_patch: Whether it is a patch file: a layout, and what follows.
-        num_bytes: Of the file.
+        frames: The frames before the fault.
+        fault: The first fault; None if there is none.
+        is_patch: Whether it is a patch file, which begins with a layout.
+        num_bytes: Size of the file.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -197,7 +198,7 @@ def _check_rows(bucket: ReadBucket, at: int) -> None:
 
 
 def _rows_alone(payload: Tensor, message: Bucket) -> Rows:
-    """The table of a bucket whose layout is not known: checked for what does not need it."""
+    """The table of a bucket whose layout is not known, with all checks that need no layout."""
     table = payload[: message.num_rows * ROW.itemsize].numpy()
     if len(table) < message.num_rows * ROW.itemsize:
         raise TruncatedFrame(f"payload of {len(payload)} bytes cannot hold its patch table")

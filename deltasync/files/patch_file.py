@@ -1,4 +1,4 @@
-"""Patch files: what makes one checkpoint another, bit for bit. docs/wire-format.md, section 7."""
+"""Patch files turn one checkpoint into another, bit for bit: docs/wire-format.md, section 7."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec
 
 _BUCKET_BYTES = 16 << 20
-_HELD_BYTES = 256 << 20  # of changes that are not looked for a second time
-_RELEASED_BYTES = 64 << 20  # read of each checkpoint before memory is let go
+_HELD_BYTES = 256 << 20  # changes that are kept; others are found a second time
+_RELEASED_BYTES = 64 << 20  # read of each checkpoint before memory is released
 _BASE, _VERSION = 0, 1
 
 Phase = Callable[[str], Advance]
-"""(what is done now): whom to tell of progress in it, in bytes of a checkpoint."""
+"""Called with the name of a phase; returns what to call with its progress in bytes."""
 
 
 def _no_phase(_: str) -> Advance:
@@ -44,7 +44,7 @@ class PatchSummary:
     Attributes:
         num_bytes: Of the patch file.
         nnz: Elements that differ.
-        base, digest: State digests of the checkpoint that it fits on, and of what comes of it.
+        base, digest: State digests of the checkpoint that it fits, and of the result.
     """
 
     num_bytes: int
@@ -60,8 +60,8 @@ def write_patch(
 
     Args:
         old, new: Of the same names, shapes and dtypes.
-        path: The new file; it is there when everything is written.
-        phase: Told of progress.
+        path: The new file; it appears when everything is written.
+        phase: Called to report progress.
 
     Raises:
         LayoutMismatch: Names, shapes or dtypes differ.
@@ -90,7 +90,7 @@ def write_patch(
 
 
 class PatchFile:
-    """A patch file, read as often as need be.
+    """A patch file, which can be read repeatedly.
 
     Args:
         path: The file.
@@ -118,7 +118,7 @@ class PatchFile:
     def _replay(
         self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
     ) -> int:
-        """Give each bucket to `stage`. Returns the digest that comes of it.
+        """Pass each bucket to `stage`. Returns the digest that the patch promises.
 
         Raises:
             WireError, SyncError: The file is damaged, or `stage` raised.
@@ -139,15 +139,15 @@ def apply_patch_file(
 ) -> int:
     """Write a new checkpoint: `checkpoint` with the patch applied. Returns its state digest.
 
-    The whole patch is checked against the checkpoint, and what would come of it against the
-    digest in the patch, before anything is written; what was written is read again before it gets
-    its name. A folder keeps its sharding and its other files.
+    Before anything is written, the whole patch is checked against the checkpoint, and the result
+    against the digest in the patch. What was written is read again before it gets its name. A
+    folder keeps its sharding and its other files.
 
     Args:
         patch: The patch.
-        checkpoint: What it fits on; only read.
+        checkpoint: The checkpoint that it fits; only read.
         out: The new file or folder.
-        phase: Told of progress.
+        phase: Called to report progress.
 
     Raises:
         LayoutMismatch: Names, shapes or dtypes are not the patch's.
@@ -162,7 +162,7 @@ def apply_patch_file(
             f"{checkpoint.path} is not what the patch was made from: its state digest is "
             f"{digest_text(ledger.total)}, the patch needs {digest_text(patch.base)}"
         )
-    # As they are numbered in the patch, which may order them otherwise.
+    # The patch may number the parameters in another order.
     ledger = _reordered(ledger, patch.layout)
     _predict(patch, checkpoint, ledger, phase("checking"))
     with appearing(Path(out)) as made:
@@ -181,13 +181,13 @@ def apply_patch_file(
 def _predict(
     patch: PatchFile, checkpoint: Checkpoint, ledger: DigestLedger, advance: Advance
 ) -> None:
-    """Raises DigestMismatch unless the patch makes of the checkpoint what it promises."""
+    """Raise DigestMismatch unless the patch makes of the checkpoint what it promises."""
     lines = Lines(_flats(checkpoint, patch.layout), len(patch.layout))
     now = ledger
 
     def stage(bucket: ReadBucket) -> None:
         nonlocal now
-        staging = Staging(lines, now)  # which keeps what it stages: so one for each bucket
+        staging = Staging(lines, now)  # one for each bucket, since it keeps what it stages
         staging.stage_bucket(bucket)
         now = staging.ledger
         checkpoint.release()

@@ -1,4 +1,4 @@
-"""What `doctor` looks at: one `Check` a row."""
+"""The checks of `doctor`: one `Check` for each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deltasync.cli.probes.trial import Trial
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
-TRIAL_TIMEOUT_S = 180.0  # for all of them, which run at once; compiling kernels takes its time
+TRIAL_TIMEOUT_S = 180.0  # for all trials, which run at once; compiling kernels takes long
 LINKS = ("shared_memory", "gloo", "cuda_ipc", "nccl")
 
 
@@ -28,9 +28,9 @@ class Check:
     """One row.
 
     Attributes:
-        ok: None where nothing can be said of it on this machine.
-        found: What there is.
-        advice: What to do about a no.
+        ok: None if this machine cannot tell.
+        found: What was found.
+        advice: What to do if `ok` is False.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Engine:
     """A package that deltasync works with.
 
     Attributes:
-        packages: Names under which it is distributed.
-        first, last: The versions that the integration was tried with, both included.
+        packages: Its distribution names.
+        first, last: The range of versions that the integration was tried with, both included.
     """
 
     name: str
@@ -66,13 +66,13 @@ ENGINES = (
 
 
 def works(checks: list[Check]) -> bool:
-    """Whether deltasync can be used here: on a CPU, over any link."""
+    """Whether deltasync can be used here, on a CPU over any link."""
     needed = [check.ok for check in checks if check.name in ("Python", "torch")]
     return all(needed) and any(check.ok for check in checks if check.name in LINKS)
 
 
 def all_checks() -> Iterator[Check]:
-    """Every row, in order. The trials run while the first ones are read."""
+    """Yield every row in order. The trials run while the first rows are made."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with ExitStack() as running:
         names = _trials(num_gpus)
@@ -109,7 +109,7 @@ def _at_least(name: str, found: str, oldest: tuple[int, ...]) -> Check:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"."""
+    """Return (2, 13, 0) for "2.13.0+cpu"."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -194,7 +194,7 @@ def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
 
 
 def engine_check(engine: Engine) -> Check:
-    """Whether the version installed is one that was tried; of others nothing is known."""
+    """Check whether the installed version is one that was tried."""
     for package in engine.packages:
         try:
             found = version(package)

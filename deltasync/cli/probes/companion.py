@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does, however and whenever that ends.
+"""Processes that end when the process that started them ends, however that happens.
 
 `python -m deltasync.cli.probes.companion MODULE WORDS` calls `main` of MODULE, and ends the
 process as soon as standard input is closed: a pipe from the process that called `start_companion`.
@@ -17,15 +17,15 @@ from typing import IO, Any
 def start_companion(
     module: str, *words: str, stderr: IO[bytes], **settings: Any
 ) -> subprocess.Popen[bytes]:
-    """Run `main` of `module` in a process that ends no later than this one, or the `Popen`.
+    """Run `main` of `module` in a process that ends at the latest with this one or the `Popen`.
 
-    The system closes the pipe if this process is killed, also in the moment of the fork.
+    The system closes the pipe if this process is killed, even during the fork.
 
     Args:
         module: Imported there; its `main` reads `words` as `sys.argv[1:]`.
-        words: For it.
-        stderr: Where the process writes what goes wrong.
-        settings: Of `subprocess.Popen`.
+        words: Those arguments.
+        stderr: Where the process writes errors.
+        settings: Further arguments of `subprocess.Popen`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "deltasync.cli.probes.companion", module, *words],

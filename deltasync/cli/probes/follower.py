@@ -35,7 +35,7 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 def make_model(numel: int, device: str) -> nn.Module:
-    """`numel` bf16 elements in parameters of 2^22, with values of a model: always the same bits."""
+    """Return `numel` bf16 elements in parameters of 2^22, like a model's, always the same bits."""
     generator = torch.Generator(device).manual_seed(0)
     module = nn.Module()
     for number, start in enumerate(range(0, numel, PARAMETER_NUMEL)):
@@ -54,17 +54,17 @@ def followed(
     devices: tuple[str, str],
     options: SenderOptions | None = None,
 ) -> Iterator[WeightSender]:
-    """The sender of `module`, from `make_model`, to a process that has joined, and follows it.
+    """Yield a sender of `module`, made by `make_model`, whose receiver in a process has joined.
 
     Args:
         module: Lives on the first device.
         link: The transport between the two.
-        devices: Of the sender and of the follower.
-        options: Of the sender; the follower has the same kernels.
+        devices: The devices of the sender and of the follower.
+        options: Options of the sender; the follower uses the same kernels.
 
     Raises:
-        PeerLost: The other process ended; the text has its last line.
-        TransportTimeout: It does not come.
+        PeerLost: The other process ended; the message has its last line.
+        TransportTimeout: It does not connect.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     options = options or SenderOptions()
@@ -85,7 +85,7 @@ def followed(
 
 
 def last_line(said: IO[bytes]) -> str:
-    """What a process wrote last, which of a traceback is the error; empty if it was silent."""
+    """The last line that a process wrote, which names the error of a traceback; empty if none."""
     said.seek(0)
     lines = said.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

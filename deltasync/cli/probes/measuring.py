@@ -1,4 +1,4 @@
-"""What `bench` measures: syncs to a second process, of what changed and of everything by turns."""
+"""What `bench` measures: syncs to a second process, by turns of what changed and of everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAYS = SenderOptions(), SenderOptions(policy=Policy(dense_above=0.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """The median of one quantity in syncs of what changed, and in those of everything."""
+    """The medians of one quantity, in syncs of what changed and in syncs of everything."""
 
     changed: float
     everything: float
@@ -39,11 +39,11 @@ class Measured:
 
     Attributes:
         device: Where both ends held their weights.
-        link: How they travelled.
+        link: The transport.
         numel: Elements of the model, in bf16.
-        nnz: How many of them changed from one sync to the next.
-        payload_bytes: Of one sync.
-        total_s: From `send_weights` called to its return.
+        nnz: How many of them changed between two syncs.
+        payload_bytes: Payload bytes of one sync.
+        total_s: Duration of `send_weights`.
         diff_s: The part in which the trainer compares, digests included.
         pause_s: The part in which an engine would not serve.
     """
@@ -59,7 +59,7 @@ class Measured:
 
 
 def measure(numel: int, density: float, device: str, step: Callable[[], None]) -> Measured:
-    """Run it. `step` is called `NUM_STEPS` times, after each of its steps."""
+    """Run the benchmark. Calls `step` after each of its `NUM_STEPS` steps."""
     link: LinkName = "cuda_ipc" if device == "cuda" else "shared_memory"
     changed: list[SyncStats] = []
     everything: list[SyncStats] = []
@@ -88,7 +88,7 @@ def measure(numel: int, density: float, device: str, step: Callable[[], None]) -
 
 
 def _flip_of(module: nn.Module, density: float) -> Callable[[], None]:
-    """What changes a share of the elements by one unit in the last place, and back."""
+    """Return what changes a share of the elements by one unit in the last place, and back."""
     parts = []
     for parameter in module.parameters():
         bits = parameter.detach().view(torch.int16)
@@ -112,6 +112,6 @@ def _sync(sender: WeightSender, options: SenderOptions) -> SyncStats:
 
 
 def _pause_s(stats: SyncStats) -> float:
-    """What is not staged is written as it arrives, while the engine does not serve."""
+    """The pause: a sync that is not staged is written as it arrives, so its transfer counts."""
     was_staged = stats.receiver_bytes > 0
     return stats.commit_s + (0.0 if was_staged else stats.transfer_s)

@@ -1,6 +1,6 @@
-"""What `doctor` really tries, each in processes of its own: a crash or a hang harms nobody else.
+"""The trials of `doctor`, each in processes of its own, so that a crash or a hang harms nothing.
 
-What fails is the last line on stderr of such a process.
+The error of a trial is the last line on stderr of its process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NUMEL = 1000
 
 
 class Trial:
-    """One trial, begun when it is made. Use in a `with` block, which ends its processes."""
+    """One trial, which begins at once. Use it in a `with` block, which ends its processes."""
 
     def __init__(self, name: str) -> None:
-        self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed one leaves
+        self._folder = TemporaryDirectory(prefix="deltasync-")  # for what a killed process leaves
         self._said = TemporaryFile()  # noqa: SIM115 (closed by __exit__)
         self._process: subprocess.Popen[bytes] | None = None
         self._not_started = ""
@@ -55,7 +55,7 @@ class Trial:
         self._folder.cleanup()
 
     def problem(self, deadline: float) -> str | None:
-        """What went wrong by `deadline`, of time.monotonic; None for nothing."""
+        """Wait until `deadline`, of time.monotonic. Returns what went wrong, or None."""
         if self._process is None:
             return self._not_started
         try:
@@ -68,7 +68,7 @@ class Trial:
 
 
 def try_link(link: LinkName, devices: tuple[str, str]) -> None:
-    """A delta of one element to another process, checked by digest."""
+    """Send a delta of one element to another process, checked by digest."""
     module = make_model(_NUMEL, devices[0])
     options = SenderOptions(kernels="torch")  # Triton's have a trial of their own
     with followed(module, link, devices=devices, options=options) as sender:
@@ -91,7 +91,7 @@ def try_triton() -> None:
 
 
 def main() -> None:
-    """Try what `sys.argv` names. What fails is raised: its last line is what `doctor` shows."""
+    """Run the trial that `sys.argv` names. `doctor` shows the last line of what this raises."""
     match sys.argv[1]:
         case "triton":
             try_triton()

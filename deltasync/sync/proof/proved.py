@@ -97,7 +97,7 @@ class _Routed:
                 own=lambda: ((name, self._read(name)) for name in names),
                 kept=self._kept,
             )
-            refuse(fresh.alone, "the engine made when it started, and nothing makes it anew")
+            refuse(fresh.alone, "the engine made when it started, and nothing makes it again")
             if stale := self._stale_after(Step(), others, fresh):
                 self._proof.check_apart()  # before the live one's work writes there
             for step in self._steps(stale) if stale else ():
