@@ -52,18 +52,12 @@ class Rollout:
         """Answer the prompts and verify the answers."""
         self.receiver.check_serving()
         started = time.perf_counter()
-        prompts = torch.from_numpy(request.arrays["prompts"])
+        prompts = torch.tensor(request.values["prompts"])
         answers, log_probs = self.sampler.sample(prompts, _generator(request.values["seed"]))
         rewards = self.task.rewards(prompts, answers)
-        return Message(
-            "rollouts",
-            {"seconds": time.perf_counter() - started},
-            {
-                "answers": answers.numpy(),
-                "log_probs": log_probs.numpy(),
-                "rewards": rewards.numpy(),
-            },
-        )
+        found = {"answers": answers, "log_probs": log_probs, "rewards": rewards}
+        values = {name: tensor.tolist() for name, tensor in found.items()}
+        return Message("rollouts", values | {"seconds": time.perf_counter() - started})
 
     def serve(self, link: Link) -> None:
         """Do what the messages say until the link is closed."""

@@ -119,12 +119,14 @@ class RolloutClient:
 
     def generate(self, prompts: Tensor, seed: int | None) -> Rollouts:
         """Answers sampled with `seed`, or greedy ones for None, and their rewards."""
-        request = Message("generate", {"seed": seed}, {"prompts": prompts.numpy()})
+        request = Message("generate", {"seed": seed, "prompts": prompts.tolist()})
         answer = self._link.request(request)
         try:
-            arrays = {name: torch.from_numpy(array) for name, array in answer.arrays.items()}
-            return Rollouts(prompts, **arrays, seconds=answer.values["seconds"])
-        except (KeyError, TypeError) as error:
+            answers, log_probs, rewards = (
+                torch.tensor(answer.values[name]) for name in ("answers", "log_probs", "rewards")
+            )
+            return Rollouts(prompts, answers, log_probs, rewards, answer.values["seconds"])
+        except (KeyError, TypeError, ValueError) as error:
             raise LinkError(f"not rollouts: {answer.kind}") from error
 
     def sha256(self) -> str:

@@ -1,17 +1,18 @@
-"""The framing between the two processes."""
+"""The messages between the two processes."""
 
 from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
-import numpy as np
 import pytest
+import torch
 
-from deltasync.demo.link import Array, Link, LinkClosed, LinkError, Message
+from deltasync.demo import link as demo_link
+from deltasync.demo.link import Link, LinkClosed, LinkError, Message
 
 
 @pytest.fixture
@@ -21,75 +22,85 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield here, there
 
 
-def frame(header: object, data: bytes = b"") -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<I", len(text)) + text + data
+@pytest.fixture
+def links(ends: tuple[socket.socket, socket.socket]) -> Iterator[list[Link]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Link(end))) for end in ends]
 
 
-def test_round_trip(ends: tuple[socket.socket, socket.socket]) -> None:
-    tokens = np.arange(12, dtype=np.int64).reshape(3, 4)
-    rewards = np.array([0.5, -0.0, np.nan], dtype=np.float32)
-    empty = np.empty((0, 4), dtype=np.float32)
-    arrays: dict[str, Array] = {"tokens": tokens, "rewards": rewards, "empty": empty}
-    Link(ends[0]).send(Message("rollouts", {"seed": None, "seconds": 0.25}, arrays))
-    got = Link(ends[1]).receive()
-    assert (got.kind, got.values) == ("rollouts", {"seed": None, "seconds": 0.25})
-    assert list(got.arrays) == list(arrays)
+def line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def test_round_trip(links: list[Link]) -> None:
+    arrays = {
+        "tokens": torch.arange(12).view(3, 4),
+        "rewards": torch.tensor([0.5, -0.0, float("nan"), 1e-45, 0.1, float("-inf")]),
+        "empty": torch.empty(0),
+    }
+    values = {"seed": None, "seconds": 0.25} | {n: array.tolist() for n, array in arrays.items()}
+    links[0].send(Message("rollouts", values))
+    got = links[1].receive()
+    assert (got.kind, got.values["seed"], got.values["seconds"]) == ("rollouts", None, 0.25)
+    assert list(got.values) == list(values)
     for name, array in arrays.items():
-        assert got.arrays[name].dtype == array.dtype
-        assert got.arrays[name].shape == array.shape
-        assert got.arrays[name].tobytes() == array.tobytes()
+        found = torch.tensor(got.values[name])
+        assert found.dtype == array.dtype
+        assert found.shape == array.shape
+        assert found.numpy().tobytes() == array.numpy().tobytes()
 
 
-def test_larger_than_the_socket_buffer(ends: tuple[socket.socket, socket.socket]) -> None:
-    big = np.arange(1 << 20, dtype=np.int64)
-    thread = threading.Thread(target=Link(ends[0]).send, args=[Message("big", {}, {"big": big})])
+def test_larger_than_the_socket_buffer(links: list[Link]) -> None:
+    big = list(range(1 << 20))
+    thread = threading.Thread(target=links[0].send, args=[Message("big", {"big": big})])
     thread.start()
-    assert np.array_equal(Link(ends[1]).receive().arrays["big"], big)
+    assert links[1].receive().values["big"] == big
     thread.join()
 
 
-def test_messages_keep_their_order(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_messages_keep_their_order(links: list[Link]) -> None:
     for kind in ("one", "two"):
-        Link(ends[0]).send(Message(kind))
-    link = Link(ends[1])
-    assert [link.receive().kind, link.receive().kind] == ["one", "two"]
+        links[0].send(Message(kind))
+    assert [links[1].receive().kind, links[1].receive().kind] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<I", 1 << 31),
-        struct.pack("<I", 2) + b"{[",
-        struct.pack("<I", 2) + b"\xff\xfe",
-        frame([]),
-        frame({"kind": "x", "values": {}}),
-        frame({"kind": 1, "values": {}, "arrays": {}}),
-        frame({"kind": "x", "values": {}, "arrays": {"a": ["object", [1]]}}),
-        frame({"kind": "x", "values": {}, "arrays": {"a": ["int64", [-1]]}}),
-        frame({"kind": "x", "values": {}, "arrays": {"a": ["int64", [True]]}}),
-        frame({"kind": "x", "values": {}, "arrays": {"a": ["int64", [1 << 40]]}}),
-        frame({"kind": "x", "values": {}, "arrays": {"a": 3}}),
+        b"[" * 64,
+        b"{[\n",
+        b"\xff\xfe\n",
+        b"\n",
+        line([]),
+        line({"kind": "x"}),
+        line({"kind": 1, "values": {}}),
+        line({"kind": "x", "values": []}),
     ],
 )
-def test_bad_bytes_are_refused(ends: tuple[socket.socket, socket.socket], data: bytes) -> None:
+def test_bad_bytes_are_refused(
+    ends: tuple[socket.socket, socket.socket],
+    links: list[Link],
+    data: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo_link, "MAX_MESSAGE_BYTES", 64)
     ends[0].sendall(data)
     with pytest.raises(LinkError) as caught:
-        Link(ends[1]).receive()
+        links[1].receive()
     assert not isinstance(caught.value, LinkClosed)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x05\x00", frame({"kind": "x"})[:-1]])
+@pytest.mark.parametrize("data", [b"", b"{", line({"kind": "x", "values": {}})[:-1]])
 def test_the_end_is_noticed_anywhere(
-    ends: tuple[socket.socket, socket.socket], data: bytes
+    ends: tuple[socket.socket, socket.socket], links: list[Link], data: bytes
 ) -> None:
     ends[0].sendall(data)
-    ends[0].close()
+    links[0].close()
     with pytest.raises(LinkClosed):
-        Link(ends[1]).receive()
+        links[1].receive()
 
 
-def test_sending_to_nobody(ends: tuple[socket.socket, socket.socket]) -> None:
-    ends[1].close()
+def test_sending_to_nobody(links: list[Link]) -> None:
+    links[1].close()
     with pytest.raises(LinkClosed):
-        Link(ends[0]).send(Message("hello"))
+        links[0].send(Message("hello"))
