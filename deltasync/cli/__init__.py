@@ -17,7 +17,7 @@ from deltasync.cli.signals import (
 
 COMMANDS = {
     "apply": ("deltasync.files.patch_file",),
-    "bench": ("deltasync.cli.probes.measuring", "rich.progress"),
+    "bench": ("deltasync.cli.probes.measuring",),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from deltasync.cli.ending import FAILED, told
 
@@ -74,9 +77,6 @@ def _check(numel: int, density: float, device: str) -> None:
 
 
 def _measure(numel: int, density: float, device: str) -> Measured:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from deltasync.cli.probes.measuring import NUM_STEPS, measure
 
     console = Console(stderr=True)
@@ -86,9 +86,6 @@ def _measure(numel: int, density: float, device: str) -> Measured:
 
 
 def _show(measured: Measured) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False)
     share = measured.nnz / measured.numel
     print(f"{measured.numel:,} bf16 elements on {measured.device}, {share:.2%} changed;", end=" ")

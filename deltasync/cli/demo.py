@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from deltasync.cli.ending import FAILED, told
 
@@ -69,8 +70,6 @@ def _check(lr: float, out: Path | None) -> None:
 
 def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:
     """Run and report. Returns whether both processes ended with the same bytes."""
-    from rich.console import Console
-
     from deltasync.demo.records import Checkpoint, Summary, VersionRecord, WarmUpStep
     from deltasync.demo.report import make_report, print_summary
     from deltasync.demo.trainer import run

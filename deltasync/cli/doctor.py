@@ -7,12 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from deltasync.cli.ending import FAILED
+from deltasync.cli.terminal import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from deltasync.cli.probes.checks import Check
 
 _WORDS = {True: "yes", False: "no", None: "-"}
@@ -26,8 +28,6 @@ def doctor(
 
     The exit code is 1 if something that it cannot do without is broken.
     """
-    from rich.console import Console
-
     from deltasync.cli.probes.checks import all_checks, works
 
     with Console(stderr=True).status("trying every link between two processes ..."):
@@ -43,11 +43,6 @@ def doctor(
 
 def _show(console: Console, checks: list[Check], *, is_well: bool) -> None:
     """A table of the checks, each advice below its row, and the verdict."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from deltasync.cli.terminal import printable
-
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column()

@@ -15,7 +15,7 @@ import torch
 
 from deltasync.errors import ConfigError, TruncatedFrame
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, message_bytes_of, split_header
+from deltasync.wire.frame import HEADER_BYTES, message_bytes_of, split_header
 
 
 class FrameFile:
@@ -23,7 +23,6 @@ class FrameFile:
 
     Args:
         path: The file.
-        max_payload_bytes: The largest payload that is read.
 
     Attributes:
         offset: Where the last frame begins that was read, or is being read.
@@ -33,9 +32,8 @@ class FrameFile:
         ConfigError: It cannot be read.
     """
 
-    def __init__(self, path: str | Path, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.max_payload_bytes = max_payload_bytes
         self.offset = 0
         self.payload_offset: int | None = None
         with readable(self.path) as file:
@@ -48,7 +46,7 @@ class FrameFile:
             while True:
                 self.payload_offset = None
                 header = self._header(file)
-                _, payload_bytes = split_header(header, max_payload_bytes=self.max_payload_bytes)
+                _, payload_bytes = split_header(header)
                 self.payload_offset = file.tell()
                 yield Frame(header, _payload(file, payload_bytes, self.num_bytes))
                 self.offset = file.tell()

@@ -15,9 +15,9 @@ from deltasync.errors import LimitExceeded, TruncatedFrame, UnknownCodec, WireEr
 Compression = Literal["none", "zstd"]
 
 
-def compress(data: bytes | memoryview, *, level: int = 1) -> bytes:
+def compress(data: bytes | memoryview) -> bytes:
     """`data` as one zstd frame that carries its content size, and a checksum of the content."""
-    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
 
 
 def decompress(data: bytes | memoryview, *, compression: str, raw_bytes: int) -> bytes | memoryview:

@@ -110,7 +110,6 @@ class Reach:
     Attributes:
         tensors: By path, in the order found; only those with plain dense storage.
         opaque: By path, tensors that cannot be read: sparse, quantised, packed ones.
-        seen: `id`s of all objects that the search entered.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class Reach:
                     self._remember(value)
                 elif not isinstance(value, _ATOMS):
                     self._enter(queue, path + label if path else label[1:], value, (one, key))
-        self.seen = frozenset(self._links)
 
     def again(self) -> Reach:
         """What is reached now from the same roots."""
