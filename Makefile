@@ -24,10 +24,10 @@ INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/deltasync demo
 
-# Three files at once keep two cores busy: many tests wait for other processes. Not more, since
-# some take gigabytes.
+# Four files at once keep two cores busy: many tests wait for other processes. Not more, since
+# some take gigabytes. tests/conftest.py says which begin first.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
+from pathlib import Path
 from types import FunctionType
 
 import pytest
@@ -67,6 +68,24 @@ pytest.register_assert_rewrite(
     "deltasync.testing.transport", "deltasync.testing.links", "tests.transports.slot_contract"
 )
 
+# These begin first: then no worker ends with a long file. The two that take gigabytes lie apart.
+LONGEST = [
+    "sync/test_large.py",
+    "sync/test_processes.py",
+    "delta/test_batched.py",
+    "cli/test_command.py",
+    "sync/test_forks.py",
+    "cli/test_demo.py",
+    "cli/test_files.py",
+    "sync/test_group.py",
+    "integrations/test_torchrun.py",
+    "cli/test_doctor.py",
+    "transports/test_collective.py",
+    "transports/test_cuda_ipc.py",
+    "delta/test_large.py",
+]
+TESTS = Path(__file__).parent
+
 DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 
 
@@ -75,6 +94,12 @@ def _imports() -> None:
     """Let them begin ahead, where tests have a use for them."""
     if "deltasync.testing.processes" in sys.modules:
         ensure_running()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order by file; within one, tests stay in order."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
