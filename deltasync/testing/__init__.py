@@ -1,4 +1,4 @@
-"""Contracts that ship as tests: subclass one to test your own transport, codec or target.
+"""Contracts that ship as tests: subclass one to test your own transport or target.
 
-Begin with transport.py, codec.py or target.py.
+Begin with transport.py or target.py.
 """

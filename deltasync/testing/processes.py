@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -87,40 +85,6 @@ def _start_method() -> SpawnContext | ForkServerContext:
     if multiprocessing.get_start_method(allow_none=True) == "forkserver":
         return multiprocessing.get_context("forkserver")
     return multiprocessing.get_context("spawn")
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def run_ranks(
-    function: Callable[..., object], world_size: int, *args: Any, timeout_s: float = 60.0
-) -> None:
-    """Run `function(rank, *args)` in `world_size` processes until all have ended.
-
-    Raises ChildFailed with the traceback of the first rank that raised, or naming the ranks
-    that still run after `timeout_s`; no process outlives the call.
-    """
-    children = [Child(function, rank, *args) for rank in range(world_size)]
-    try:
-        _wait_all(children, time.monotonic() + timeout_s, timeout_s)
-    finally:
-        for child in children:
-            child.kill()
-
-
-def _wait_all(children: list[Child], give_up: float, timeout_s: float) -> None:
-    while alive := [rank for rank, child in enumerate(children) if child.is_alive]:
-        for rank, child in enumerate(children):
-            if child.traceback is not None:
-                raise ChildFailed(f"rank {rank} raised:\n{child.traceback}")
-        if time.monotonic() > give_up:
-            raise ChildFailed(f"ranks {alive} still run after {timeout_s} s")
-        time.sleep(0.01)
-    for child in children:
-        child.wait(timeout_s=0)
 
 
 def _run(report: Connection, function: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -28,8 +28,8 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.shard import whole
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.base import WeightTarget
+from deltasync.testing.bits import flipped, random_bits, specs_of
 from deltasync.testing.payloads import stage_runs
-from deltasync.testing.strategies import flipped, random_bits, specs_of
 from deltasync.wire.messages import ParameterSpec
 
 STRANGER = ParameterSpec(("stranger.weight",), (3,), dtypes.BY_NAME["float32"])

@@ -24,10 +24,11 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.testing import strategies as own
+from deltasync.testing.bits import specs_of
 from deltasync.testing.payloads import stage_runs
-from deltasync.testing.strategies import relaid, same_bits, specs_of
 from deltasync.wire.messages import ParameterSpec
+from tests import strategies as own
+from tests.strategies import relaid, same_bits
 
 Model = dict[str, Tensor]
 BUCKET_BYTES = st.sampled_from([MIN_BUCKET_BYTES, 1 << 20])

@@ -27,9 +27,10 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
-from deltasync.testing import strategies as own
-from deltasync.testing.strategies import same_bits, specs_of
+from deltasync.testing.bits import random_bits, specs_of
 from deltasync.wire.table import ROW
+from tests import strategies as own
+from tests.strategies import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = 0xA5
@@ -208,7 +209,7 @@ def bf16_ends(values: Tensor) -> Ends:
 @few
 @given(seed=own.SEEDS, dense_above=st.sampled_from([0.0, 1.0]))
 def test_float32_is_rounded_as_elsewhere(seed: int, dense_above: float) -> None:
-    bits = own.random_bits(dtypes.BY_NAME["float32"], 500, np.random.default_rng(seed))
+    bits = random_bits(dtypes.BY_NAME["float32"], 500, np.random.default_rng(seed))
     values = bits.view(torch.float32).to(DEVICE)
     both = bf16_ends(values)
     both.policy = Policy(chunk_numel=3000, dense_above=dense_above)

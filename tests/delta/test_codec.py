@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltasync.delta.bucket import BucketReader
-from deltasync.testing.codec import CodecContract, Runs, Specs
 from deltasync.testing.payloads import payloads
+from tests.delta.codec_contract import CodecContract, Runs, Specs
 
 
 class TestRawCodecs(CodecContract):

@@ -28,7 +28,7 @@ from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.policy import DEFAULT_COSTS, Costs, Policy
 from deltasync.errors import ConfigError
-from deltasync.testing import strategies as own
+from tests import strategies as own
 
 HUGE = (1 << 31) + 5
 HUGE_CHUNK = 1 << 24

@@ -13,10 +13,11 @@ from deltasync import dtypes
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.shard import whole
-from deltasync.testing import strategies as own
-from deltasync.testing.strategies import relaid, specs_of
+from deltasync.testing.bits import flipped, random_bits, specs_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
+from tests import strategies as own
+from tests.strategies import relaid
 
 chunk_numels = st.sampled_from([1, 2, 7, 16, 1000])
 
@@ -57,7 +58,7 @@ def change(ledger: DigestLedger, number: int, flat: Flat, rng: np.random.Generat
     """Write a random run and account for it; the digest returned is that of the new bits."""
     low = int(rng.integers(flat.numel))
     high = int(rng.integers(low, flat.numel)) + 1
-    fresh = own.random_bits(flat.dtype, high - low, rng)
+    fresh = random_bits(flat.dtype, high - low, rng)
     if rng.integers(2):
         gained = ledger.replace_dense(number, low, fresh, flat.read)
         flat.write(low, fresh)
@@ -147,7 +148,7 @@ def test_one_flipped_bit_shows(model: dict[str, Tensor], seed: int) -> None:
     mask = np.arange(20) == rng.integers(20)
     before = total(model)
     weight = model["norm.weight"]
-    model["norm.weight"] = own.flipped(weight, mask, rng).view(weight.dtype)
+    model["norm.weight"] = flipped(weight, mask, rng).view(weight.dtype)
     assert total(model) != before
 
 

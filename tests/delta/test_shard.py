@@ -23,8 +23,8 @@ from deltasync.delta.shard import (
     share_out,
 )
 from deltasync.errors import ConfigError
-from deltasync.testing.processes import free_port, run_ranks
 from tests.delta.shards import positions_of
+from tests.ranks import free_port, run_ranks
 
 SIZES = st.integers(0, 9)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
-from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights
+from tests.ranks import free_port
 
 
 def settings(folder: Path, **other: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deltasync.testing.processes import free_port
+from tests.ranks import free_port
 
 
 @dataclass(frozen=True)

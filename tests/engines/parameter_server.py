@@ -11,8 +11,8 @@ import sys
 from checkpoint_engine.ps import ParameterServer
 
 from deltasync.integrations.http import Http
-from deltasync.testing.processes import free_port
 from tests.engines.plugin.cpu_parameter_server import let_parameter_servers_send
+from tests.ranks import free_port
 
 
 def main(file: str, url: str | None = None) -> None:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
-from deltasync.testing.processes import free_port
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import Specs
+from tests.ranks import free_port
 
 _YARN = {
     "type": "yarn",

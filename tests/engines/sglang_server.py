@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltasync.integrations.http import Http
-from deltasync.testing.processes import free_port
 from tests.engines.programs import Program, wait_until_up
+from tests.ranks import free_port
 
 ON_CPU = {
     "--device": "cpu",

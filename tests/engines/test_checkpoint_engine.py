@@ -22,12 +22,12 @@ from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.checkpoint_engine import SglangIpcServer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
-from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, changed, write_config, write_model
 from tests.engines.environment import ROOT, use_sglang
 from tests.engines.programs import TIMEOUT_S, Program
 from tests.engines.sglang_server import generate, served
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 

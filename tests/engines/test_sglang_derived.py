@@ -12,13 +12,13 @@ from torch import Tensor
 from deltasync import SenderOptions
 from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.testing.processes import run_ranks
 from deltasync.transports import shared_memory
 from tests.engines import sglang_models as sglang
 from tests.engines.checkpoints import Weights
 from tests.engines.environment import use_sglang
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import random_weights, touched
+from tests.ranks import run_ranks
 
 Found = Callable[[str, str, str, str], None]
 BUCKET_BYTES = 1 << 15  # less than the matrices that DeepSeek's loader pairs

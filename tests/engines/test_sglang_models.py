@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from deltasync import CheckpointTensor, RoutedTarget, SenderOptions
-from deltasync.testing.processes import run_ranks
 from tests.engines.checkpoints import Weights, change, checkpoint, write_config
 from tests.engines.environment import use_sglang
 from tests.engines.sglang_models import started
+from tests.ranks import run_ranks
 from tests.sync.harness import fleet
 
 ARCHITECTURES = [

@@ -21,13 +21,13 @@ from deltasync.delta.shard import narrowed, placed
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
-from deltasync.testing.processes import free_port
 from deltasync.transports import inprocess, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.environment import use_cpu
 from tests.engines.offline import LONG, started, tokens
 from tests.engines.plugin.cpu_parameter_server import let_vllm_receive
 from tests.engines.programs import Program
+from tests.ranks import free_port
 
 # vLLM itself makes fp8 matrices of what it loads, transposed, and a scale for each row.
 QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_channel"}

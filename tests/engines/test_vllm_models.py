@@ -25,10 +25,10 @@ from deltasync.delta.bits import torch_dtype
 from deltasync.errors import ConfigError
 from deltasync.integrations.transformers import TransformersSource
 from deltasync.sync.source.layout import source_specs
-from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import CONFIGS, Weights, change, checkpoint, write_config
 from tests.engines.models import Place, vllm_models
+from tests.ranks import free_port, run_ranks
 from tests.sync.harness import fleet
 
 Found = Callable[[str, str, str, str], None]

@@ -8,10 +8,10 @@ import pytest
 
 from deltasync import Policy, diff
 from deltasync.integrations.vllm_patches import to_vllm_patches
-from deltasync.testing.processes import run_ranks
 from tests.engines.checkpoints import changed, checkpoint, write_config
 from tests.engines.models import vllm_models
 from tests.engines.test_vllm_models import assert_as_loaded
+from tests.ranks import run_ranks
 
 
 def follow(_: int, folder: Path) -> None:

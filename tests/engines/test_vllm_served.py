@@ -15,11 +15,11 @@ from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.vllm import HttpClient, VllmServer
-from deltasync.testing.processes import free_port
 from deltasync.transports import shared_memory
 from tests.engines.checkpoints import Weights, write_config, write_model
 from tests.engines.environment import ROOT, use_cpu
 from tests.engines.programs import TIMEOUT_S, Program, wait_until_up
+from tests.ranks import free_port
 
 EXAMPLES = ROOT / "docs" / "examples"
 

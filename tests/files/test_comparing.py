@@ -18,9 +18,9 @@ from deltasync.errors import LayoutMismatch
 from deltasync.files import comparing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
-from deltasync.testing.strategies import models, mutations
 from deltasync.wire.digest import MASK, seed
 from tests.files.saved import model, save, save_sharded, stepped
+from tests.strategies import models, mutations
 from tests.wire.digests import digest_run
 
 

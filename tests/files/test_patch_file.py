@@ -19,8 +19,8 @@ from deltasync.files.comparing import compare_bits, compare_checkpoints, measure
 from deltasync.files.frame_file import FrameFile
 from deltasync.files.inspection import Inspection
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
-from deltasync.testing.strategies import models, mutations
 from tests.files.saved import holds, model, save, save_sharded, stepped
+from tests.strategies import models, mutations
 
 
 @st.composite

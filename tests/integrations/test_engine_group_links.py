@@ -13,9 +13,9 @@ from deltasync import ModuleTarget, TrainerGroup, TrainerRank
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.testing.processes import run_ranks
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
+from tests.ranks import run_ranks
 from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step, until
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltasync import Chunk, ChunkedPatch, Policy, SparsePatch, diff
 from deltasync.errors import ConfigError
 from deltasync.integrations.vllm_patches import to_vllm_patches
-from deltasync.testing.strategies import same_bits
+from tests.strategies import same_bits
 
 
 @given(

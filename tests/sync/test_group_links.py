@@ -13,9 +13,9 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports.collective import Receiver, Sender
 from deltasync.transports.process_group import Backend
+from tests.ranks import free_port, run_ranks
 from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 

@@ -14,8 +14,9 @@ from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
-from deltasync.testing.strategies import models, mutations, policies, same_bits, specs_of
+from deltasync.testing.bits import specs_of
 from deltasync.wire.compression import Compression
+from tests.strategies import models, mutations, policies, same_bits
 
 CHUNK = 16
 

@@ -20,7 +20,7 @@ from deltasync.delta.routes.route import Part, Piece
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
 from deltasync.sync.protocol.sender_session import copies
 from deltasync.sync.target.routed import RoutedTarget
-from deltasync.testing.strategies import specs_of
+from deltasync.testing.bits import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 
 pytestmark = pytest.mark.timeout(60)

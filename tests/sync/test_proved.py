@@ -29,7 +29,7 @@ from deltasync.sync.proof.proving import Proof, reached, scope_of
 from deltasync.sync.proof.reach import Reach
 from deltasync.sync.target.reloaded import ReloadedTarget
 from deltasync.sync.target.routed import RoutedTarget
-from deltasync.testing.processes import free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -28,8 +28,8 @@ from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import Index
 from deltasync.sync.target.routed import RoutedTarget
-from deltasync.testing.processes import free_port, run_ranks
 from deltasync.transports import shared_memory
+from tests.ranks import free_port, run_ranks
 from tests.sync.harness import Serving
 
 WIDTH, HIDDEN = 21, 38

@@ -40,12 +40,13 @@ from deltasync.testing.links import (
     same_frame,
     within,
 )
-from deltasync.testing.processes import Child, free_port, run_ranks
+from deltasync.testing.processes import Child
 from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
 from tests.programs import run
+from tests.ranks import free_port, run_ranks
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from deltasync.testing.processes import Child, ChildFailed, run_ranks
+from deltasync.testing.processes import Child, ChildFailed
+from tests.ranks import run_ranks
 
 
 def succeed(rank: int, text: str) -> None:

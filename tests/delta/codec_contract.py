@@ -30,8 +30,9 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Run, integer_dtype
 from deltasync.errors import WireError
-from deltasync.testing.strategies import DTYPES, SEEDS, random_bits
+from deltasync.testing.bits import random_bits
 from deltasync.wire.messages import ParameterSpec
+from tests.strategies import DTYPES, SEEDS
 
 Runs = list[tuple[int, Run]]
 Specs = tuple[ParameterSpec, ...]
