@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltasync.cli.terminal import (
-    AsJson,
-    FilePath,
-    count,
-    make_console,
-    phases,
-    print_json,
-    size,
-)
+from deltasync.cli.terminal import AsJson, FilePath, count, make_console, phases, print_json, size
 
 
 def apply(

@@ -16,20 +16,8 @@ from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.link import Link, LinkError, Message
 from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
-from deltasync.demo.processes import (
-    TransportName,
-    rollout_process,
-    send_transport,
-    use_few_threads,
-)
-from deltasync.demo.records import (
-    Checkpoint,
-    Evaluation,
-    Score,
-    Summary,
-    VersionRecord,
-    WarmUpStep,
-)
+from deltasync.demo.processes import TransportName, rollout_process, send_transport, use_few_threads
+from deltasync.demo.records import Checkpoint, Evaluation, Score, Summary, VersionRecord, WarmUpStep
 from deltasync.demo.task import SortTask
 from deltasync.transports.address import Address
 

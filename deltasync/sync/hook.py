@@ -181,7 +181,7 @@ class StepHook:
             return
         try:
             self._sender.refresh_source()
-        except (DeltaSyncError, RuntimeError):  # raised anew, in a call that other ranks hear of
+        except (DeltaSyncError, RuntimeError):  # raised again in the sync, for all ranks
             self._sync()
             return
         self._source_read.clear()

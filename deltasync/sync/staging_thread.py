@@ -30,7 +30,7 @@ _LACK_OF_MEMORY = (
     "out of memory",  # pinned memory of a CUDA driver
     "start new thread",  # which lacks room for its stack
 )
-_RETRY_S = 0.2  # between a failed sync and joining anew
+_RETRY_S = 0.2  # between a failed sync and rejoining
 
 
 class StagingThread:

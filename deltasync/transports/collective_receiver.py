@@ -271,7 +271,7 @@ class Receiver(ReceiveTransport):
         if num_bytes < NO_PAYLOAD or (limit is not None and num_bytes > limit):
             raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes up to {limit}")
         if header:
-            self._announced = None  # a payload that was is announced anew
+            self._announced = None  # a payload that was announced is announced again
             payload = None if num_bytes == NO_PAYLOAD else self._slots[self._turn].view(0)
             self._arrivals.append(_Arrival(Frame(header, payload), None, Deadline(0.0)))
         elif self._membership.group is None:
@@ -368,7 +368,7 @@ class Receiver(ReceiveTransport):
             announced.is_answered = True
             self._answer(self._ticket)
         else:
-            slot.view(announced.num_bytes)  # grows, and is marked anew
+            slot.view(announced.num_bytes)  # grows, and is marked again
 
     def _hand_out(self, deadline: Deadline) -> Frame | None:
         """The oldest frame if its payload has arrived. Raises PeerLost if it will not."""

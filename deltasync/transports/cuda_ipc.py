@@ -36,12 +36,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from deltasync.errors import (
-    PeerLost,
-    TransportError,
-    TransportTimeout,
-    TransportUnavailable,
-)
+from deltasync.errors import PeerLost, TransportError, TransportTimeout, TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import (

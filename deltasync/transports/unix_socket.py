@@ -34,11 +34,7 @@ from deltasync.transports.control.connection import (
     failure,
 )
 from deltasync.transports.control.endpoints import Client, Gate, Server
-from deltasync.transports.control.socket_file import (
-    check_user,
-    listen,
-    private_path,
-)
+from deltasync.transports.control.socket_file import check_user, listen, private_path
 
 NUM_SLOTS = 2
 NO_SLOT = 0xFF  # a frame without a payload

@@ -11,14 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_validator
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError, UnknownDtype

@@ -113,7 +113,7 @@ class Rollout:
         try:
             while True:
                 self.take_sync()
-        finally:  # it is nothing that joining anew would mend
+        finally:  # rejoining would not repair it
             traceback.print_exc()
             os._exit(1)  # Ray starts another
 
@@ -124,7 +124,7 @@ class Rollout:
                 with self.serving:
                     self.receiver.commit()
         except DeltaSyncError as error:
-            print(f"{type(error).__name__}: {error}; joining anew")
+            print(f"{type(error).__name__}: {error}; rejoining")
 
     def sample(self) -> Samples:
         states = torch.randn(BATCH, STATE)

@@ -10,14 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.digests import ChunkTable, DigestLedger, Ints, cut
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
-from deltasync.wire.table import (
-    ALIGNMENT,
-    MAX_SPARSE_SPAN,
-    ROW,
-    RowKind,
-    Rows,
-    block_offsets,
-)
+from deltasync.wire.table import ALIGNMENT, MAX_SPARSE_SPAN, ROW, RowKind, Rows, block_offsets
 
 ROW_BYTES = ROW.itemsize + 2 * ALIGNMENT
 """The most that a row takes beside its indices and values."""

@@ -132,7 +132,7 @@ class BatchedSource:
 
 
 class LiveSource:
-    """The trainer's parameters: looked up anew when they moved.
+    """The trainer's parameters: looked up again when they have moved.
 
     What kernels cannot read in place (strided tensors, rare conversions, other devices) is copied
     at each sync, and the copies are kept until the next.

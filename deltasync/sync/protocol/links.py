@@ -13,15 +13,7 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
-from deltasync.wire.messages import (
-    Abort,
-    Attempt,
-    Begin,
-    Bucket,
-    Hello,
-    Message,
-    Prepare,
-)
+from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Hello, Message, Prepare
 
 _CATCH_UP_S = 10.0  # a rank may have kernels to compile
 _CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
@@ -50,7 +42,7 @@ class ReceiverLinks:
         self._kept: dict[int, Frame] = {}  # by lane: what has come before its turn
 
     def connect(self, hello: Hello, *, timeout_s: float) -> None:
-        """Connect all of them anew, the first one last. Raises TransportTimeout, PeerLost."""
+        """Reconnect all of them, the first one last. Raises TransportTimeout, PeerLost."""
         deadline = Deadline(timeout_s)
         self._attempts, self._ended = [0] * len(self._links), [True] * len(self._links)
         self._told, self._is_aborted = 0, False

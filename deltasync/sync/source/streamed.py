@@ -77,7 +77,7 @@ class StreamedWeights(LocalWeights):
         if self._found is not None:
             self._found.decided()
         elif self._snapshot is not None and self._snapshot.ahead:
-            raise ConfigError("the weights that were taken last are not complete: take them anew")
+            raise ConfigError("the weights that were taken last are not complete: take them again")
 
     def delta(self, base_version: int) -> Delta:
         """What was taken last, also if it is asked for again."""

@@ -377,7 +377,7 @@ class Client:
         return self._current().local_host
 
     def connect(self, greeting: bytes, deadline: Deadline) -> None:
-        """Connect anew and greet. Raises TransportTimeout, or PeerLost if turned away."""
+        """Reconnect and greet. Raises TransportTimeout, or PeerLost if turned away."""
         self.hang_up()
         self._connection = Connection(
             self._dial_until(deadline),
