@@ -18,6 +18,7 @@ from deltasync.cli.terminal import (
     Rename,
     bar,
     count,
+    cut,
     make_console,
     make_table,
     percent,
@@ -136,8 +137,7 @@ def _by_layer(console: Console, found: Mapping[str, Sparsity], shown: int) -> Ta
     for layer, one in islice(layers.items(), shown):
         drawn = bar(console, one.density / most)
         table.add_row(layer, count(one.numel), count(one.changed), percent(one.density), drawn)
-    _tell_rest(table, len(layers) - shown, "more layers")
-    return table
+    return cut(table, len(layers) - shown, "more layers: --tensors shows all")
 
 
 def _by_tensor(found: Mapping[str, Sparsity], shown: int) -> Table:
@@ -145,14 +145,7 @@ def _by_tensor(found: Mapping[str, Sparsity], shown: int) -> Table:
     order = sorted(found.items(), key=lambda item: (-item[1].density, _natural(item[0])))
     for name, one in order[:shown]:
         table.add_row(name, count(one.numel), count(one.changed), percent(one.density))
-    _tell_rest(table, len(found) - shown, "less dense")
-    return table
-
-
-def _tell_rest(table: Table, rest: int, what: str) -> None:
-    if rest > 0:
-        table.caption = f"and {count(rest)} {what}: --tensors shows all"
-        table.caption_justify = "left"
+    return cut(table, len(found) - shown, "less dense: --tensors shows all")
 
 
 def _steps(console: Console, total: Sparsity) -> Table:

@@ -15,6 +15,7 @@ from deltasync.cli.terminal import (
     AsJson,
     FilePath,
     count,
+    cut,
     make_console,
     make_table,
     print_json,
@@ -94,7 +95,7 @@ def _frames(frames: list[FrameFacts], limit: int) -> Table:
             count(len(frame.rows)) if len(frame.rows) else "",
             frame.checksum,
         )
-    return _cut(table, len(frames) - limit)
+    return cut(table, len(frames) - limit)
 
 
 def _print_message(console: Console, frame: FrameFacts, limit: int) -> None:
@@ -120,7 +121,7 @@ def _parameters(entries: Any, limit: int) -> Table:
     for number, spec in enumerate(parameter_specs(entries[:limit])):
         shape = str(list(spec.shape))
         table.add_row(str(number), ", ".join(spec.names), shape, spec.dtype.name)
-    return _cut(table, len(entries) - limit)
+    return cut(table, len(entries) - limit)
 
 
 def _rows(frame: FrameFacts, limit: int) -> Table:
@@ -128,10 +129,4 @@ def _rows(frame: FrameFacts, limit: int) -> Table:
     for number, row in enumerate(islice(frame.row_facts(), limit)):
         fields = (row["start"], row["span"], row["count"], row["index_bytes"] + row["value_bytes"])
         table.add_row(str(number), str(row["parameter"]), row["kind"], *map(count, fields))
-    return _cut(table, len(frame.rows) - limit)
-
-
-def _cut(table: Table, rest: int) -> Table:
-    if rest > 0:
-        table.caption, table.caption_justify = f"and {count(rest)} more", "left"
-    return table
+    return cut(table, len(frame.rows) - limit)

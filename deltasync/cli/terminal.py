@@ -112,6 +112,13 @@ def make_table(*columns: str, names: int = 1) -> Table:
     return table
 
 
+def cut(table: Table, rest: int, what: str = "more") -> Table:
+    """Note below a table how many rows are not shown, if any."""
+    if rest > 0:
+        table.caption, table.caption_justify = f"and {count(rest)} {what}", "left"
+    return table
+
+
 @contextmanager
 def phases(num_bytes: int) -> Iterator[Phase]:
     """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal."""

@@ -109,7 +109,7 @@ class StepHook:
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        """In a child, steps sync nothing and wait for nothing: the sender is the parent's."""
+        """In a forked child, steps sync nothing and wait for nothing: the parent has the sender."""
         self._is_removed = True
         self._thread, self._source_read = _own_thread(), threading.Event()
         self._sync_under_way = self._syncing = None
@@ -134,11 +134,11 @@ class StepHook:
 
     @property
     def _is_in_callback(self) -> bool:
-        """Whether this is the thread of syncs in the background, in which callbacks run."""
+        """Whether this is the thread of background syncs, in which callbacks run."""
         return threading.current_thread() is self._syncing
 
     def _check_thread(self, call: str) -> None:
-        """Raise ConfigError for what would wait for its own thread."""
+        """Raise ConfigError for a call that would wait for its own thread."""
         if self._is_in_callback:
             raise ConfigError(
                 f"{call} in the callback of a sync in the background would wait for itself: "
@@ -146,7 +146,7 @@ class StepHook:
             )
 
     def _ended(self) -> Future[None] | None:
-        """The sync that was under way, when it is not any more; if interrupted, it still is."""
+        """Wait for the sync in flight and return it; after an interrupt it is still in flight."""
         self._check_thread("hook.wait()")
         if self._sync_under_way is not None:
             wait([self._sync_under_way])
@@ -154,7 +154,7 @@ class StepHook:
         return ended
 
     def _before_step(self, *_: Any) -> None:
-        """The step changes what a sync reads."""
+        """Wait until the sync has read the weights, which the step changes."""
         self._check_thread("an optimizer step")
         if self._sync_under_way is not None:
             self._source_read.wait()
@@ -193,7 +193,7 @@ class StepHook:
             self._sync()
 
     def _sync_meanwhile(self, stream: torch.cuda.Stream | None) -> None:
-        """In a thread of its own, which begins after all that `stream` holds now."""
+        """Sync in a thread, after all work that `stream` has now."""
         self._syncing = threading.current_thread()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -234,7 +234,7 @@ class StepHook:
         self._warn(error)
 
     def _warn(self, error: DeltaSyncError) -> None:
-        """Log a failure that training goes on after; less often while syncs keep failing."""
+        """Log a failure after which training continues; less often while syncs keep failing."""
         self._unmentioned += 1
         now = time.monotonic()
         since_s = now - self._warned_at

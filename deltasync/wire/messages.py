@@ -1,4 +1,4 @@
-"""Every message of a sync, as frozen models that accept nothing they do not know.
+"""Every message of a sync, as frozen models that refuse unknown fields.
 
 docs/wire-format.md, section 2. `wire.frame` turns them into bytes and back.
 """
@@ -70,7 +70,7 @@ class ParameterSpec:
 
 
 def limit_broken(spec: ParameterSpec) -> str | None:
-    """What about a parameter is more than messages carry; None for nothing."""
+    """Return which limit of messages a parameter exceeds; None if it exceeds none."""
     for length in map(len, spec.names):
         if not 0 < length <= MAX_NAME:
             return f"its name has {length} characters, 1 to {MAX_NAME} can be sent"
@@ -82,14 +82,14 @@ def limit_broken(spec: ParameterSpec) -> str | None:
 
 
 def check_limits(specs: Iterable[ParameterSpec]) -> None:
-    """Raises ConfigError for a parameter that no message can carry."""
+    """Raise ConfigError for a parameter that no message can carry."""
     for spec in specs:
         if (fault := limit_broken(spec)) is not None:
             raise ConfigError(f"{spec.name[:MAX_SHOWN]!r}: {fault}")
 
 
 def _extent(shape: tuple[int, ...]) -> int:
-    """Elements, as if no dimension were 0: strides are computed so, empty or not."""
+    """The number of elements without dimensions of 0, from which strides are computed."""
     return math.prod(filter(None, shape))
 
 
@@ -111,7 +111,7 @@ class _Parameters(_Message):
 
 
 def parameter_specs(entries: tuple[Entry, ...]) -> tuple[ParameterSpec, ...]:
-    """What stands in a hello or a layout. Raises UnknownDtype."""
+    """Return the parameters of a hello or a layout. Raises UnknownDtype."""
     return tuple(ParameterSpec(names, shape, _dtype(code)) for names, shape, code in entries)
 
 
@@ -123,7 +123,7 @@ def _dtype(code: int) -> dtypes.Dtype:
 
 
 class Hello(_Parameters):
-    """A receiver introduces itself: who it is and what it holds.
+    """A receiver reports its identity and what it holds.
 
     The other ranks of its trainer send over `lanes` further connections, each of which has been
     greeted with the same `connection`. Without such ranks `connection` is None and `lanes` 0.
@@ -165,7 +165,7 @@ class Layout(_Parameters):
 
     @property
     def hash(self) -> str:
-        """What names it in `begin`: SHA-256 of its entries as compact JSON, hexadecimal."""
+        """Its name in `begin`: SHA-256 of its entries as compact JSON, hexadecimal."""
         return _hash(self.parameters)
 
 
@@ -183,14 +183,14 @@ class Held(_Message):
 
 
 class Welcome(_Message):
-    """The receivers are members: at once, or those of some engines after a full sync."""
+    """The receiver is a member: now, or after a full sync if `full_sync` has its engine."""
 
     kind: Literal["welcome"] = "welcome"
     full_sync: Engines
 
 
 class Upcoming(_Message):
-    """The sender compares: a sync to `version` may begin soon. To members, and only a hint."""
+    """A hint to members: the sender compares, and a sync to `version` may begin soon."""
 
     kind: Literal["upcoming"] = "upcoming"
     version: Version
@@ -199,8 +199,8 @@ class Upcoming(_Message):
 class Begin(_Message):
     """A sync begins.
 
-    What it will take is said, so that a receiver can plan its memory, and how long the sender
-    waits for receivers in each phase, so that one is not given up while another is waited for.
+    It has the sizes, from which a receiver plans its memory, and how long the sender waits for
+    receivers in each phase, so that a receiver does not give up while the sender waits for another.
     """
 
     kind: Literal["begin"] = "begin"
@@ -214,7 +214,7 @@ class Begin(_Message):
 
 
 class Attempt(_Message):
-    """What follows on this lane belongs to this attempt to sync; what came before is void."""
+    """What follows on this lane belongs to this attempt; what came before is void."""
 
     kind: Literal["attempt"] = "attempt"
     number: Count
@@ -232,7 +232,7 @@ class Bucket(_Message):
 
 
 class Prepare(_Message):
-    """Every bucket was sent: stage, predict the digest, and say so."""
+    """Every bucket was sent: stage, predict the digest, and report it."""
 
     kind: Literal["prepare"] = "prepare"
     version: Version
@@ -240,7 +240,7 @@ class Prepare(_Message):
 
 
 class Sealed(_Message):
-    """The same to those who cannot answer: `digest` is what the weights must come to have."""
+    """The same for readers that cannot answer: `digest` is what the weights must have."""
 
     kind: Literal["sealed"] = "sealed"
     version: Version
@@ -248,7 +248,7 @@ class Sealed(_Message):
 
 
 class Prepared(_Message):
-    """Everything that can fail is done; `digest` is what the weights would have."""
+    """Everything that can fail is done; `digest` is that of the weights after the commit."""
 
     kind: Literal["prepared"] = "prepared"
     version: Version
@@ -264,7 +264,7 @@ class Commit(_Message):
 
 
 class Committed(_Message):
-    """Written and read back; `digest` is what the weights have."""
+    """Written and read back; `digest` is that of the weights."""
 
     kind: Literal["committed"] = "committed"
     version: Version
@@ -273,7 +273,7 @@ class Committed(_Message):
 
 
 class Finish(_Message):
-    """Engines keep the version, but for those of which a rank failed: their others undo it."""
+    """Engines keep the version, except those with a failed rank: their other ranks undo it."""
 
     kind: Literal["finish"] = "finish"
     version: Version
@@ -281,7 +281,7 @@ class Finish(_Message):
 
 
 class Abort(_Message):
-    """The version is not decided and never will be."""
+    """The version was not decided and never will be."""
 
     kind: Literal["abort"] = "abort"
     version: Version
@@ -289,7 +289,7 @@ class Abort(_Message):
 
 
 class Failed(_Message):
-    """The receiver could not do what was asked."""
+    """The receiver could not do what the sender asked for."""
 
     kind: Literal["failed"] = "failed"
     version: Version | None
@@ -298,7 +298,7 @@ class Failed(_Message):
 
 
 class Refused(_Message):
-    """The sender turns a receiver away and says why."""
+    """The sender refuses a receiver and reports why."""
 
     kind: Literal["refused"] = "refused"
     error: Text
@@ -328,7 +328,7 @@ Message = (
 
 
 def entries(specs: tuple[ParameterSpec, ...]) -> tuple[Entry, ...]:
-    """`specs` as they stand in a hello or a layout. Raises ConfigError for what is too large."""
+    """Return `specs` as a hello or a layout has them. Raises ConfigError if one is too large."""
     check_limits(specs)
     return tuple((spec.names, spec.shape, spec.dtype.code) for spec in specs)
 
