@@ -456,7 +456,7 @@ def test_a_step_in_the_callback_of_a_failed_background_sync_is_refused(
         raise SourceChanged("planted")
 
     training.hook._callback = callback
-    monkeypatch.setattr(training.sender._own, "begin", fails)
+    monkeypatch.setattr(training.sender._own, "one_call", fails)
     training.step()
     assert training.hook._sync_under_way is not None
     training.hook._sync_under_way.result(10)
