@@ -31,7 +31,7 @@ from deltasync.integrations.verl_ends import Options
 from deltasync.integrations.vllm import AsyncClient, HttpClient
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.protocol import lobby
-from deltasync.sync.protocol.frames import _READING_S
+from deltasync.sync.protocol.links import _READING_S
 from deltasync.sync.target import bound
 from deltasync.transports import cuda_ipc
 from deltasync.transports.control import newcomers

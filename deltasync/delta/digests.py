@@ -101,13 +101,11 @@ class DigestLedger:
         # Positions in a region count from its start.
         keys = [(seed(s.spec.name) + s.region.start * GOLDEN_RATIO) & MASK for s in shares]
         self.keys: NDArray[np.uint64] = np.array(keys, np.uint64)
-        columns = [(s.number, s.region.start, *s.region.rows) for s in shares]
+        columns = [(s.number, s.region.start, s.cols, s.gap) for s in shares]
         self.numbers, self.starts, self.cols, self.gaps = (
             np.array(columns, np.int64).reshape(-1, 4).T
         )
-        self._gaps = {
-            n: Region(0, s.region.dims) for n, s in enumerate(shares) if not s.region.is_run
-        }
+        self._gaps = {n: Region(0, s.region.dims) for n, s in enumerate(shares) if s.gap}
 
     def copy(self) -> Self:
         """A ledger of the same parameters that can be changed apart."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, product
 from math import prod
 from typing import Any
@@ -39,11 +39,19 @@ class Share:
         spec: The parameter.
         region: Which elements of it: a run, or rows of one length. Rows are not spread over more
             elements than int32 indices can count.
+        cols, gap: Elements in a row, and between two rows; a run has no gap.
     """
 
     number: int
     spec: ParameterSpec
     region: Region
+    cols: int = field(init=False, compare=False)
+    gap: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        cols, gap = self.region.rows
+        object.__setattr__(self, "cols", cols)
+        object.__setattr__(self, "gap", gap)
 
     @property
     def numel(self) -> int:

@@ -20,9 +20,8 @@ from deltasync.errors import (
 )
 from deltasync.integrations.trainer_info import TrainerInfo, Unproved, WithoutRoutes
 from deltasync.sync.group.group import TrainerGroup
-from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.frames import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout, OneCaller
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import (
     WeightSender,

@@ -21,7 +21,7 @@ from deltasync.errors import ConfigError, SyncAborted
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
-from deltasync.sync.protocol.frames import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.streamed import NamedWeights, StreamedWeights

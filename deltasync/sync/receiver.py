@@ -23,9 +23,8 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.arguments import check_receiver
-from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import ReceiverLinks
+from deltasync.sync.protocol.links import OneCaller, ReceiverLinks
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights

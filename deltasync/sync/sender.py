@@ -21,9 +21,8 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
-from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions, check_replaceable
-from deltasync.sync.protocol.frames import CallTimeout, SenderLink, reason_of
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, reason_of
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.sender_session import Member, SenderSession

@@ -7,7 +7,7 @@ import pytest
 from deltasync.errors import SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
-from deltasync.sync.protocol.frames import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.transports import inprocess
 from deltasync.wire.frame import encode
 

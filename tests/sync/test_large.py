@@ -26,7 +26,7 @@ from deltasync import (
     dtypes,
 )
 from deltasync.delta.shard import ShardSpec, placed
-from deltasync.sync.protocol.frames import SenderLink
+from deltasync.sync.protocol.links import SenderLink
 from deltasync.transports import shared_memory
 from deltasync.transports.control.connection import DEFAULT_MAX_MESSAGE_BYTES
 from deltasync.wire.frame import decode, encode

@@ -12,7 +12,7 @@ from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.sync.protocol import lobby as lobby_module
-from deltasync.sync.protocol.frames import SenderLink
+from deltasync.sync.protocol.links import SenderLink
 from deltasync.sync.protocol.lobby import Lobby
 from deltasync.testing.links import background
 from deltasync.transports import inprocess

@@ -120,7 +120,7 @@ class HostBackend:
                 runs.clear()
         if not change.nnz:
             return None
-        if share.region.is_run:  # what lies within one row is sent without indices
+        if not share.gap:  # what lies within one row is sent without indices
             runs = merged(runs, reader.flat.numel)
         self._account(ledger, parameter, runs, reader)
         if change.held_bytes <= room:
@@ -272,12 +272,13 @@ class DeltaPlan:
         self._not_held = {change.parameter for change in changes if change.runs is None}
 
     def buckets(self) -> Iterator[Bucket]:
+        is_held = self.held_bytes == self.sparse_bytes + self.dense_bytes
         return buckets(
             self.runs(),
             self.ledger.shares,
             bucket_bytes=self._bucket_bytes,
             read=self.read,
-            packed=self.packed,
+            packed=None if is_held else self.packed,
         )
 
     def decided(self) -> None:

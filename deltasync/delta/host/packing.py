@@ -127,7 +127,7 @@ def sizes_of(share: Share, run: Run) -> tuple[int, int]:
     indices, item_size = run.indices, share.spec.dtype.item_size
     if indices is not None:
         return INDEX_ITEM_BYTES * len(indices), item_size * len(indices)
-    is_listed = not share.region.is_run and share.region.is_scattered(run.start, run.stop)
+    is_listed = share.gap and share.region.is_scattered(run.start, run.stop)
     return INDEX_ITEM_BYTES * run.span if is_listed else 0, item_size * run.span
 
 
@@ -188,7 +188,7 @@ def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
         (share.number, run.start, run.span, *sizes_of(share, run))
         for share, (_, run) in zip(shares, runs, strict=True)
     ]
-    regions = [(share.region.start, *share.region.rows) for share in shares]
+    regions = [(share.region.start, share.cols, share.gap) for share in shares]
     number, start, span, index_bytes, value_bytes = np.array(numbers, np.int64).T
     first, cols, gap = np.array(regions, np.int64).T
     item_sizes = np.array([share.spec.dtype.item_size for share in shares])
@@ -207,7 +207,7 @@ def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
 def _write_indices(share: Share, run: Run, into: Tensor) -> None:
     """Write int32[count]: where the elements lie in the parameter, from the first place on."""
     region = share.region
-    if run.indices is not None and region.is_run:
+    if run.indices is not None and not share.gap:
         into.copy_(run.indices)
         return
     for begin in range(0, len(into), _BLOCK):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from deltasync.errors import DeltaSyncError, PeerLost, SyncAborted, TransportError, WireError
 from deltasync.sync.group import orders
-from deltasync.sync.protocol.frames import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, Frame, SendTransport

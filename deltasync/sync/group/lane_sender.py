@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import TransportError
-from deltasync.sync.protocol.frames import CallTimeout, Emitter, SenderLink, SentBuckets
+from deltasync.sync.protocol.frames import Emitter, SentBuckets
+from deltasync.sync.protocol.links import CallTimeout, SenderLink
 from deltasync.transports.base import SendTransport
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Abort, Attempt, Lane
@@ -62,7 +63,7 @@ class LaneSender:
         emitter = Emitter(plan, version, compression=self._compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
-            self._link.send_buckets(emitter)
+            emitter.send_buckets(self._link.send)
         except BaseException:
             with suppress(TransportError):
                 self._link.send(Abort(version=version, reason="a rank of the trainer failed"))

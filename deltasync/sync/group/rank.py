@@ -20,9 +20,8 @@ from deltasync.errors import (
 from deltasync.sync.group import orders
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
-from deltasync.sync.one_caller import OneCaller
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.frames import CallTimeout
+from deltasync.sync.protocol.links import CallTimeout, OneCaller
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged

@@ -19,7 +19,8 @@ from deltasync.sync.group.model import (
     numbers_of,
     runs_of,
 )
-from deltasync.sync.protocol.frames import CallTimeout, SentBuckets
+from deltasync.sync.protocol.frames import SentBuckets
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.weights import OwnWeights, coverage_of

@@ -19,7 +19,7 @@ from deltasync.errors import (
     UnsupportedVersion,
     WireError,
 )
-from deltasync.sync.protocol.frames import SenderLink, reason_of
+from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.sender_session import (
     Copies,
     DigestCheck,

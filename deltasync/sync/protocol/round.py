@@ -11,15 +11,10 @@ from typing import Protocol
 from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
-from deltasync.sync.protocol.frames import Emitter, SenderLink, SentBuckets, reason_of
+from deltasync.sync.protocol.frames import Emitter, SentBuckets
+from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED
-from deltasync.sync.protocol.sender_session import (
-    Member,
-    SenderPhase,
-    SenderSession,
-    digest_checks,
-    peers_with_wrong_digest,
-)
+from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
 from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
@@ -174,7 +169,7 @@ class Round:
     def _send_buckets(self, emitter: Emitter) -> None:
         """Send our own, and wait until the trainer's other ranks have sent theirs."""
         try:
-            self._link.send_buckets(emitter)
+            emitter.send_buckets(self._link.send)
             self._packed()
         except TransportError as error:
             self._note_lost(error)
@@ -198,13 +193,7 @@ class Round:
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
-        checks = digest_checks(self._session.participants.values(), len(self._layout.specs))
-        wrong = peers_with_wrong_digest(checks, digests, self._plan.ledger)
-        for peer in digests:
-            if peer in wrong:
-                self._session.failed(peer, "DigestMismatch: it would not arrive at our weights")
-            else:
-                self._session.prepared(peer)
+        judge(self._session, digests, self._plan.ledger, len(self._layout.specs))
         self._digests = digests
 
     def _commit(self) -> None:

@@ -273,6 +273,26 @@ class SenderSession:
             raise CallOrderError("not every participant has prepared")
 
 
+def judge(
+    session: SenderSession, digests: Mapping[int, int], version: Digests, num_parameters: int
+) -> None:
+    """Participants have prepared if they would arrive at the version, and failed if not.
+
+    Args:
+        session: Of the sync under way.
+        digests: Those that participants would arrive at, by peer.
+        version: The digests of the version.
+        num_parameters: Of the layout.
+    """
+    checks = digest_checks(session.participants.values(), num_parameters)
+    wrong = peers_with_wrong_digest(checks, digests, version)
+    for peer in digests:
+        if peer in wrong:
+            session.failed(peer, "DigestMismatch: it would not arrive at our weights")
+        else:
+            session.prepared(peer)
+
+
 def _rules() -> list[Rule[SenderPhase]]:
     idle, staging, decided = SenderPhase
     s = SenderSession
