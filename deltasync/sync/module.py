@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity
-from deltasync.delta.routes.loading import Loader
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.tensors import NamedTensor, NameMap, parts_of
-from deltasync.sync.target.base import match_parameters, refuse_overlap, some_of
+from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -61,7 +60,7 @@ class ModuleSource:
         return self._tensors
 
 
-class ModuleTarget:
+class ModuleTarget(WeightTarget):
     """The parameters and persistent buffers of an nn.Module, written in place.
 
     Args:
@@ -103,10 +102,6 @@ class ModuleTarget:
             moved = sorted({str(place[0]) for place in set(now) ^ set(self._places)})
             raise TargetMoved(f"storage of {some_of(moved)} was replaced; rejoin")
         self._watch = ModuleWatch(self._module)
-
-    def loader(self) -> Loader | None:
-        """Return None: the module's tensors are the checkpoint's."""
-        return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Do nothing: nothing is derived."""

@@ -37,8 +37,8 @@ class WeightTarget(Protocol):
         ...
 
     def loader(self) -> Loader | None:
-        """Return what must write a full sync, or None if it can use what `bind` returned."""
-        ...
+        """Return what must write a full sync; None, the default, if `bind`'s storage will do."""
+        return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what the engine derives from its weights. Called after they were written.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, torch_dtype
-from deltasync.delta.routes.loading import Loader
+from deltasync.sync.target.base import WeightTarget
 from deltasync.wire.messages import ParameterSpec
 
 
-class CopiedTarget:
+class CopiedTarget(WeightTarget):
     """Holds every parameter that the sender has, in memory of its own.
 
     It says nothing of what it holds, and takes names, shapes and dtypes as they are sent; so it is
@@ -46,10 +46,6 @@ class CopiedTarget:
 
     def check_unmoved(self) -> None:
         """The copy stays where it is."""
-
-    def loader(self) -> Loader | None:
-        """None: the copy holds what was sent."""
-        return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Nothing is derived."""

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
-from deltasync.delta.routes.loading import Loader
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import DirtyReceiver, LayoutMismatch
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import in_place, matches, prove_reload, refuse_unsent
 from deltasync.sync.proof.proving import Proof, under
-from deltasync.sync.target.base import match_parameters, refuse_missing
+from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_missing
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements
@@ -23,7 +22,7 @@ Reload = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Loads a whole checkpoint and processes it as at the engine's start."""
 
 
-class ReloadedTarget:
+class ReloadedTarget(WeightTarget):
     """An engine that packs, shuffles, quantises or computes what it loads. This is slow.
 
     The target keeps a copy of the checkpoint. Syncs are written to the copy, and digests are taken
@@ -120,10 +119,6 @@ class ReloadedTarget:
 
     def check_unmoved(self) -> None:
         """Do nothing: the copy does not move."""
-
-    def loader(self) -> Loader | None:
-        """Return None: the copy holds what was sent."""
-        return None
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Reload everything into its old storage.
