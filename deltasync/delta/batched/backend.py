@@ -81,17 +81,14 @@ class BatchedBackend:
             masks.compare(source, self.weights)
             most = self._most_sparse(policy, min(bucket_bytes, room))  # meanwhile
             return BatchedDelta(
-                self.weights,
+                self,
                 source,
                 masks,
-                self.ledger,
-                ahead=self.ahead,
                 kinds=self._kinds(masks.counts, most),
                 bucket_bytes=bucket_bytes,
                 sparse_bucket_bytes=min(bucket_bytes, room),
                 max_held_bytes=max_held_bytes,
                 base_version=base_version,
-                keep=self._keep,
             )
 
     def full(self, *, bucket_bytes: int) -> BatchedFull:
@@ -108,9 +105,6 @@ class BatchedBackend:
     def synchronize(self) -> None:
         """Return when no kernel of this reads or writes the weights any more."""
         self.weights.synchronize()
-
-    def _keep(self, ledger: DigestLedger) -> None:
-        self.ledger = ledger
 
     def _masks_for(self, source: BatchedSource, room: int) -> Masks:
         """The masks of last time if they fit, with `room` bytes for indices and values."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
 from deltasync.wire.table import RowKind, Rows
 
+if TYPE_CHECKING:
+    from deltasync.delta.batched.backend import BatchedBackend
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -55,37 +59,32 @@ class BatchedDelta:
 
     def __init__(
         self,
-        snapshot: BatchedWeights,
+        backend: BatchedBackend,
         source: BatchedSource,
         masks: Masks,
-        before: DigestLedger,
         *,
-        ahead: NDArray[np.bool_],
         kinds: Ints,
         bucket_bytes: int,
         sparse_bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
-        keep: Callable[[DigestLedger], None],
     ) -> None:
         """Plan.
 
         Args:
-            snapshot: What the source was compared with.
-            source: The source.
+            backend: The snapshot. Kept up to date: what is ahead, and at the decision the digests.
+            source: What it was compared with.
             masks: What differs.
-            before: The digests of the snapshot.
-            ahead: bool[chunks], what is ahead; kept up to date.
             kinds: int64[chunks], UNCHANGED or a RowKind.
             bucket_bytes: Largest payload.
             sparse_bucket_bytes: Largest one that the masks have room for.
             max_held_bytes: Memory for what is kept until the decision.
             base_version: The snapshot's version.
-            keep: Called at the decision with the snapshot's new digests.
         """
-        self._keep = keep
-        self._snapshot, self._source, self._masks, self._before = snapshot, source, masks, before
-        self._ahead, self._kinds, self._bucket_bytes = ahead, kinds, bucket_bytes
+        self._backend, self._source, self._masks = backend, source, masks
+        snapshot = self._snapshot = backend.weights
+        self._before, self._ahead = backend.ledger, backend.ahead
+        self._kinds, self._bucket_bytes = kinds, bucket_bytes
         self._is_sparse, self._is_dense = kinds == RowKind.SPARSE, kinds == RowKind.DENSE
         self.base_version: int | None = base_version
         counts, item_sizes = masks.counts, snapshot.item_sizes
@@ -98,7 +97,7 @@ class BatchedDelta:
         if changes and not masks.is_held:
             self._bucket_bytes = sparse_bucket_bytes
         # The old bits of those that are ahead are gone: all of them count as changed.
-        self._written = np.where(ahead, snapshot.table.numel, counts)
+        self._written = np.where(self._ahead, snapshot.table.numel, counts)
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
 
@@ -160,7 +159,7 @@ class BatchedDelta:
                     num_warps=4,
                 )
         self._ahead[:] = False
-        self._keep(self.ledger)
+        self._backend.ledger = self.ledger
 
     def rows_of(self, bucket: PlannedBucket) -> list[_Rows]:
         """The sparse rows of a bucket by item size."""
