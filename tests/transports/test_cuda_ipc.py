@@ -499,6 +499,7 @@ class TestOneGpu(SlotContract):
 
     def num_held(self) -> int:
         """The leases of mapped memory."""
+        torch.cuda.synchronize()  # the first call of a process opens pipes of CUDA's own
         cuda_ipc._free_unmapped()
         return num_descriptors("pipe:")
 
