@@ -32,6 +32,7 @@ from deltasync.errors import (
     Refused,
     SourceChanged,
     SyncAborted,
+    TargetMoved,
     TransportClosed,
     TransportTimeout,
 )
@@ -264,6 +265,33 @@ def test_one_rank_that_cannot_commit_undoes_its_whole_engine_and_no_other() -> N
         sender.close()
         for each in serving:
             each.stop()
+
+
+def test_digests_are_of_the_version_that_was_put_back() -> None:
+    source = model()
+    halves = [Half(source, ["embed", "norm"]), Half(source, ["layer", "norm"])]
+    stubborn = Stubborn(halves[1])
+    with inprocess.Sender() as transport, ThreadPoolExecutor(2) as pool:
+        sender = WeightSender(ModuleSource(source), transport)
+        receivers = [
+            WeightReceiver(target, transport.receiver(), rank=rank, world=2)
+            for rank, target in enumerate((ModuleTarget(halves[0]), stubborn))
+        ]
+        first = [pool.submit(receiver.receive_weights, timeout_s=10) for receiver in receivers]
+        sender.wait_for_receivers(2, timeout_s=10)
+        sender.send_weights(timeout_s=5)
+        assert {call.result() for call in first} == {1}
+        held = receivers[0].digests()
+        nudge(source)
+        stubborn.fails = True
+        second = [pool.submit(receiver.receive_weights, timeout_s=10) for receiver in receivers]
+        with pytest.raises(SyncAborted):
+            sender.send_weights(timeout_s=5)
+        assert isinstance(second[0].exception(), SyncAborted)
+        assert isinstance(second[1].exception(), TargetMoved)
+        assert receivers[0].digests() == held
+        for receiver in receivers:
+            receiver.close()
 
 
 def test_who_has_greeted_and_gone_is_not_waited_for() -> None:

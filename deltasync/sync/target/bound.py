@@ -60,6 +60,7 @@ class BoundWeights:
     ) -> None:
         self.target, self._options, self._on = target, options, on
         self.backend: Backend = HostBackend({}, DigestLedger((), chunk_numel=1))
+        self._before = self.backend.ledger  # what `undo` goes back to
         self.staging: Applier | None = None
         self.may_differ = False
         self._buckets = BucketReader(())
@@ -195,12 +196,13 @@ class BoundWeights:
             bucket: What announced the payload.
             payload: uint8[n]; not owned.
             lane: The connection on which it has come.
-            progress: Called between the two: it lets the next payload arrive meanwhile.
+            progress: Lets the next payload arrive meanwhile; called before staging and after it.
         """
         assert self.staging is not None
         rows = self._buckets.unpack(bucket, payload, lane=lane)
         progress()
         self.staging.stage_bucket(rows)
+        progress()
 
     def reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""
@@ -232,7 +234,7 @@ class BoundWeights:
         assert staging is not None
         if not self._is_checked:
             self.target.check_unmoved()
-        began = time.perf_counter()
+        began, self._before = time.perf_counter(), self.backend.ledger
         self._writing()
         try:
             digest = staging.commit()
@@ -252,6 +254,7 @@ class BoundWeights:
         with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
             self.staging.undo()
             self.target.finish()
+            self.backend.ledger = self._before
             self._on("restored")
 
     def _writing(self) -> None:
