@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -41,7 +42,7 @@ def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path
     assert found["digests_compared"] == 6
     assert list(found["median_ms"]) == ["0", "0.01", "0.1", "0.3", "1", "5", "20", "100"]
     assert found["failures"] == []
-    assert descriptors() == open_before
+    assert not descriptors() - open_before  # fewer if garbage of other tests was collected
 
 
 def test_different_bytes_end_it_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,7 @@ def test_what_has_grown_too_much_is_a_failure() -> None:
 
 def test_descriptors_are_told_apart() -> None:
     with ExitStack() as stack:
+        gc.collect()  # what other tests left open is not to be closed meanwhile
         before = descriptors()
         stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         stack.enter_context(Path(__file__).open(encoding="utf-8"))

@@ -192,10 +192,14 @@ class ReceiverLinks:
     Args:
         links: The first of them for all that is said. Owned: `close` closes them.
         max_payload_bytes: Largest payload accepted.
+
+    Attributes:
+        progress: `ReceiveTransport.progress` of all that is awaited.
     """
 
     def __init__(self, links: Sequence[ReceiveTransport], max_payload_bytes: int) -> None:
         self._links = list(links)
+        self.progress = links[0].progress if len(links) == 1 else self._progress
         self._max_payload_bytes = max_payload_bytes
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
@@ -254,8 +258,7 @@ class ReceiverLinks:
         """Answer the rank that speaks for the trainer. Raises PeerLost."""
         self._links[0].reply(encode(message), timeout_s=timeout_s)
 
-    def progress(self) -> None:
-        """`ReceiveTransport.progress` of all that is awaited."""
+    def _progress(self) -> None:
         for lane in self._awaited():
             self._links[lane].progress()
 
