@@ -1,4 +1,4 @@
-"""Sparse or dense: chosen by predicted cost, chunk by chunk."""
+"""The share of changed elements above which a chunk goes dense, by predicted cost."""
 
 from __future__ import annotations
 

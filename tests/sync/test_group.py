@@ -449,7 +449,7 @@ def test_a_part_of_a_model_is_not_sent_alone() -> None:
             here.sender.send_weights(timeout_s=5)
 
 
-def test_a_crew_of_one() -> None:
+def test_a_group_of_one() -> None:
     source, target = model(1), model(2)
     with trainer_of(source, rows_of(source, 1)) as here:
         joined(here, target)
@@ -508,7 +508,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("kind", ORDERS)
 @pytest.mark.parametrize("how", ["link", "interrupt"])
-def test_a_crew_goes_on_after_a_break_at_any_order(kind: type, how: str) -> None:
+def test_a_group_goes_on_after_a_break_at_any_order(kind: type, how: str) -> None:
     """Rank 1 is gone when it is told, or rank 0 is interrupted while it tells."""
     source, whole = model(1), model(2)
     with trainer_of(source, rows_of(source, 3)) as here:
