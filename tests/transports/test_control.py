@@ -4,9 +4,13 @@ import os
 import random
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from linecache import getline
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 
 from deltasync.errors import ConfigError, PeerLost, TransportTimeout
 from deltasync.testing.links import background
-from deltasync.transports.control.connection import Connection, Deadline, Kind
+from deltasync.transports.control.connection import BrokenProtocol, Connection, Deadline, Kind
 from deltasync.transports.control.endpoints import Client, Gate, Server
 
 HEADER = struct.Struct("<2sBxI")
@@ -420,3 +424,81 @@ def test_a_segment_without_its_descriptor_is_refused() -> None:
     assert isinstance(receiver.lost, PeerLost)
     receiver.close()
     near.close()
+
+
+@pytest.mark.parametrize("secret", [None, b"secret"], ids=["plain", "signed"])
+@pytest.mark.parametrize("end", ["writer", "reader"])
+def test_an_interrupt_at_any_line_repeats_and_loses_no_message(
+    end: str, secret: bytes | None
+) -> None:
+    """What arrives is whole, in order and there once. What is missing is a message whose `write`
+    raised before anything of it was kept, or else the connection is lost.
+    """
+    for line in range(1, 1000):
+        interruption, arrived = Interruption(line), list[bytes]()
+        with ExitStack() as stack:
+            writer, reader = (stack.enter_context(closing(link)) for link in linked(secret))
+            for number in range(4):
+                with interruption.here() if end == "writer" else nullcontext():
+                    writer.write(Kind.FRAME, bytes([number]))
+                with interruption.here() if end == "reader" else nullcontext():
+                    reader.read()
+            if writer.lost:
+                writer.close()
+            else:
+                writer.flush()
+            reader.read()
+            while found := reader.take():
+                arrived.append(found.data)
+            is_lost = writer.lost or reader.lost
+            assert not isinstance(reader.lost, BrokenProtocol)
+        missed = set(range(4)).difference(*arrived)
+        assert arrived == [bytes([number]) for number in range(4) if number not in missed]
+        assert not missed or is_lost or interruption.came
+        if not interruption.came:
+            break
+    assert 40 < line < 999
+
+
+def linked(secret: bytes | None) -> tuple[Connection, Connection]:
+    """Two ends that have greeted."""
+    first, second = (
+        Connection(sock, is_server=is_server, kinds=KINDS, max_message_bytes=LIMIT, secret=secret)
+        for sock, is_server in zip(socket.socketpair(), (True, False), strict=True)
+    )
+    for end in (second, first):
+        end.read()
+    return first, second
+
+
+class Interruption:
+    """A KeyboardInterrupt at one line of what `Connection` runs within `here`, once.
+
+    Attributes:
+        came: Whether it was raised.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._left, self.came = line, False
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.came = True
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.endswith("connection.py"):
+            return None
+        line = getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        # A signal is not taken up between the end of a block and the release of its lock.
+        if event == "line" and not line.startswith("with "):
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        return self._trace

@@ -159,6 +159,9 @@ def check_size(num_bytes: int, capabilities: Capabilities) -> None:
         raise ConfigError(f"a payload of {num_bytes} bytes; this transport takes up to {limit}")
 
 
+_INTERRUPTED = "an interrupt came while a message was on its way"
+
+
 class _Seal:
     """Signs one direction of one connection: HMAC-SHA256 under a key of that direction.
 
@@ -263,11 +266,14 @@ class Connection:
             self._write(kind, data, descriptor)
 
     def flush(self) -> None:
-        """Write what the socket takes."""
+        """Write what the socket takes.
+
+        An interrupt ends the connection: how much of a message went out is not known any more, and
+        the other end must not get it twice, or half of it.
+        """
         while self._outbox and self.lost is None:
-            view, descriptor = self._outbox[0]
             try:
-                written = self._write_some(view, descriptor)
+                self._write_next()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -275,13 +281,12 @@ class Connection:
                 self.read()
                 self._end(PeerLost(f"the connection broke: {error.strerror}"))
                 return
-            if written == len(view):
-                self._outbox.popleft()
-            else:
-                self._outbox[0] = view[written:], None
+            except BaseException:
+                self._end(PeerLost(_INTERRUPTED))
+                raise
 
     def read(self) -> None:
-        """Take in what has arrived."""
+        """Take in what has arrived. An interrupt ends the connection, as in `flush`."""
         if self.lost is not None:
             return
         try:
@@ -297,6 +302,9 @@ class Connection:
             self._end(error)
         except OSError as error:
             self._end(PeerLost(f"the connection broke: {error.strerror}"))
+        except BaseException:
+            self._end(PeerLost(_INTERRUPTED))
+            raise
 
     def take(self, kind: Kind | None = None) -> Message | None:
         """The oldest message (of `kind`) that has arrived, or None."""
@@ -345,14 +353,25 @@ class Connection:
 
     def _write(self, kind: Kind, data: bytes, descriptor: int | None = None) -> None:
         header = _HEADER.pack(_MAGIC, kind, len(data))
-        mac = self._signs.sign(header, data) if self._signs else b""
-        self._outbox.append((memoryview(header + data + mac), descriptor))
+        try:
+            mac = self._signs.sign(header, data) if self._signs else b""
+            self._outbox.append((memoryview(header + data + mac), descriptor))
+        except BaseException:  # a signature that is not sent makes the later ones wrong
+            self._end(PeerLost(_INTERRUPTED))
+            raise
         self.flush()
 
-    def _write_some(self, view: memoryview, descriptor: int | None) -> int:
+    def _write_next(self) -> None:
+        """Write what the socket takes of the oldest message. Raises OSError."""
+        view, descriptor = self._outbox[0]
         if descriptor is None:
-            return self._socket.send(view)
-        return socket.send_fds(self._socket, [view], [descriptor])
+            written = self._socket.send(view)
+        else:
+            written = socket.send_fds(self._socket, [view], [descriptor])
+        if written == len(view):
+            self._outbox.popleft()
+        else:
+            self._outbox[0] = view[written:], None
 
     def _read_some(self) -> bytes:
         if Kind.SEGMENT not in self._kinds:
