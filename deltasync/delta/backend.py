@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Flat, Live, WireReader, torch_dtype
+from deltasync.delta.bits import Flat, Live, Reader, torch_dtype
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
@@ -168,13 +168,13 @@ class Backend(Protocol):
         """Bytes of the weights."""
         ...
 
-    def capture(self, readers: Sequence[WireReader]) -> None:
+    def capture(self, readers: Sequence[Reader]) -> None:
         """Overwrite the weights with a source, and measure them."""
         ...
 
     def compare(
         self,
-        readers: Sequence[WireReader],
+        readers: Sequence[Reader],
         *,
         policy: Policy,
         bucket_bytes: int,
@@ -220,7 +220,7 @@ class Backend(Protocol):
 
 def snapshot_of(
     shares: Sequence[Share],
-    readers: Sequence[WireReader],
+    readers: Sequence[Reader],
     *,
     chunk_numel: int,
     device: torch.device | None = None,
@@ -246,7 +246,7 @@ def backend_for(
     ledger: DigestLedger,
     *,
     kernels: Kernels,
-    readers: Sequence[WireReader] = (),
+    readers: Sequence[Reader] = (),
 ) -> Backend:
     """Choose what works on these weights.
 
@@ -260,19 +260,20 @@ def backend_for(
         kernels: What is asked for.
         readers: At a sender, what the weights are copies of.
     """
-    own = list(flats.values())
+    devices = {flat.line.device for flat in flats.values()}
     if readers:  # kernels reach pinned host memory, but not the memory of another GPU
-        own = [*(reader.flat for reader in readers), *(f for f in own if not f.line.is_cpu)]
-    device = _device_for_batches(own, kernels)
+        devices = {reader.device for reader in readers} | {d for d in devices if d.type != "cpu"}
+    numel = sum(flat.numel for flat in flats.values())
+    device = _device_for_batches(devices, numel, kernels)
     if device is None:
         return HostBackend(flats, ledger)
     from deltasync.delta.batched.backend import BatchedBackend
     from deltasync.delta.batched.warm_up import warm_up
 
     backend = BatchedBackend(flats, ledger, device)
-    formats = {(reader.flat.dtype, reader.dtype) for reader in readers}
+    formats = {(r.dtype if r.flat is None else r.flat.dtype, r.dtype) for r in readers}
     warm_up(
-        frozenset(formats or {(flat.dtype, flat.dtype) for flat in own}),
+        frozenset(formats or {(flat.dtype, flat.dtype) for flat in flats.values()}),
         ledger.chunk_numel,
         device,
         box_dims=backend.weights.boxes.dims,
@@ -281,8 +282,9 @@ def backend_for(
     return backend
 
 
-def _device_for_batches(flats: Collection[Live], kernels: Kernels) -> torch.device | None:
-    devices = {flat.line.device for flat in flats}
+def _device_for_batches(
+    devices: set[torch.device], numel: int, kernels: Kernels
+) -> torch.device | None:
     if kernels == "torch" or (kernels == "auto" and {d.type for d in devices} != {"cuda"}):
         return None
     problem = None
@@ -290,7 +292,7 @@ def _device_for_batches(flats: Collection[Live], kernels: Kernels) -> torch.devi
         problem = "Triton is not installed"
     elif len(devices) != 1:
         problem = f"the weights live on {len(devices)} devices"
-    elif not any(flat.numel for flat in flats):
+    elif not numel:
         problem = "there are no elements"
     if problem is None:
         return devices.pop()
@@ -299,18 +301,18 @@ def _device_for_batches(flats: Collection[Live], kernels: Kernels) -> torch.devi
     return None
 
 
-def _empty_like(readers: Sequence[WireReader], device: torch.device | None) -> dict[int, Flat]:
+def _empty_like(readers: Sequence[Reader], device: torch.device | None) -> dict[int, Flat]:
     """Room for each parameter in its wire dtype: views of one buffer on each device.
 
     Host memory beside a GPU is pinned, so that the GPU reads it at the speed of the bus.
     """
-    devices = [device or reader.flat.tensor.device for reader in readers]
+    devices = [device or reader.device for reader in readers]
     flats: dict[int, Flat] = {}
     for place in dict.fromkeys(devices):
         here = [number for number, own in enumerate(devices) if own == place]
-        sizes = [readers[number].flat.numel * readers[number].dtype.item_size for number in here]
+        sizes = [readers[number].numel * readers[number].dtype.item_size for number in here]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-        is_pinned = place.type == "cpu" and any(readers[n].flat.line.is_cuda for n in here)
+        is_pinned = place.type == "cpu" and any(readers[n].device.type == "cuda" for n in here)
         buffer = torch.empty(ends[-1], dtype=torch.uint8, device=place, pin_memory=is_pinned)
         for number, begin, size in zip(here, [0, *ends], sizes, strict=False):
             view = buffer[begin : begin + size].view(torch_dtype(readers[number].dtype))

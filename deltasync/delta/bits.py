@@ -306,6 +306,42 @@ def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:
     return None
 
 
+class Reader(Protocol):
+    """Reads what is sent of a parameter as the bits of its wire dtype.
+
+    Attributes:
+        dtype: The wire dtype.
+        flat: The elements themselves, if they are sent as they are, or rounded. None if what is
+            sent is computed from other tensors.
+    """
+
+    @property
+    def dtype(self) -> Dtype: ...
+
+    @property
+    def flat(self) -> Flat | None: ...
+
+    @property
+    def numel(self) -> int:
+        """Elements that are sent."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are read."""
+        ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits there, on `device`; read only."""
+        ...
+
+
+def copy_read(reader: Reader, flat: Live, *, step: int) -> None:
+    """Write all that a reader reads to `flat`, `step` elements at once."""
+    for start in range(0, reader.numel, step):
+        flat.write(start, reader.read(start, min(start + step, reader.numel)))
+
+
 @dataclass(frozen=True, slots=True)
 class WireReader:
     """Reads a source tensor as the bits of its wire dtype, rounding where that is narrower.
@@ -315,6 +351,8 @@ class WireReader:
 
     flat: Flat
     dtype: Dtype
+    numel: int
+    device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: Dtype, *, name: str) -> WireReader:
@@ -322,7 +360,7 @@ class WireReader:
         flat = Flat.of(tensor, name=name)
         if flat.dtype != dtype and not (flat.dtype.is_floating and dtype.is_floating):
             raise ConfigError(f"{name}: {flat.dtype.name} cannot be sent as {dtype.name}")
-        return cls(flat, dtype)
+        return cls(flat, dtype, flat.numel, flat.line.device)
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: bits of the wire dtype there; read only."""
@@ -330,11 +368,6 @@ class WireReader:
         if self.flat.dtype == self.dtype:
             return bits
         return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
-
-    def copy_to(self, flat: Live, *, step: int) -> None:
-        """Write all that is read to `flat`, `step` elements at once."""
-        for start in range(0, self.flat.numel, step):
-            flat.write(start, self.read(start, min(start + step, self.flat.numel)))
 
 
 def storage_of(tensor: Tensor) -> int:

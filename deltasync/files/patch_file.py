@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.delta.bits import Flat, WireReader
+from deltasync.delta.bits import Flat, Reader, WireReader
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import Change, HostBackend
@@ -248,10 +248,10 @@ class _OldFile(HostBackend):
         self._checkpoints, self._advance, self._unreleased = (old, new), advance, 0
 
     def change(
-        self, parameter: int, reader: WireReader, policy: Policy, *, ledger: DigestLedger, room: int
+        self, parameter: int, reader: Reader, policy: Policy, *, ledger: DigestLedger, room: int
     ) -> Change | None:
         found = super().change(parameter, reader, policy, ledger=ledger, room=room)
-        num_bytes = reader.flat.numel * reader.dtype.item_size
+        num_bytes = reader.numel * reader.dtype.item_size
         self._advance(num_bytes)
         self._unreleased += num_bytes
         if self._unreleased > _RELEASED_BYTES:

@@ -14,7 +14,7 @@ from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
 from deltasync.delta.batched.source import BatchedSource, LiveSource
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights, device_of
-from deltasync.delta.bits import Live, WireReader
+from deltasync.delta.bits import Live, Reader, copy_read
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
@@ -51,10 +51,10 @@ class BatchedBackend:
         self._live = LiveSource(self.weights)
         self._masks: Masks | None = None
 
-    def capture(self, readers: Sequence[WireReader]) -> None:
+    def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
         for parameter, reader in enumerate(readers):
-            reader.copy_to(self.flats[parameter], step=self.ledger.chunk_numel)
+            copy_read(reader, self.flats[parameter], step=self.ledger.chunk_numel)
         self.ahead[:] = False
         self.ledger.sums[:] = self.weights.digests()
 
@@ -64,7 +64,7 @@ class BatchedBackend:
 
     def compare(
         self,
-        readers: Sequence[WireReader],
+        readers: Sequence[Reader],
         *,
         policy: Policy,
         bucket_bytes: int,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import Flat, WireReader, integer_dtype
+from deltasync.delta.bits import Flat, Reader, copy_read, integer_dtype
 from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
+from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
 _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
@@ -140,11 +141,11 @@ class LiveSource:
 
     def __init__(self, snapshot: BatchedWeights) -> None:
         self._snapshot = snapshot
-        self._readers: Sequence[WireReader] | None = None
+        self._readers: Sequence[Reader] | None = None
         self._copies: list[Tensor] = []
         self._found: BatchedSource | None = None
 
-    def look_up(self, readers: Sequence[WireReader]) -> BatchedSource:
+    def look_up(self, readers: Sequence[Reader]) -> BatchedSource:
         """Where the parameters are now. The same object as last time if nothing moved."""
         if self._found is not None and readers is self._readers and not self._copies:
             return self._found
@@ -152,11 +153,11 @@ class LiveSource:
         narrow = np.zeros(len(readers), np.bool_)
         pointers = np.zeros(len(readers), np.int64)
         for number, reader in enumerate(readers):
-            narrow[number] = (reader.flat.dtype, reader.dtype) == (_WIDE, _NARROW)
-            if self._is_readable(reader):
-                pointers[number] = reader.flat.line.data_ptr()
+            flat = reader.flat
+            if flat is not None and self._is_readable(flat, reader.dtype):
+                narrow[number] = flat.dtype != reader.dtype
+                pointers[number] = flat.line.data_ptr()
             else:
-                narrow[number] = False
                 copy = _copied(reader, self._snapshot.device)
                 self._copies.append(copy)
                 pointers[number] = copy.data_ptr()
@@ -164,15 +165,13 @@ class LiveSource:
         self._found = BatchedSource(self._snapshot, pointers, narrow)
         return self._found
 
-    def _is_readable(self, reader: WireReader) -> bool:
-        flat = reader.flat
-        is_read_as = flat.dtype == reader.dtype or (flat.dtype, reader.dtype) == (_WIDE, _NARROW)
+    def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:
+        is_read_as = flat.dtype == dtype or (flat.dtype, dtype) == (_WIDE, _NARROW)
         return is_read_as and flat.is_contiguous and flat.line.device == self._snapshot.device
 
 
-def _copied(reader: WireReader, device: torch.device) -> Tensor:
+def _copied(reader: Reader, device: torch.device) -> Tensor:
     """int[numel]: all that it reads."""
-    numel = reader.flat.numel
-    copy = torch.empty(numel, dtype=integer_dtype(reader.dtype), device=device)
-    reader.copy_to(Flat.of(copy), step=_COPIED)
+    copy = torch.empty(reader.numel, dtype=integer_dtype(reader.dtype), device=device)
+    copy_read(reader, Flat.of(copy), step=_COPIED)
     return copy

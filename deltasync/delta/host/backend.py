@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Live, Run, WireReader
+from deltasync.delta.bits import Live, Reader, Run, copy_read
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
@@ -49,10 +49,10 @@ class HostBackend:
         self._policy: Policy | None = None
         self._crossover: dict[str, float] = {}
 
-    def capture(self, readers: Sequence[WireReader]) -> None:
+    def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
         for parameter, reader in enumerate(readers):
-            reader.copy_to(self.flats[parameter], step=self.ledger.chunk_numel)
+            copy_read(reader, self.flats[parameter], step=self.ledger.chunk_numel)
         self.ahead.clear()
         self.ledger.sums[:] = self.measure(np.arange(len(self.ledger.sums)))
 
@@ -68,7 +68,7 @@ class HostBackend:
 
     def compare(
         self,
-        readers: Sequence[WireReader],
+        readers: Sequence[Reader],
         *,
         policy: Policy,
         bucket_bytes: int,
@@ -97,7 +97,7 @@ class HostBackend:
     def change(
         self,
         parameter: int,
-        reader: WireReader,
+        reader: Reader,
         policy: Policy,
         *,
         ledger: DigestLedger,
@@ -121,7 +121,7 @@ class HostBackend:
         if not change.nnz:
             return None
         if not share.gap:  # what lies within one row is sent without indices
-            runs = merged(runs, reader.flat.numel)
+            runs = merged(runs, reader.numel)
         self._account(ledger, parameter, runs, reader)
         if change.held_bytes <= room:
             change.runs = runs
@@ -129,10 +129,10 @@ class HostBackend:
             change.held_bytes = 0
         return change
 
-    def find(self, parameter: int, reader: WireReader, policy: Policy) -> Iterator[tuple[Run, int]]:
+    def find(self, parameter: int, reader: Reader, policy: Policy) -> Iterator[tuple[Run, int]]:
         """(run, differing elements) of each chunk in which the source of a parameter differs."""
         if parameter in self.ahead:  # its old bits are gone: an aborted sync overwrote them
-            return iter([(Run(0, reader.flat.numel), reader.flat.numel)])
+            return iter([(Run(0, reader.numel), reader.numel)])
         old = self.flats[parameter]
         if policy is not self._policy:  # what follows from it is worked out once
             self._policy, self._crossover = policy, {}
@@ -172,7 +172,7 @@ class HostBackend:
         run.write(self.flats[parameter], bits)
 
     def _account(
-        self, ledger: DigestLedger, parameter: int, runs: Iterable[Run], reader: WireReader
+        self, ledger: DigestLedger, parameter: int, runs: Iterable[Run], reader: Reader
     ) -> None:
         """Let `ledger` have the digests after these runs."""
         old = self.flats[parameter]
@@ -255,7 +255,7 @@ class DeltaPlan:
         changes: list[Change],
         ledger: DigestLedger,
         policy: Policy,
-        readers: Sequence[WireReader],
+        readers: Sequence[Reader],
         *,
         bucket_bytes: int,
         base_version: int,
@@ -350,7 +350,7 @@ class FullPlan:
 
 
 def changed_runs(
-    reader: WireReader, old: Live, *, step: int, crossover: float
+    reader: Reader, old: Live, *, step: int, crossover: float
 ) -> Iterator[tuple[Run, int]]:
     """(run, differing elements) of each chunk that differs, in order.
 
@@ -388,11 +388,12 @@ def merged(runs: list[Run], numel: int) -> list[Run]:
     return [Run(0, numel, indices, torch.cat([run.bits for run in sparse if run.bits is not None]))]
 
 
-def _is_small_and_same(reader: WireReader, old: Live) -> bool:
+def _is_small_and_same(reader: Reader, old: Live) -> bool:
     """A quick look at small host parameters: models with thousands of them leave most unchanged."""
     new = reader.flat
     return (
-        new.numel <= _SMALL
+        new is not None
+        and new.numel <= _SMALL
         and new.line.is_cpu
         and old.line.is_cpu
         and new.is_contiguous

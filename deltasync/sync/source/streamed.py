@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.backend import Delta, Plan
-from deltasync.delta.bits import Flat, Run, WireReader, check_plain, dtype_of, torch_dtype
+from deltasync.delta.bits import (
+    Flat,
+    Run,
+    WireReader,
+    check_plain,
+    copy_read,
+    dtype_of,
+    torch_dtype,
+)
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
@@ -117,7 +125,7 @@ class StreamedWeights(LocalWeights):
     def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:
         device = self.options.snapshot_device or tensor.device
         copy = Flat.of(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device))
-        _reader(spec, tensor).copy_to(copy, step=_STEP)
+        copy_read(_reader(spec, tensor), copy, step=_STEP)
         return copy
 
     def _compare(self, weights: NamedWeights, snapshot: HostBackend) -> None:
@@ -159,7 +167,7 @@ class StreamedWeights(LocalWeights):
         room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
         change = snapshot.change(number, reader, self.options.policy, ledger=ledger, room=room)
         if change is not None and change.runs is None:
-            whole = Run(0, reader.flat.numel)
+            whole = Run(0, reader.numel)
             nnz, change = change.nnz, Change(number, runs=[whole])
             change.count(whole, nnz, ledger.shares[number])
         for run in () if change is None else change.runs or ():

@@ -176,7 +176,7 @@ class OwnWeights(LocalWeights):
         self._is_looked_up = False
         layout = SourceLayout(self.source, specs, boxes)
         last, self._snapshot, self.layout = self._snapshot, None, None
-        devices = [reader.flat.line.device for reader in layout.readers]
+        devices = [reader.device for reader in layout.readers]
         if last is not None and (last.ledger.shares, self._devices) == (layout.sent, devices):
             last.capture(layout.readers)
         else:
@@ -335,7 +335,7 @@ class SourceLayout(SentLayout):
     @property
     def device_types(self) -> set[str]:
         """Types of the devices that the source lives on."""
-        return {reader.flat.line.device.type for reader in self.readers}
+        return {reader.device.type for reader in self.readers}
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
