@@ -7,7 +7,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from deltasync import dtypes
-from deltasync.delta.bits import dtype_of
 from deltasync.delta.routes.naming import suggested
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
@@ -70,7 +69,7 @@ def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:
 
     Raises ConfigError for one that no message can carry.
     """
-    specs = tuple(ParameterSpec(e.names, e.shape, dtype_of(e.tensor, name=e.name)) for e in tensors)
+    specs = tuple(ParameterSpec(e.names, e.shape, e.dtype) for e in tensors)
     check_limits(specs)
     return specs
 

@@ -9,8 +9,9 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from deltasync.delta.bits import check_plain
+from deltasync.delta.bits import Reader, check_plain, dtype_of
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
+from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -18,6 +19,19 @@ Index: TypeAlias = tuple[int | slice, ...]
 
 NameMap: TypeAlias = Callable[[str, tuple[int, ...]], Mapping[str, Index] | None]
 """Maps the name and full shape of a parameter to the checkpoint tensors that it contains."""
+
+
+class Computed(Reader, Protocol):
+    """Reads a checkpoint tensor that is computed from another one, such as its quantized codes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConfigError, by name, if it cannot be computed of the weights as they are now."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +44,14 @@ class NamedTensor:
         shard: Which part is held; None for a whole tensor, and for a DTensor, which says so itself.
         full_shape: Shape of the checkpoint tensor, if `shard` views it in more dimensions: a rank
             that fuses heads by groups holds a part of each group.
+        computed: What is sent instead of `tensor`, and computed from it; None to send `tensor`.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
     shard: ShardSpec | None = None
     full_shape: tuple[int, ...] | None = None
+    computed: Computed | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a tensor without plain storage, or that contradicts its shard."""
@@ -56,13 +72,29 @@ class NamedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint tensor."""
+        if self.computed is not None:
+            return self.computed.shape
         if self.full_shape is not None:
             return self.full_shape
         return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
 
+    @property
+    def dtype(self) -> Dtype:
+        """Dtype of the checkpoint tensor. Raises ConfigError for one that cannot be sent."""
+        if self.computed is not None:
+            return self.computed.dtype
+        return dtype_of(self.tensor, name=self.name)
+
 
 def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
-    """The part held here, and its elements. Raises ConfigError for unsupported DTensors."""
+    """The part held here, and its elements. Raises ConfigError for unsupported DTensors, and for
+    what is computed: that is not shared out among the ranks of a trainer.
+    """
+    if entry.computed is not None:
+        raise ConfigError(
+            f"{entry.name}: computed from whole matrices, which a TrainerGroup does not share out; "
+            "gather them on rank 0, see StreamedWeights"
+        )
     if entry.shard is not None:
         return entry.shard, entry.tensor
     return shard_of(entry.tensor), local_of(entry.tensor)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import WireReader, identity
+from deltasync.delta.bits import Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.shard import (
     ShardSpec,
@@ -257,12 +257,15 @@ class SourceLayout(SentLayout):
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self._tensors: list[NamedTensor] = []
-        self._known: dict[str, tuple[tuple[object, ...], list[WireReader]]] = {}
-        self.readers: list[WireReader] = []
+        self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
+        self.readers: list[Reader] = []
         tensors = source.tensors()
         self._names = [entry.names for entry in tensors]
         self.sent = self._shares(tensors)
         self._read(tensors)
+        for entry in tensors:
+            if entry.computed is not None:
+                entry.computed.check()
 
     def refresh(self) -> None:
         """Look at the source again. Raises SourceChanged if it is not the same model any more."""
@@ -304,7 +307,7 @@ class SourceLayout(SentLayout):
         known, self._known = self._known, {}
         for entry in self._in_order(tensors):
             held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
-            now = (held, *identity(local))
+            now = (held, entry.computed, *identity(local))
             before, readers = known.get(entry.name, ((), []))
             if before != now:
                 readers = self._readers_of(entry, held, local)
@@ -314,12 +317,14 @@ class SourceLayout(SentLayout):
 
     def _readers_of(
         self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
-    ) -> list[WireReader]:
+    ) -> list[Reader]:
         spec = self.specs[self._numbers[entry.name]]
         if entry.shape != spec.shape:
             raise SourceChanged(
                 f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
             )
+        if entry.computed is not None:
+            return [_computed(entry, spec)]
         if self._boxes is None or held is None:
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
@@ -341,6 +346,17 @@ class SourceLayout(SentLayout):
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
         trained = [entry.tensor.requires_grad for entry in self._tensors]
         return coverage_of(trained, changed, full=full)
+
+
+def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
+    """Its reader. Raises ConfigError if it is to be sent in another dtype than it has."""
+    assert entry.computed is not None
+    if entry.dtype != spec.dtype:
+        raise ConfigError(
+            f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
+            "the trainer compute the form that the engine serves"
+        )
+    return entry.computed
 
 
 class _Kept(WeightSource):

@@ -1,0 +1,67 @@
+"""What a served form is: the tensors that an engine keeps of a matrix, and how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from deltasync.dtypes import Dtype
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that an engine keeps of a matrix.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        rows: Rows of the matrix that one row of it stands for; None if it is of the whole matrix.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Dtype
+    rows: int | None
+
+
+class Form(Protocol):
+    """How an engine keeps matrices: codes of few bits, and scales.
+
+    A form computes exactly what the engine's own functions do, operation by operation, so that a
+    matrix that arrives by deltas has the bits of one that the engine has loaded.
+
+    Attributes:
+        name: What it is called in messages.
+        rows: Rows that are quantized together. Blocks never reach across a multiple of it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        """What is kept of a matrix, by what follows the layer's name: "weight", "weight_scale".
+
+        Raises ConfigError if matrices of this shape cannot be kept in this form.
+        """
+        ...
+
+    def whole(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """The parts that depend on the whole of [rows, cols] bfloat16: those without `rows`."""
+        ...
+
+    def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The other parts, of some rows.
+
+        Args:
+            band: [n, cols] bfloat16, rows of the matrix that begin at a multiple of `rows`, and end
+                at one or at its end.
+            whole: What `whole` has returned.
+        """
+        ...

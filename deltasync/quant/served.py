@@ -1,0 +1,206 @@
+"""A trainer's weights as an engine serves them: a source of served tensors, and of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.shard import is_sharded
+from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError
+from deltasync.quant.form import Form
+from deltasync.sync.source.tensors import NamedTensor, WeightSource
+
+Forms = Callable[[str, tuple[int, ...]], Form | None]
+"""Maps the name and shape of a checkpoint tensor to its form; None if it is served as it is."""
+
+_BFLOAT16 = dtypes.BY_NAME["bfloat16"]
+_WEIGHT = ".weight"
+
+
+class ServedSource:
+    """A source as engines serve it: matrices in their forms, everything else as it is.
+
+    What is quantized is the bfloat16 rounding of a matrix, also if the trainer holds float32: from
+    the masters themselves nearly all scales would change in every step.
+
+    Args:
+        source: The trainer's weights; read, never written.
+        forms: Says which tensors are quantized, and how.
+    """
+
+    def __init__(self, source: WeightSource, forms: Forms) -> None:
+        self._source, self._forms = source, forms
+        self._all: list[NamedTensor] | None = None
+        self._tensors: list[NamedTensor] = []
+        self._matrices: list[Matrix] = []
+
+    def tensors(self) -> list[NamedTensor]:
+        """Raises ConfigError, by name, for a tensor that cannot be served in its form."""
+        tensors = self._source.tensors()
+        if tensors is not self._all:
+            self._all, self._matrices = None, []
+            self._tensors = [one for tensor in tensors for one in self._served(tensor)]
+            self._all = tensors
+        for matrix in self._matrices:
+            matrix.changed()
+        return self._tensors
+
+    def _served(self, entry: NamedTensor) -> Iterator[NamedTensor]:
+        form = self._forms(entry.name, entry.shape)
+        if form is None:
+            yield entry
+            return
+        if entry.shard is not None or is_sharded(entry.tensor):
+            raise ConfigError(
+                f"{entry.name}: {form.name} is made of whole matrices, and this rank holds a part "
+                "of one; gather them, see StreamedWeights"
+            )
+        matrix = Matrix(entry.tensor, form, name=entry.name)
+        self._matrices.append(matrix)
+        for suffix in matrix.parts:
+            names = tuple(_named(name, suffix) for name in entry.names)
+            yield replace(entry, names=names, computed=ServedReader(matrix, suffix))
+
+
+def served_weights(
+    weights: Iterable[tuple[str, Tensor]], forms: Forms
+) -> Iterator[tuple[str, Tensor]]:
+    """The same for `StreamedWeights.take`: (name, tensor) of what is served, one by one."""
+    for name, tensor in weights:
+        form = forms(name, tuple(tensor.shape))
+        if form is None:
+            yield name, tensor
+            continue
+        matrix = Matrix(tensor.detach(), form, name=name)
+        for suffix in matrix.parts:
+            yield _named(name, suffix), matrix.served(suffix)
+
+
+def _named(name: str, suffix: str) -> str:
+    """What a part of a weight is called in checkpoints."""
+    return f"{name.removesuffix(_WEIGHT)}.{suffix}"
+
+
+class Matrix:
+    """A matrix of the trainer and its form.
+
+    Attributes:
+        name: Of the weight.
+        shape: (rows, cols).
+        form: How it is served.
+        parts: What is served of it.
+    """
+
+    def __init__(self, tensor: Tensor, form: Form, *, name: str) -> None:
+        """`tensor` is not owned. Raises ConfigError, by name, if it is no matrix of this form."""
+        if tensor.dim() != 2 or not name.endswith(_WEIGHT):
+            raise ConfigError(
+                f"{name}: {form.name} is for matrices that are called *.weight, and this has shape "
+                f"{tuple(tensor.shape)}; split stacked ones by `name_map`"
+            )
+        rows, cols = tensor.shape
+        self.name, self.shape, self.form = name, (rows, cols), form
+        try:
+            self.parts = form.parts(self.shape)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
+        self._whole: Mapping[str, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._reader.device
+
+    def changed(self) -> None:
+        """Forget what was computed: the trainer has made a step."""
+        self._whole = None
+
+    def served(self, suffix: str) -> Tensor:
+        """[*shape] of one part, in memory of its own."""
+        part, reader = self.parts[suffix], ServedReader(self, suffix)
+        return reader.read(0, reader.numel).clone().view(torch_dtype(part.dtype)).view(part.shape)
+
+    def rows_of(self, suffix: str, start: int, stop: int) -> Tensor:
+        """[stop - start, ...]: rows of one part, or all of it if it is of the whole matrix."""
+        if self._whole is None:
+            self._whole = self.form.whole(self._band(0, self.shape[0]))
+        part, step = self.parts[suffix], self.form.rows
+        if part.rows is None:
+            return self._whole[suffix]
+        first = start * part.rows // step * step
+        last = -(-stop * part.rows // step) * step
+        band = self._band(first, min(last, self.shape[0]))
+        begin = first // part.rows
+        return self.form.quantize(band, self._whole)[suffix][start - begin : stop - begin]
+
+    def _band(self, start: int, stop: int) -> Tensor:
+        """[stop - start, cols] bfloat16: rows of the weight."""
+        cols = self.shape[1]
+        bits = self._reader.read(start * cols, stop * cols)
+        return bits.view(torch.bfloat16).view(stop - start, cols)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedReader:
+    """Reads one part of a matrix, quantizing the rows that it is asked for.
+
+    Attributes:
+        matrix: What it is computed from.
+        suffix: Which part.
+    """
+
+    matrix: Matrix
+    suffix: str
+
+    @property
+    def flat(self) -> Flat | None:
+        """None: it is computed."""
+        return None
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.matrix.parts[self.suffix].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.parts[self.suffix].shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: the bits there; read only."""
+        if start == stop:
+            return torch.empty(0, dtype=integer_dtype(self.dtype), device=self.device)
+        if self.matrix.parts[self.suffix].rows is None:
+            rows, begin = self.matrix.rows_of(self.suffix, 0, 0), 0
+        else:
+            length = prod(self.shape[1:])
+            first, last = start // length, -(-stop // length)
+            rows, begin = self.matrix.rows_of(self.suffix, first, last), first * length
+        return as_bits(rows.contiguous()).view(-1)[start - begin : stop - begin]
+
+    def check(self) -> None:
+        """Raise ConfigError, by name, if the matrix is not finite."""
+        bits = self.read(0, self.numel)
+        if (
+            self.dtype.is_floating
+            and not bits.view(torch_dtype(self.dtype)).float().isfinite().all()
+        ):
+            raise ConfigError(
+                f"{self.matrix.name}: NaN or infinity has no {self.matrix.form.name}; restore the "
+                "weights before engines connect"
+            )

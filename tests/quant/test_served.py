@@ -1,0 +1,88 @@
+"""A trainer of bfloat16 or float32 that serves quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.served import ServedSource, served_weights
+from deltasync.transports import inprocess
+from tests.sync.harness import Serving
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"up": (256, 200), "down": (130, 384), "row": (1, 128), "odd": (7, 3)}
+
+
+def trainer(seed: int, dtype: torch.dtype) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Module()
+    for name, (rows, cols) in SHAPES.items():
+        layer = nn.Linear(cols, rows, bias=name == "up")
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+        model.add_module(name, layer)
+    model.norm = nn.LayerNorm(8)
+    return model
+
+
+def forms(form: Form) -> Callable[[str, tuple[int, ...]], Form | None]:
+    return lambda name, shape: form if name.split(".")[0] in SHAPES and len(shape) == 2 else None
+
+
+def cold(source: nn.Module, form: Form) -> dict[str, Tensor]:
+    """What the engine would load from a checkpoint that was written now."""
+    weights = ((name, tensor.bfloat16()) for name, tensor in source.state_dict().items())
+    return dict(served_weights(weights, forms(form)))
+
+
+def engine(weights: dict[str, Tensor]) -> nn.Module:
+    """A module that has these tensors, all of them zero."""
+    model = nn.Module()
+    for name, tensor in weights.items():
+        *path, last = name.split(".")
+        owner = model
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_buffer(last, torch.zeros_like(tensor))
+    return model
+
+
+def step(source: nn.Module, share: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in source.parameters():
+        chosen = torch.rand(parameter.shape, generator=generator) < share
+        change = torch.randn(parameter.shape, generator=generator) * parameter.data.abs() * 0.02
+        parameter.data += torch.where(chosen, change, 0).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_engine_holds_what_a_cold_load_gives(scale: str, dtype: torch.dtype) -> None:
+    form = BlockFp8(scale=scale)  # type: ignore[arg-type]
+    source = trainer(0, dtype)
+    replica = engine(cold(source, form))
+    transport = inprocess.Sender()
+    sender = WeightSender(ServedSource(ModuleSource(source), forms(form)), transport)
+    serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
+    try:
+        sender.wait_for_receivers(1, timeout_s=10)
+        for number, share in enumerate([0, 0.01, 0.3, 1, 0]):
+            step(source, share, number)
+            stats = sender.send_weights(timeout_s=10)
+            expected = cold(source, form)
+            for name, tensor in replica.state_dict().items():
+                assert torch.equal(as_bits(tensor), as_bits(expected[name])), (number, name)
+        assert stats.nnz == 0
+    finally:
+        serving.stop()
+        sender.close()
