@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ class BlockFp8:
 
     scale: Literal["float32", "ue8m0"] = "float32"
     rows: int = _BLOCK
+    shares: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +44,7 @@ class BlockFp8:
             "weight_scale_inv": Part(blocks, dtypes.BY_NAME["float32"], _BLOCK),
         }
 
-    def whole(self, weight: Tensor) -> Mapping[str, Tensor]:
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
         """Nothing: blocks are on their own."""
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,11 +21,13 @@ class Part:
         shape: Its shape.
         dtype: Its dtype.
         rows: Rows of the matrix that one row of it stands for; None if it is of the whole matrix.
+        elements: Its integers, if the shape of the matrix alone determines them.
     """
 
     shape: tuple[int, ...]
     dtype: Dtype
     rows: int | None
+    elements: tuple[int, ...] | None = None
 
 
 class Form(Protocol):
@@ -37,6 +39,7 @@ class Form(Protocol):
     Attributes:
         name: What it is called in messages.
         rows: Rows that are quantized together. Blocks never reach across a multiple of it.
+        shares: Whether matrices that an engine fuses have the result of `whole` in common.
     """
 
     @property
@@ -45,6 +48,9 @@ class Form(Protocol):
     @property
     def rows(self) -> int: ...
 
+    @property
+    def shares(self) -> bool: ...
+
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         """What is kept of a matrix, by what follows the layer's name: "weight", "weight_scale".
 
@@ -52,8 +58,13 @@ class Form(Protocol):
         """
         ...
 
-    def whole(self, weight: Tensor) -> Mapping[str, Tensor]:
-        """The parts that depend on the whole of [rows, cols] bfloat16: those without `rows`."""
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+        """The parts that depend on whole matrices: those without `rows` and `elements`.
+
+        Args:
+            weights: [rows, cols] bfloat16 of every matrix that shares them. Each may be released
+                when the next one is taken. One matrix, unless the form `shares`.
+        """
         ...
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -1,4 +1,9 @@
-"""A trainer's weights as an engine serves them: a source of served tensors, and of streams."""
+"""A trainer's weights as an engine serves them: a source of served tensors, and of streams.
+
+A matrix and its scales are never of two versions. All parts of a matrix, and the scales that it
+shares with others, are computed of the weights as they are when `send_weights` or `take` reads
+them; one sync carries all that differs, and receivers commit that as one version or not at all.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from deltasync.delta.shard import is_sharded
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
+from deltasync.quant.sharing import FUSED, Fused, Shared, siblings
 from deltasync.sync.source.tensors import NamedTensor, WeightSource
 
 Forms = Callable[[str, tuple[int, ...]], Form | None]
@@ -33,20 +39,33 @@ class ServedSource:
     Args:
         source: The trainer's weights; read, never written.
         forms: Says which tensors are quantized, and how.
+        fused: Says which matrices share their scales, if the form has scales of whole matrices.
+        constants: What a quantized checkpoint holds and no weight determines, by name: scales of
+            activations (`input_scale`, `input_global_scale`), as the engine's checkpoint has them.
     """
 
-    def __init__(self, source: WeightSource, forms: Forms) -> None:
-        self._source, self._forms = source, forms
+    def __init__(
+        self,
+        source: WeightSource,
+        forms: Forms,
+        *,
+        fused: Fused = FUSED,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._source, self._forms, self._fused = source, forms, fused
+        self._constants = [NamedTensor((name,), one) for name, one in (constants or {}).items()]
         self._all: list[NamedTensor] | None = None
         self._tensors: list[NamedTensor] = []
         self._matrices: list[Matrix] = []
+        self._shared: dict[tuple[tuple[str, ...], Form], Shared] = {}
 
     def tensors(self) -> list[NamedTensor]:
         """Raises ConfigError, by name, for a tensor that cannot be served in its form."""
         tensors = self._source.tensors()
         if tensors is not self._all:
-            self._all, self._matrices = None, []
+            self._all, self._matrices, self._shared = None, [], {}
             self._tensors = [one for tensor in tensors for one in self._served(tensor)]
+            self._tensors += self._constants
             self._all = tensors
         for matrix in self._matrices:
             matrix.changed()
@@ -62,7 +81,11 @@ class ServedSource:
                 f"{entry.name}: {form.name} is made of whole matrices, and this rank holds a part "
                 "of one; gather them, see StreamedWeights"
             )
-        matrix = Matrix(entry.tensor, form, name=entry.name)
+        shared = None
+        if form.shares:
+            group = siblings(entry.name, self._fused), form
+            shared = self._shared.setdefault(group, Shared(form))
+        matrix = Matrix(entry.tensor, form, name=entry.name, shared=shared)
         self._matrices.append(matrix)
         for suffix in matrix.parts:
             names = tuple(_named(name, suffix) for name in entry.names)
@@ -70,17 +93,44 @@ class ServedSource:
 
 
 def served_weights(
-    weights: Iterable[tuple[str, Tensor]], forms: Forms
+    weights: Iterable[tuple[str, Tensor]], forms: Forms, *, fused: Fused = FUSED
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same for `StreamedWeights.take`: (name, tensor) of what is served, one by one."""
-    for name, tensor in weights:
-        form = forms(name, tuple(tensor.shape))
-        if form is None:
-            yield name, tensor
-            continue
-        matrix = Matrix(tensor.detach(), form, name=name)
+    """The same for `StreamedWeights.take`: (name, tensor) of what is served, one by one.
+
+    Matrices that share a scale are copied and held back until all have come: the fused ones of one
+    layer, mostly two or three. Where a model lacks one of them, that is at the end of `weights`.
+    `weights` is also gone through to its end if this raises.
+    """
+    rest, held = iter(weights), dict[tuple[tuple[str, ...], Form], list[Matrix]]()
+    try:
+        for name, tensor in rest:
+            form = forms(name, tuple(tensor.shape))
+            if form is None:
+                yield name, tensor
+                continue
+            matrix = Matrix(tensor.detach(), form, name=name)
+            names = siblings(name, fused) if form.shares else (name,)
+            if len(names) > 1:
+                matrix = matrix.copy()
+            group = held.setdefault((names, form), [])
+            group.append(matrix)
+            if len(group) == len(names):
+                yield from _together(held.pop((names, form)))
+        for group in held.values():
+            yield from _together(group)
+    finally:
+        for _ in rest:  # other ranks may take part in gathering them
+            pass
+
+
+def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
+    """What is served of matrices that share their scales."""
+    shared = Shared(group[0].form)
+    for matrix in group:
+        matrix.share(shared)
+    for matrix in group:
         for suffix in matrix.parts:
-            yield _named(name, suffix), matrix.served(suffix)
+            yield _named(matrix.name, suffix), matrix.served(suffix)
 
 
 def _named(name: str, suffix: str) -> str:
@@ -98,7 +148,9 @@ class Matrix:
         parts: What is served of it.
     """
 
-    def __init__(self, tensor: Tensor, form: Form, *, name: str) -> None:
+    def __init__(
+        self, tensor: Tensor, form: Form, *, name: str, shared: Shared | None = None
+    ) -> None:
         """`tensor` is not owned. Raises ConfigError, by name, if it is no matrix of this form."""
         if tensor.dim() != 2 or not name.endswith(_WEIGHT):
             raise ConfigError(
@@ -112,7 +164,16 @@ class Matrix:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
-        self._whole: Mapping[str, Tensor] | None = None
+        self.share(shared or Shared(form))
+
+    def share(self, shared: Shared) -> None:
+        """Have the parts of the whole in common with the other matrices of `shared`."""
+        self._shared = shared
+        shared.add(self._weight)
+
+    def copy(self) -> Matrix:
+        """The same, in memory of its own."""
+        return Matrix(self._weight().clone(), self.form, name=self.name)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +182,7 @@ class Matrix:
 
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
-        self._whole = None
+        self._shared.changed()
 
     def served(self, suffix: str) -> Tensor:
         """[*shape] of one part, in memory of its own."""
@@ -130,16 +191,21 @@ class Matrix:
 
     def rows_of(self, suffix: str, start: int, stop: int) -> Tensor:
         """[stop - start, ...]: rows of one part, or all of it if it is of the whole matrix."""
-        if self._whole is None:
-            self._whole = self.form.whole(self._band(0, self.shape[0]))
-        part, step = self.parts[suffix], self.form.rows
+        part, step, whole = self.parts[suffix], self.form.rows, self._shared.parts()
+        if part.elements is not None:
+            dtype = torch_dtype(part.dtype)
+            return torch.tensor(part.elements, dtype=dtype, device=self.device).view(part.shape)
         if part.rows is None:
-            return self._whole[suffix]
+            return whole[suffix]
         first = start * part.rows // step * step
         last = -(-stop * part.rows // step) * step
         band = self._band(first, min(last, self.shape[0]))
         begin = first // part.rows
-        return self.form.quantize(band, self._whole)[suffix][start - begin : stop - begin]
+        return self.form.quantize(band, whole)[suffix][start - begin : stop - begin]
+
+    def _weight(self) -> Tensor:
+        """[rows, cols] bfloat16."""
+        return self._band(0, self.shape[0])
 
     def _band(self, start: int, stop: int) -> Tensor:
         """[stop - start, cols] bfloat16: rows of the weight."""
@@ -195,11 +261,10 @@ class ServedReader:
 
     def check(self) -> None:
         """Raise ConfigError, by name, if the matrix is not finite."""
+        if not self.dtype.is_floating:
+            return
         bits = self.read(0, self.numel)
-        if (
-            self.dtype.is_floating
-            and not bits.view(torch_dtype(self.dtype)).float().isfinite().all()
-        ):
+        if not bits.view(torch_dtype(self.dtype)).float().isfinite().all():
             raise ConfigError(
                 f"{self.matrix.name}: NaN or infinity has no {self.matrix.form.name}; restore the "
                 "weights before engines connect"
