@@ -16,6 +16,7 @@ PACKAGES = [
     "demo",
     "files",
     "integrations",
+    "quant",
     "sync",
     "testing",
     "transports",

@@ -80,6 +80,7 @@ UNNAMED = {
     "Proof": "of RoutedTarget and ReloadedTarget, for the workers of engines",
     "Upkeep": "likewise",
     "Piece": "likewise",
+    "Computed": "made by ServedSource",
 }
 
 
