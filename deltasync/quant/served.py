@@ -7,8 +7,9 @@ them; one sync carries all that differs, and receivers commit that as one versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -16,18 +17,18 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, WireReader, as_bits, integer_dtype, torch_dtype
-from deltasync.delta.shard import is_sharded
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
 from deltasync.quant.sharing import FUSED, Fused, Shared, siblings
-from deltasync.sync.source.tensors import NamedTensor, WeightSource
+from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
 
 Forms = Callable[[str, tuple[int, ...]], Form | None]
 """Maps the name and shape of a checkpoint tensor to its form; None if it is served as it is."""
 
 _BFLOAT16 = dtypes.BY_NAME["bfloat16"]
 _WEIGHT = ".weight"
+_CHECKED = 1 << 22  # elements looked at at once
 
 
 class ServedSource:
@@ -66,17 +67,21 @@ class ServedSource:
             self._all, self._matrices, self._shared = None, [], {}
             self._tensors = [one for tensor in tensors for one in self._served(tensor)]
             self._tensors += self._constants
+            often = Counter(name for tensor in self._tensors for name in tensor.names)
+            if twice := [name for name, count in often.items() if count > 1]:
+                raise ConfigError(f"{twice[0]}: served, and a tensor of the trainer; rename that")
             self._all = tensors
         for matrix in self._matrices:
             matrix.changed()
         return self._tensors
 
     def _served(self, entry: NamedTensor) -> Iterator[NamedTensor]:
-        form = self._forms(entry.name, entry.shape)
+        form = _form_of(entry.names, entry.shape, self._forms)
         if form is None:
             yield entry
             return
-        if entry.shard is not None or is_sharded(entry.tensor):
+        held, local = held_of(entry)
+        if held.size != held.shape:
             raise ConfigError(
                 f"{entry.name}: {form.name} is made of whole matrices, and this rank holds a part "
                 "of one; gather them, see StreamedWeights"
@@ -85,11 +90,12 @@ class ServedSource:
         if form.shares:
             group = siblings(entry.name, self._fused), form
             shared = self._shared.setdefault(group, Shared(form))
-        matrix = Matrix(entry.tensor, form, name=entry.name, shared=shared)
+        local = local.detach().requires_grad_(entry.tensor.requires_grad)
+        matrix = Matrix(local, form, name=entry.name, shape=entry.shape, shared=shared)
         self._matrices.append(matrix)
         for suffix in matrix.parts:
             names = tuple(_named(name, suffix) for name in entry.names)
-            yield replace(entry, names=names, computed=ServedReader(matrix, suffix))
+            yield NamedTensor(names, local, computed=ServedReader(matrix, suffix))
 
 
 def served_weights(
@@ -99,16 +105,19 @@ def served_weights(
 
     Matrices that share a scale are copied and held back until all have come: the fused ones of one
     layer, mostly two or three. Where a model lacks one of them, that is at the end of `weights`.
-    `weights` is also gone through to its end if this raises.
+
+    Raises ConfigError, by name, for a tensor that cannot be served in its form, or is not finite.
+    `weights` is also gone through to its end then.
     """
     rest, held = iter(weights), dict[tuple[tuple[str, ...], Form], list[Matrix]]()
     try:
         for name, tensor in rest:
-            form = forms(name, tuple(tensor.shape))
+            form = _form_of((name,), tuple(tensor.shape), forms)
             if form is None:
                 yield name, tensor
                 continue
             matrix = Matrix(tensor.detach(), form, name=name)
+            matrix.check()
             names = siblings(name, fused) if form.shares else (name,)
             if len(names) > 1:
                 matrix = matrix.copy()
@@ -133,6 +142,22 @@ def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
             yield _named(matrix.name, suffix), matrix.served(suffix)
 
 
+def _form_of(names: Sequence[str], shape: tuple[int, ...], forms: Forms) -> Form | None:
+    """The form of a tensor. Raises ConfigError if it has another under another of its names."""
+    form, *others = (forms(name, shape) for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if other != form:
+            raise ConfigError(
+                f"{names[0]} is served as {_called(form)}, and {name}, which is tied to it, as "
+                f"{_called(other)}: untie them, or serve both alike"
+            )
+    return form
+
+
+def _called(form: Form | None) -> str:
+    return "it is" if form is None else form.name
+
+
 def _named(name: str, suffix: str) -> str:
     """What a part of a weight is called in checkpoints."""
     return f"{name.removesuffix(_WEIGHT)}.{suffix}"
@@ -149,15 +174,30 @@ class Matrix:
     """
 
     def __init__(
-        self, tensor: Tensor, form: Form, *, name: str, shared: Shared | None = None
+        self,
+        tensor: Tensor,
+        form: Form,
+        *,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        """`tensor` is not owned. Raises ConfigError, by name, if it is no matrix of this form."""
-        if tensor.dim() != 2 or not name.endswith(_WEIGHT):
+        """`tensor` is not owned; `shape` is what its elements are seen as, if not in its own.
+
+        Raises ConfigError, by name, if it is no matrix of this form.
+        """
+        shape = tuple(tensor.shape) if shape is None else shape
+        if len(shape) != 2 or not name.endswith(_WEIGHT):
             raise ConfigError(
                 f"{name}: {form.name} is for matrices that are called *.weight, and this has shape "
-                f"{tuple(tensor.shape)}; split stacked ones by `name_map`"
+                f"{shape}; split stacked ones by `name_map`"
             )
-        rows, cols = tensor.shape
+        if tensor.dtype not in (torch.bfloat16, torch.float32):
+            raise ConfigError(
+                f"{name}: {form.name} is made of bfloat16 or float32, and this is {tensor.dtype}; "
+                "give the weights that the trainer trains"
+            )
+        rows, cols = shape
         self.name, self.shape, self.form = name, (rows, cols), form
         try:
             self.parts = form.parts(self.shape)
@@ -183,6 +223,17 @@ class Matrix:
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
         self._shared.changed()
+
+    def check(self) -> None:
+        """Raise ConfigError, by name, if its bfloat16 rounding is not finite."""
+        rows, cols = self.shape
+        step = max(1, _CHECKED // max(1, cols))
+        for start in range(0, rows, step):
+            if not self._band(start, min(start + step, rows)).isfinite().all():
+                raise ConfigError(
+                    f"{self.name}: NaN or infinity has no {self.form.name}; restore the weights "
+                    "before engines connect"
+                )
 
     def served(self, suffix: str) -> Tensor:
         """[*shape] of one part, in memory of its own."""
@@ -260,12 +311,6 @@ class ServedReader:
         return as_bits(rows.contiguous()).view(-1)[start - begin : stop - begin]
 
     def check(self) -> None:
-        """Raise ConfigError, by name, if the matrix is not finite."""
-        if not self.dtype.is_floating:
-            return
-        bits = self.read(0, self.numel)
-        if not bits.view(torch_dtype(self.dtype)).float().isfinite().all():
-            raise ConfigError(
-                f"{self.matrix.name}: NaN or infinity has no {self.matrix.form.name}; restore the "
-                "weights before engines connect"
-            )
+        """Raise ConfigError, by name, if the matrix is not finite: its first part says so."""
+        if self.suffix == next(iter(self.matrix.parts)):
+            self.matrix.check()

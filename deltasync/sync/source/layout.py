@@ -95,9 +95,21 @@ def _spec(
     for pattern, name in overrides.items():
         if any(fnmatchcase(own, pattern) for own in spec.names):
             dtype = _named(name)
-    if dtype != spec.dtype and not (dtype.is_floating and spec.dtype.is_floating):
-        raise ConfigError(f"{spec.name}: {spec.dtype.name} cannot be sent as {dtype.name}")
+    if dtype != spec.dtype:
+        _check_cast(spec, dtype)
     return replace(spec, dtype=dtype)
+
+
+def _check_cast(spec: ParameterSpec, dtype: Dtype) -> None:
+    """Raise ConfigError unless values mean the same in the other dtype, but for rounding."""
+    if not (dtype.is_floating and spec.dtype.is_floating):
+        raise ConfigError(f"{spec.name}: {spec.dtype.name} cannot be sent as {dtype.name}")
+    if 1 in (dtype.item_size, spec.dtype.item_size):
+        raise ConfigError(
+            f"{spec.name}: the trainer has {spec.dtype.name}, and {dtype.name} is asked for by the "
+            "engine or by `wire_dtypes`: floats of one byte have scales beside them, so let the "
+            "trainer send what the engine serves (deltasync.quant)"
+        )
 
 
 def _named(name: str) -> Dtype:

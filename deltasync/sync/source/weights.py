@@ -124,6 +124,7 @@ class LocalWeights(Weights):
             with nullcontext() if self.stream is None else self.stream.entered():
                 yield
         finally:
+            self._is_looked_up = False
             if self.stream is not None:
                 self.stream.join()
 
