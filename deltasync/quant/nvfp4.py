@@ -1,0 +1,120 @@
+"""NVFP4: E2M1 codes, an e4m3 scale for 16 of a row, and a float32 scale of the whole.
+
+Both producers divide by constants as torch does it on the device where the weights are: on CUDA
+that is a product with the inverse, so that a scale may differ in its last bit from one made on a
+CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.quant.form import Part, Shape
+from deltasync.quant.four_bits import check_columns, e2m1, packed
+
+_BLOCK = 16
+_LARGEST_CODE = 6.0
+_LARGEST_SCALE = 448.0  # of float8_e4m3fn
+_UINT8, _E4M3, _FLOAT32 = (dtypes.BY_NAME[name] for name in ("uint8", "float8_e4m3fn", "float32"))
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedNvfp4:
+    """NVFP4 of compressed-tensors, format nvfp4-pack-quantized: NVFP4 and NVFP4A16.
+
+    `weight_packed` uint8 [rows, cols / 2], `weight_scale` e4m3 [rows, cols / 16], and
+    `weight_global_scale` float32 [1], which multiplies what is quantized. `input_global_scale` of
+    NVFP4 is of activations: no weight determines it, see `ServedSource(constants=...)`.
+
+    Sources of the formulas: `Observer.get_global_scale` of llm-compressor (observers/base.py,
+    since observers are fused), `generate_gparam` and `calculate_qparams` of compressed-tensors
+    (quantization/utils/helpers.py), `_quantize` (lifecycle/forward_helpers.py), `cast_to_fp4`
+    (quant_args.py) and `pack_fp4_to_uint8` (compressors/nvfp4/helpers.py), with 0.17.
+    """
+
+    rows: int = 1
+    shares: bool = True
+
+    @property
+    def name(self) -> str:
+        return "NVFP4 of compressed-tensors"
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        check_columns(shape, _BLOCK, self.name)
+        rows, cols = shape
+        return {
+            "weight_packed": Part((rows, cols // 2), _UINT8, 1),
+            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1),
+            "weight_global_scale": Part((1,), _FLOAT32, None),
+        }
+
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+        """The global scale; 1 where it would be infinite, as for zeros."""
+        peak = _peak(weights).clamp(torch.finfo(torch.float32).tiny).view(1)
+        scale = _LARGEST_SCALE * _LARGEST_CODE / peak
+        return {"weight_global_scale": scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)}
+
+    def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_global_scale"]
+        scale = total * (blocks.abs().amax(-1) / _LARGEST_CODE)  # the quotient is bfloat16
+        stored = scale.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+        divisor = stored.float()
+        divisor = torch.where(divisor == 0, 0.125, divisor)
+        codes = e2m1(blocks / (divisor / total).unsqueeze(-1))
+        return {
+            "weight_packed": packed(codes.flatten(1)),
+            "weight_scale": divisor.to(torch.float8_e4m3fn),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptNvfp4:
+    """NVFP4 of ModelOpt, with a dynamic weight quantizer: NVFP4 and W4A16_NVFP4.
+
+    `weight` uint8 [rows, cols / 2], `weight_scale` e4m3 [rows, cols / 16], and `weight_scale_2`
+    float32 [], which divides what is quantized. `input_scale` is of activations: no weight
+    determines it, see `ServedSource(constants=...)`. A matrix of zeros has no such form, since its
+    scales are NaN.
+
+    Quantizers that search for scales (static, AWQ, SVDQuant) do not follow from the weights alone.
+
+    Source of the formulas: `NVFP4QTensor` of ModelOpt (torch/quantization/qtensor/nvfp4_tensor.py:
+    `get_weights_scaling_factor_2`, `get_weights_scaling_factor`, `quantize`, `_cast_fp4`), since
+    it keeps scales at 2**-9 or above; `preprocess_linear_fusion` of export/quant_utils.py.
+    """
+
+    rows: int = 1
+    shares: bool = True
+
+    @property
+    def name(self) -> str:
+        return "NVFP4 of ModelOpt"
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        check_columns(shape, _BLOCK, self.name)
+        rows, cols = shape
+        return {
+            "weight": Part((rows, cols // 2), _UINT8, 1),
+            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1),
+            "weight_scale_2": Part((), _FLOAT32, None),
+        }
+
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+        return {"weight_scale_2": _peak(weights) / (_LARGEST_CODE * _LARGEST_SCALE)}
+
+    def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
+        scale = blocks.abs().amax(-1).float() / (_LARGEST_CODE * total)
+        stored = torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn)
+        codes = e2m1(blocks / (stored.float() * total).unsqueeze(-1))
+        return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
+
+
+def _peak(weights: Iterable[Tensor]) -> Tensor:
+    """float32 []: the largest magnitude in any of some matrices; NaN if there is one."""
+    return torch.stack([weight.abs().amax() for weight in weights]).amax().float()

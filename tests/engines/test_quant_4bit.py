@@ -1,0 +1,150 @@
+"""Forms of 4 bits against the functions that write checkpoints in them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from warnings import catch_warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits, torch_dtype
+from deltasync.quant.form import Form
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4
+from tests.quant.matrices import MATRICES, matrix
+
+with catch_warnings(action="ignore"):  # of what torch imports to compile
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationScheme,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled() -> None:
+    """compressed-tensors compiles a function; its operations are the same without."""
+    torch.compiler.set_stance("force_eager")
+
+
+def extremes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """bf16 [rows, groups]: what llm-compressor's observer has seen of each group."""
+    groups = weight.unflatten(-1, (-1, group))
+    return groups.amin(-1), groups.amax(-1)
+
+
+def global_scale(weights: list[Tensor]) -> Tensor:
+    """The steps of `Observer.get_global_scale` of llm-compressor, for layers that are fused."""
+    peak = torch.tensor(0.0)
+    for weight in weights:
+        peak = torch.max(peak, -weight.amin())
+        peak = torch.max(peak, weight.amax())
+    return generate_gparam(-peak.reshape(1), peak.reshape(1))
+
+
+def compressed(weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:
+    """What a checkpoint of NVFP4 has of one of several layers that are fused."""
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    assert scheme.weights is not None
+    total, weight = global_scale(weights), weights[number]
+    scale, zero = calculate_qparams(*extremes(weight, 16), scheme.weights, global_scale=total)
+    module = {
+        "weight": weight,
+        "weight_scale": scale.to(weight.dtype),  # the dtype of the module's parameter
+        "weight_zero_point": zero,
+        "weight_global_scale": total,
+    }
+    return dict(NVFP4PackedCompressor.compress(module, scheme))
+
+
+def pack_quantized(weight: Tensor, group: int | None) -> dict[str, Tensor]:
+    """What a checkpoint of INT4 has of a layer."""
+    strategy = {"group_size": group, "strategy": "group"} if group else {"strategy": "channel"}
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, **strategy)
+    scale, zero = calculate_qparams(*extremes(weight, group or weight.shape[1]), args)
+    module = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    return dict(PackedQuantizationCompressor.compress(module, scheme))
+
+
+def served(form: Form, weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:
+    whole = form.whole(iter(weights))
+    return {**whole, **form.quantize(weights[number], whole)}
+
+
+def check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert tensor.shape == theirs[name].shape, name
+        assert torch.equal(as_bits(tensor), as_bits(theirs[name])), name
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_nvfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
+    weight, form = matrix(kind, rows, 256, seed=rows), CompressedNvfp4()
+    theirs = compressed([weight])
+    ours = served(form, [weight])
+    check(ours, theirs)
+    parts = form.parts((rows, 256))
+    assert set(parts) == set(ours) == set(theirs)
+    for name, part in parts.items():
+        assert part.shape == theirs[name].shape, name
+        assert torch_dtype(part.dtype) == theirs[name].dtype, name
+
+
+def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:
+    for kinds in [("plain", "outliers", "zero"), ("tiny", "plain", "zero"), ("zero", "zero")]:
+        weights = [matrix(kind, 8 + n, 64, seed=n) for n, kind in enumerate(kinds)]
+        for number in range(len(weights)):
+            ours = served(CompressedNvfp4(), weights, number=number)
+            check(ours, compressed(weights, number=number))
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("group", [32, 128, None])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_int4_is_that_of_compressed_tensors(kind: str, group: int | None, rows: int) -> None:
+    weight, form = matrix(kind, rows, 256, seed=rows), Int4(group)
+    theirs = pack_quantized(weight, group)
+    ours = served(form, [weight])
+    check(ours, theirs)
+    parts = form.parts((rows, 256))
+    assert set(parts) == set(theirs)
+    shape = theirs["weight_shape"]
+    assert parts["weight_shape"].elements == tuple(shape.tolist())
+    for name, part in parts.items():
+        assert part.shape == theirs[name].shape, name
+        assert torch_dtype(part.dtype) == theirs[name].dtype, name
+
+
+@pytest.mark.parametrize("cols", [3, 9, 100])
+def test_rows_of_int4_that_end_within_a_word(cols: int) -> None:
+    weight = matrix("plain", 5, cols, seed=cols)
+    check(served(Int4(None), [weight]), pack_quantized(weight, None))
+
+
+@pytest.mark.parametrize("form", [CompressedNvfp4(), Int4(32)])
+def test_blocks_beside_nan_are_those_of_compressed_tensors(form: Form) -> None:
+    """Sources with NaN are refused; a NaN of later must not reach beyond its block."""
+    weight = matrix("plain", 4, 64, seed=0)
+    weight[1, 40] = torch.nan
+    ours = served(form, [weight])
+    theirs = compressed([weight]) if form == CompressedNvfp4() else pack_quantized(weight, 32)
+    for name in ours:
+        if ours[name].dim() == 1:
+            assert torch.equal(ours[name], theirs[name])
+            continue
+        width = ours[name].shape[1] // 2
+        left, right = ours[name][:, :width], theirs[name][:, :width]
+        assert torch.equal(as_bits(left), as_bits(right)), name
+        rest = [0, 2, 3]
+        assert torch.equal(as_bits(ours[name][rest]), as_bits(theirs[name][rest])), name
+    assert ours["weight_scale"].float()[1].isnan().any()
