@@ -110,7 +110,9 @@ class ModelOptNvfp4:
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
         scale = blocks.abs().amax(-1).float() / (_LARGEST_CODE * total)
-        stored = torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn)
+        stored = (
+            torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn)
+        )
         codes = e2m1(blocks / (stored.float() * total).unsqueeze(-1))
         return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
 

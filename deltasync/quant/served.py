@@ -117,7 +117,6 @@ def served_weights(
                 yield name, tensor
                 continue
             matrix = Matrix(tensor.detach(), form, name=name)
-            matrix.check()
             names = siblings(name, fused) if form.shares else (name,)
             if len(names) > 1:
                 matrix = matrix.copy()
@@ -138,6 +137,7 @@ def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
     for matrix in group:
         matrix.share(shared)
     for matrix in group:
+        matrix.check()
         for suffix in matrix.parts:
             yield _named(matrix.name, suffix), matrix.served(suffix)
 
@@ -204,7 +204,7 @@ class Matrix:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
-        self.share(shared or Shared(form))
+        self.share(Shared(form) if shared is None else shared)
 
     def share(self, shared: Shared) -> None:
         """Have the parts of the whole in common with the other matrices of `shared`."""
@@ -225,7 +225,7 @@ class Matrix:
         self._shared.changed()
 
     def check(self) -> None:
-        """Raise ConfigError, by name, if its bfloat16 rounding is not finite."""
+        """Raise ConfigError, by name, if its bfloat16 rounding is not finite, or has no scale."""
         rows, cols = self.shape
         step = max(1, _CHECKED // max(1, cols))
         for start in range(0, rows, step):
@@ -233,6 +233,11 @@ class Matrix:
                 raise ConfigError(
                     f"{self.name}: NaN or infinity has no {self.form.name}; restore the weights "
                     "before engines connect"
+                )
+        for part in self._shared.parts().values():
+            if not (part.isfinite() & (part != 0)).all():
+                raise ConfigError(
+                    f"{self.name}: a matrix of zeros has no {self.form.name}; serve it as it is"
                 )
 
     def served(self, suffix: str) -> Tensor:

@@ -49,10 +49,6 @@ class Shared:
         self._weights: list[Callable[[], Tensor]] = []
         self._parts: Mapping[str, Tensor] | None = None
 
-    def __len__(self) -> int:
-        """Matrices."""
-        return len(self._weights)
-
     def add(self, weight: Callable[[], Tensor]) -> None:
         """Count a matrix in; `weight` returns [rows, cols] bfloat16 of it as it is now."""
         self._weights.append(weight)

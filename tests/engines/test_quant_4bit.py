@@ -36,7 +36,7 @@ def _not_compiled() -> None:
 
 def extremes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """bf16 [rows, groups]: what llm-compressor's observer has seen of each group."""
-    groups = weight.unflatten(-1, (-1, group))
+    groups = weight.view(len(weight), -1, group)
     return groups.amin(-1), groups.amax(-1)
 
 
@@ -46,7 +46,8 @@ def global_scale(weights: list[Tensor]) -> Tensor:
     for weight in weights:
         peak = torch.max(peak, -weight.amin())
         peak = torch.max(peak, weight.amax())
-    return generate_gparam(-peak.reshape(1), peak.reshape(1))
+    found: Tensor = generate_gparam(-peak.reshape(1), peak.reshape(1))
+    return found
 
 
 def compressed(weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:

@@ -1,0 +1,143 @@
+"""Forms of 4 bits: what their producers write, and which bytes a change reaches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits, torch_dtype
+from deltasync.errors import ConfigError
+from deltasync.quant.form import Form
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
+from deltasync.quant.served import Matrix, ServedReader
+from tests.quant.golden.four_bits import FILE
+from tests.quant.matrices import MATRICES, matrix
+
+pytestmark = pytest.mark.timeout(60)
+
+FORMS: dict[str, Form] = {
+    "nvfp4 of compressed-tensors": CompressedNvfp4(),
+    "nvfp4 of modelopt": ModelOptNvfp4(),
+    "int4, 32": Int4(32),
+    "int4, rows": Int4(None),
+}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+kinds = st.sampled_from(MATRICES)
+
+
+def served(form: Form, weight: Tensor) -> dict[str, Tensor]:
+    whole = form.whole(iter([weight]))
+    return {**whole, **form.quantize(weight, whole)}
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(as_bits(left), as_bits(right))
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_are_those_that_producers_write(form: str, kind: str) -> None:
+    golden = load_file(FILE)
+    weight = golden[f"matrix/{kind}/weight"]
+    found = Matrix(weight, FORMS[form], name="layer.weight")
+    theirs = {path.rpartition("/")[2] for path in golden if path.startswith(f"{form}/{kind}/")}
+    assert theirs == set(found.parts)
+    for name, part in found.parts.items():
+        expected = golden[f"{form}/{kind}/{name}"]
+        assert (expected.shape, expected.dtype) == (part.shape, torch_dtype(part.dtype))
+        assert same(found.served(name), expected), name
+
+
+@forms
+@given(
+    kind=kinds,
+    rows=st.integers(1, 9),
+    cuts=st.sets(st.integers(1, 8), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_bands_make_up_the_whole(
+    form: Form, kind: str, rows: int, cuts: set[int], seed: int
+) -> None:
+    weight = matrix(kind, rows, 64, seed=seed)
+    whole = form.whole(iter([weight]))
+    at = [0, *sorted(cut for cut in cuts if cut < rows), rows]
+    bands = [form.quantize(weight[start:stop], whole) for start, stop in pairwise(at)]
+    for name, part in form.quantize(weight, whole).items():
+        assert same(part, torch.cat([band[name] for band in bands])), name
+
+
+@forms
+@given(kind=kinds, rows=st.integers(1, 5), seed=st.integers(0, 99), data=st.data())
+def test_readers_read_slices(
+    form: Form, kind: str, rows: int, seed: int, data: st.DataObject
+) -> None:
+    found = Matrix(matrix(kind, rows, 64, seed=seed), form, name="layer.weight")
+    for name in found.parts:
+        reader = ServedReader(found, name)
+        start = data.draw(st.integers(0, reader.numel))
+        stop = data.draw(st.integers(start, reader.numel))
+        whole = as_bits(found.served(name)).view(-1)
+        assert torch.equal(reader.read(start, stop), whole[start:stop]), name
+
+
+@forms
+@given(kind=kinds, seed=st.integers(0, 99), row=st.integers(0, 3), col=st.integers(0, 63))
+def test_a_change_reaches_its_block_and_what_the_global_scale_moves(
+    form: Form, kind: str, seed: int, row: int, col: int
+) -> None:
+    weight = matrix(kind, 4, 64, seed=seed)
+    before = served(form, weight)
+    weight[row, col] = weight[row, col] * 1.0078125 + 1e-3
+    after = served(form, weight)
+    assert list(before) == list(after)
+    if any(not same(before[name], after[name]) for name in form.whole(iter([weight]))):
+        return  # another global scale: everything may move
+    block = 16 if form.shares else 32 if form == Int4(32) else 64
+    for name in after:
+        if after[name].dim() < 2:
+            continue
+        each = 64 // after[name].shape[1]  # columns of the matrix that an element stands for
+        elsewhere = torch.ones_like(after[name], dtype=torch.bool)
+        first = col // block * block // each
+        elsewhere[row, first : first + max(1, block // each)] = False
+        changed = as_bits(before[name]) != as_bits(after[name])
+        assert not (changed & elsewhere).any(), name
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        (CompressedNvfp4(), (4, 24)),
+        (ModelOptNvfp4(), (4, 8)),
+        (Int4(128), (4, 192)),
+        (Int4(32), (4, 16)),
+        (CompressedNvfp4(), (4, 0)),
+        (Int4(None), (0, 32)),
+    ],
+)
+def test_shapes_without_whole_blocks_are_refused(form: Form, shape: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"^gate\.weight: (NVFP4|INT4) of .* blocks? "):
+        Matrix(torch.ones(shape, dtype=torch.bfloat16), form, name="gate.weight")
+
+
+@forms
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused(form: Form, value: float) -> None:
+    weight = matrix("plain", 4, 64, seed=0)
+    weight[2, 40] = value
+    with pytest.raises(ConfigError, match=r"^gate\.weight: NaN or infinity"):
+        Matrix(weight, form, name="gate.weight").check()
+
+
+def test_zeros_have_no_scale_of_modelopt() -> None:
+    zeros = torch.zeros(4, 64, dtype=torch.bfloat16)
+    Matrix(zeros, CompressedNvfp4(), name="gate.weight").check()
+    with pytest.raises(ConfigError, match=r"^gate\.weight: a matrix of zeros has no NVFP4"):
+        Matrix(zeros, ModelOptNvfp4(), name="gate.weight").check()
