@@ -276,6 +276,11 @@ def backend_for(
         frozenset(formats or {(flat.dtype, flat.dtype) for flat in flats.values()}),
         ledger.chunk_numel,
         device,
+        quantized=frozenset(
+            (one.weight.dtype, one.is_ue8m0)
+            for one in (reader.computation for reader in readers)
+            if one is not None
+        ),
         box_dims=backend.weights.boxes.dims,
         has_gaps=backend.weights.has_gaps,
     )

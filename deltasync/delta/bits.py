@@ -306,6 +306,31 @@ def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How kernels compute what is sent of a matrix: FP8 codes, or the scales of their blocks.
+
+    Attributes:
+        weight: float32 or bfloat16, the elements of the matrix. Not owned.
+        scales: float32[block rows, block columns], which a comparison of the codes overwrites.
+            Owned by whoever computes the codes.
+        shape: (rows, cols) of the matrix.
+        is_ue8m0: Whether scales are powers of two.
+        is_scales: Whether the scales are what is sent.
+    """
+
+    weight: Flat
+    scales: Flat
+    shape: tuple[int, int]
+    is_ue8m0: bool
+    is_scales: bool
+
+    @property
+    def flat(self) -> Flat:
+        """What kernels read."""
+        return self.scales if self.is_scales else self.weight
+
+
 class Reader(Protocol):
     """Reads what is sent of a parameter as the bits of its wire dtype.
 
@@ -313,6 +338,7 @@ class Reader(Protocol):
         dtype: The wire dtype.
         flat: The elements themselves, if they are sent as they are, or rounded. None if what is
             sent is computed from other tensors.
+        computation: How kernels compute it; None if they do not.
     """
 
     @property
@@ -320,6 +346,9 @@ class Reader(Protocol):
 
     @property
     def flat(self) -> Flat | None: ...
+
+    @property
+    def computation(self) -> Computation | None: ...
 
     @property
     def numel(self) -> int:
@@ -353,6 +382,7 @@ class WireReader:
     dtype: Dtype
     numel: int
     device: torch.device
+    computation: None = None
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: Dtype, *, name: str) -> WireReader:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.bits import Computation, Flat, WireReader, as_bits, integer_dtype, torch_dtype
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
+from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.sharing import FUSED, Fused, Shared, siblings
 from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
@@ -204,6 +205,7 @@ class Matrix:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
+        self._scales: Flat | None = None  # what kernels compute
         self.share(Shared(form) if shared is None else shared)
 
     def share(self, shared: Shared) -> None:
@@ -239,6 +241,21 @@ class Matrix:
                 raise ConfigError(
                     f"{self.name}: a matrix of zeros has no {self.form.name}; serve it as it is"
                 )
+
+    def computation(self, suffix: str) -> Computation | None:
+        """How kernels compute one part. They read the weight itself: float32 or bfloat16."""
+        if not isinstance(self.form, BlockFp8):
+            return None
+        if self._scales is None:
+            shape = self.parts["weight_scale_inv"].shape
+            self._scales = Flat.of(torch.empty(shape, dtype=torch.float32, device=self.device))
+        return Computation(
+            self._reader.flat,
+            self._scales,
+            self.shape,
+            is_ue8m0=self.form.scale == "ue8m0",
+            is_scales=suffix == "weight_scale_inv",
+        )
 
     def served(self, suffix: str) -> Tensor:
         """[*shape] of one part, in memory of its own."""
@@ -302,6 +319,10 @@ class ServedReader:
     @property
     def device(self) -> torch.device:
         return self.matrix.device
+
+    @property
+    def computation(self) -> Computation | None:
+        return self.matrix.computation(self.suffix)
 
     def read(self, start: int, stop: int) -> Tensor:
         """int[stop - start]: the bits there; read only."""

@@ -430,7 +430,10 @@ def test_weights_that_changed_after_they_were_checked_cannot_be_put_back(
 def test_what_compiles_kernels_runs_through(box_dims: int, *, has_gaps: bool) -> None:
     pairs = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
     formats = frozenset((dtypes.BY_NAME[own], dtypes.BY_NAME[wire]) for own, wire in pairs)
-    sync_tiny_models(formats, 1 << 18, DEVICE, box_dims=box_dims, has_gaps=has_gaps)
+    quantized = frozenset((own, is_ue8m0) for own, _ in formats for is_ue8m0 in (False, True))
+    sync_tiny_models(
+        formats, 1 << 18, DEVICE, quantized=quantized, box_dims=box_dims, has_gaps=has_gaps
+    )
 
 
 def test_batches_that_are_not_possible_are_refused() -> None:

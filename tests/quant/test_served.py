@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    Policy,
+    SenderOptions,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
@@ -65,14 +73,22 @@ def step(source: nn.Module, share: float, seed: int) -> None:
         parameter.data += torch.where(chosen, change, 0).to(parameter.dtype)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("scale", ["float32", "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_engine_holds_what_a_cold_load_gives(scale: str, dtype: torch.dtype) -> None:
+def test_an_engine_holds_what_a_cold_load_gives(
+    dtype: torch.dtype, scale: str, kernels: Literal["torch", "triton"]
+) -> None:
     form = BlockFp8(scale=scale)  # type: ignore[arg-type]
     source = trainer(0, dtype)
     replica = engine(cold(source, form))
     transport = inprocess.Sender()
-    sender = WeightSender(ServedSource(ModuleSource(source), forms(form)), transport)
+    policy = Policy(chunk_numel=8192)
+    sender = WeightSender(
+        ServedSource(ModuleSource(source), forms(form)),
+        transport,
+        options=SenderOptions(kernels=kernels, policy=policy),
+    )
     serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
     try:
         sender.wait_for_receivers(1, timeout_s=10)

@@ -86,7 +86,8 @@ def try_triton() -> None:
 
     wire = BY_NAME["bfloat16"]
     formats = frozenset({(wire, wire), (BY_NAME["float32"], wire)})
-    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0))
+    quantized = frozenset((own, is_ue8m0) for own, _ in formats for is_ue8m0 in (False, True))
+    sync_tiny_models(formats, 1 << 20, torch.device("cuda", 0), quantized=quantized)
     torch.cuda.synchronize()
 
 

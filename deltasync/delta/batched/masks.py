@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deltasync.delta.batched.packing import PlannedBucket
 from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.digests import Ints
 from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels import triton_forms as form_kernels
+from deltasync.delta.kernels.reads import AS_IS, ROUNDED
 from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 
 _WORDS = kernels.BLOCK // 32
@@ -65,7 +68,12 @@ class Masks:
         Changes are collected even before it is known whether they fit: most of the time they do.
         """
         counts = torch.zeros(len(snapshot.addresses), dtype=torch.int32, device=snapshot.device)
+        for matrices in source.matrices:  # first: scales are compared like other parameters
+            matrices.compare(self._words)
         for launch in source.launches:
+            if launch.is_quantized:
+                self._count(launch, source, snapshot, counts)
+                continue
             kernels.compare[(launch.num_blocks,)](
                 source.addresses,
                 snapshot.addresses_there,
@@ -77,14 +85,30 @@ class Masks:
                 counts,
                 launch.first_block,
                 TYPE=TYPES[launch.item_size],
-                NARROW=launch.narrow,
-                PAIRS=launch.is_aligned and launch.item_size == 2 and not launch.narrow,
+                NARROW=launch.read == ROUNDED,
+                PAIRS=launch.is_aligned and launch.item_size == 2 and launch.read == AS_IS,
                 BLOCK=kernels.BLOCK,
                 num_warps=4,
             )
         self._arriving = Numbers(counts)
         self._begin()
         self._collect_all(source, snapshot)
+
+    def _count(
+        self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
+    ) -> None:
+        """Count what was found of a launch that was compared by kernels of a form."""
+        form_kernels.count[(launch.num_blocks,)](
+            snapshot.numels,
+            source.first_block,
+            source.chunk_of,
+            self._words,
+            self._block_counts,
+            counts,
+            launch.first_block,
+            BLOCK=kernels.BLOCK,
+            num_warps=4,
+        )
 
     def choose(
         self,
@@ -176,6 +200,8 @@ class Masks:
             snapshot.cols,
             snapshot.gaps,
             source.shifts,
+            source.scales,
+            source.widths,
             source.tile_chunk,
             source.tile_block,
             self._ends,
@@ -188,7 +214,7 @@ class Masks:
             end,
             out,
             TYPE=TYPES[launch.item_size],
-            NARROW=launch.narrow,
+            READ=launch.read,
             AHEAD=ahead,
             GAPS=snapshot.has_gaps,
             STRIDE=self.value_bytes // launch.item_size,

@@ -233,8 +233,7 @@ class BatchedFull:
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order."""
         snapshot = self._snapshot
-        is_narrow = np.zeros(len(snapshot.pointers), np.bool_)
-        source = BatchedSource(snapshot, snapshot.pointers, is_narrow)
+        source = BatchedSource(snapshot, snapshot.pointers, np.zeros_like(snapshot.pointers), {})
         kinds = np.full(len(snapshot.table), int(RowKind.DENSE))
         planned = plan_buckets(
             snapshot.ledger, snapshot.origins, kinds, kinds, bucket_bytes=self._bucket_bytes
@@ -319,13 +318,15 @@ class BatchedBucket:
             snapshot.keys,
             snapshot.cols,
             snapshot.gaps,
+            source.scales,
+            source.widths,
             pieces,
             payload,
             payload if digests is None else digests,
             num_pieces,
             blocks_each,
             TYPE=TYPES[launch.item_size],
-            NARROW=launch.narrow,
+            READ=launch.read,
             AHEAD=digests is not None,
             GAPS=snapshot.has_gaps,
             ALIGNED=is_aligned,

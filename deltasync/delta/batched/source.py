@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.batched.matrices import WORD, matrices_of, read_as, scales_of
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import Flat, Reader, copy_read, integer_dtype
+from deltasync.delta.bits import Computation, Flat, Reader, copy_read, integer_dtype
 from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
+from deltasync.delta.kernels.reads import AS_IS, BLOCK_FP8, ROUNDED, WIDE
 from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
@@ -27,18 +29,23 @@ class Launch:
 
     Attributes:
         item_size: Bytes of an element on the wire.
-        narrow: The source is float32, the wire bfloat16.
+        read: What kernels do to read the source: see `kernels.read`.
         is_aligned: Every chunk begins at a multiple of 16 bytes on both sides.
         chunks: int64[n], which, in order.
         blocks, tiles: int64[n + 1], the first block and tile of each, and the end.
     """
 
     item_size: int
-    narrow: bool
+    read: int
     is_aligned: bool
     chunks: Ints
     blocks: Ints
     tiles: Ints
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its masks come from `BatchedSource.matrices`."""
+        return self.read >= BLOCK_FP8
 
     @property
     def first_block(self) -> int:
@@ -65,34 +72,36 @@ class BatchedSource:
         launch_of: int64[chunks], the number of a chunk's launch.
         order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
-        pointers, narrow: int64[parameters] and bool[parameters]: as given.
+        pointers, reads: int64[parameters]: as given.
+        matrices: Those that are quantized; what kernels find of them counts as compared.
         num_tiles: Tiles of all blocks.
         tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
             its first block, and its beginning relative to its origin; of each block its chunk.
+        scales, widths: Columns on the device, of each chunk that is quantized: the address of its
+            scales, and the columns of its matrix.
     """
 
     def __init__(
-        self, snapshot: BatchedWeights, pointers: NDArray[np.int64], narrow: NDArray[np.bool_]
+        self,
+        snapshot: BatchedWeights,
+        pointers: NDArray[np.int64],
+        reads: NDArray[np.int64],
+        quantized: Mapping[int, Computation],
     ) -> None:
         """Number the blocks.
 
         Args:
             snapshot: What the source is compared with.
             pointers: int64[parameters], addresses of the source's parameters.
-            narrow: bool[parameters], which of them are float32 and go as bfloat16.
+            reads: int64[parameters], what kernels do to read them.
+            quantized: How those are computed that are quantized.
         """
-        self.pointers, self.narrow = pointers, narrow
+        self.pointers, self.reads = pointers, reads
         table, item_sizes = snapshot.table, snapshot.item_sizes
-        is_narrow = narrow[table.parameter]
-        addresses = snapshot.addresses_of(pointers, np.where(is_narrow, 4, item_sizes))
-        # The chunks of a parameter share a launch, so that what is located of it stays together.
-        is_apart = ((pointers | snapshot.pointers) % ALIGNMENT != 0)[table.parameter]
-        is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
-        shifts = table.start - snapshot.origins
-        kinds, self.launch_of = np.unique(
-            item_sizes * 4 + is_narrow * 2 + ~is_apart, return_inverse=True
-        )
+        read = reads[table.parameter]
+        addresses = snapshot.addresses_of(pointers, _source_item_sizes(read, item_sizes))
+        kinds, self.launch_of = np.unique(_kinds(snapshot, pointers, read), return_inverse=True)
         self.order = order = np.argsort(self.launch_of, kind="stable")
         lengths = -(-table.numel[order] // kernels.BLOCK)
         begins = np.append(0, np.cumsum(lengths))
@@ -101,9 +110,7 @@ class BatchedSource:
         cuts = np.searchsorted(self.launch_of[order], np.arange(len(kinds) + 1))
         self.launches = [
             Launch(
-                int(kind) // 4,
-                bool(kind & 2),
-                bool(kind & 1),
+                *_told(int(kind)),
                 order[low:high],
                 begins[low : high + 1],
                 tiles[low : high + 1],
@@ -114,13 +121,15 @@ class BatchedSource:
         first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
         tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
-        self.addresses, *columns, chunks, repeats = upload(
-            [addresses, first_block, shifts, order[tile_of], tile_block, order, lengths],
-            snapshot.device,
+        scales, widths = scales_of(quantized, len(pointers))[:, table.parameter]
+        of_chunks = addresses, scales, widths, first_block, table.start - snapshot.origins
+        self.addresses, self.scales, self.widths, *columns, chunks, repeats = upload(
+            [*of_chunks, order[tile_of], tile_block, order, lengths], snapshot.device
         )
         self.first_block, self.shifts, self.tile_chunk, self.tile_block = (
             column.to(torch.int32) for column in columns
         )
+        self.matrices = matrices_of(quantized, snapshot, first_block)
         self.chunk_of = torch.repeat_interleave(
             chunks.to(torch.int32), repeats, output_size=self.num_blocks
         )
@@ -130,6 +139,29 @@ class BatchedSource:
         before = np.empty_like(counts)
         before[self.order] = np.cumsum(counts[self.order]) - counts[self.order]
         return before
+
+
+def _kinds(snapshot: BatchedWeights, pointers: Ints, read: Ints) -> Ints:
+    """int64[chunks]: numbers that tell apart what one launch cannot go over, see `_told`.
+
+    The chunks of a parameter share a launch, so that what is located of it stays together.
+    """
+    item_sizes = snapshot.item_sizes
+    is_apart = ((pointers | snapshot.pointers) % ALIGNMENT != 0)[snapshot.table.parameter]
+    is_apart |= snapshot.ledger.chunk_numel * item_sizes % ALIGNMENT != 0
+    kinds: Ints = read * 32 + item_sizes * 2 + ~is_apart
+    return kinds
+
+
+def _told(kind: int) -> tuple[int, int, bool]:
+    """(item size, read, whether aligned) of a kind."""
+    return kind % 32 // 2, kind // 32, bool(kind & 1)
+
+
+def _source_item_sizes(read: Ints, item_sizes: Ints) -> Ints:
+    """int64[chunks]: bytes of what is read for one element that is sent."""
+    of_matrices = np.where(read & WIDE != 0, 4, 2)
+    return np.select([read == AS_IS, read == ROUNDED], [item_sizes, 4], of_matrices)
 
 
 class LiveSource:
@@ -150,20 +182,35 @@ class LiveSource:
         if self._found is not None and readers is self._readers and not self._copies:
             return self._found
         self._copies = []
-        narrow = np.zeros(len(readers), np.bool_)
-        pointers = np.zeros(len(readers), np.int64)
+        pointers, reads = np.zeros(len(readers), np.int64), np.zeros(len(readers), np.int64)
+        quantized: dict[int, Computation] = {}
         for number, reader in enumerate(readers):
-            flat = reader.flat
+            flat, computation = reader.flat, reader.computation
             if flat is not None and self._is_readable(flat, reader.dtype):
-                narrow[number] = flat.dtype != reader.dtype
+                reads[number] = AS_IS if flat.dtype == reader.dtype else ROUNDED
                 pointers[number] = flat.line.data_ptr()
+            elif computation is not None and self._is_computable(computation):
+                pointers[number] = computation.flat.line.data_ptr()
+                if not computation.is_scales:
+                    quantized[number] = computation
+                    reads[number] = read_as(computation)
             else:
                 copy = _copied(reader, self._snapshot.device)
                 self._copies.append(copy)
                 pointers[number] = copy.data_ptr()
         self._readers = readers
-        self._found = BatchedSource(self._snapshot, pointers, narrow)
+        self._found = BatchedSource(self._snapshot, pointers, reads, quantized)
         return self._found
+
+    def _is_computable(self, computation: Computation) -> bool:
+        """The same for codes and scales of one matrix: kernels compute both, or neither."""
+        weight = computation.weight
+        return (
+            self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0
+            and weight.is_contiguous
+            and weight.line.device == self._snapshot.device
+            and computation.shape[1] % WORD == 0
+        )
 
     def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:
         is_read_as = flat.dtype == dtype or (flat.dtype, dtype) == (_WIDE, _NARROW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import device_of
-from deltasync.delta.bits import Flat, WireReader, torch_dtype
+from deltasync.delta.bits import Computation, Flat, Reader, WireReader, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.policy import Policy
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share, whole
-from deltasync.dtypes import Dtype
+from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.wire.messages import ParameterSpec
 
 _NUMEL, _COLS = 64, 16
@@ -29,6 +30,7 @@ def warm_up(
     chunk_numel: int,
     device: torch.device,
     *,
+    quantized: frozenset[tuple[Dtype, bool]] = frozenset(),
     box_dims: int = 0,
     has_gaps: bool = False,
 ) -> None:
@@ -38,7 +40,14 @@ def warm_up(
     """
     if device.type == "cuda":
         for dims in {0, box_dims}:
-            sync_tiny_models(formats, chunk_numel, device, box_dims=dims, has_gaps=has_gaps)
+            sync_tiny_models(
+                formats,
+                chunk_numel,
+                device,
+                quantized=quantized,
+                box_dims=dims,
+                has_gaps=has_gaps,
+            )
 
 
 def sync_tiny_models(
@@ -46,6 +55,7 @@ def sync_tiny_models(
     chunk_numel: int,
     device: torch.device,
     *,
+    quantized: frozenset[tuple[Dtype, bool]] = frozenset(),
     box_dims: int = 0,
     has_gaps: bool = False,
 ) -> None:
@@ -55,23 +65,50 @@ def sync_tiny_models(
         formats: (dtype of the source, wire dtype) of the parameters to come.
         chunk_numel: Elements of a chunk.
         device: Where kernels run.
+        quantized: (dtype of the weights, whether scales are powers of two) of matrices to come.
         box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
         has_gaps: Whether what is compared are shares with gaps.
     """
     with device_of(device):
         pairs = sorted(formats, key=lambda pair: (pair[0].name, pair[1].name))
+        readers: list[Reader] = [
+            WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs
+        ]
+        readers += [_Codes.of(own, is_ue8m0, device) for own, is_ue8m0 in sorted(quantized)]
         specs = tuple(
-            ParameterSpec((f"{number}",), (2 * _NUMEL,), wire)
-            for number, (_, wire) in enumerate(pairs)
+            ParameterSpec((f"{number}",), (2 * _NUMEL,), reader.dtype)
+            for number, reader in enumerate(readers)
         )
         rows = (_NUMEL // _COLS, 2 * _COLS), (_COLS, 1)
         region = Region(0, rows) if has_gaps else Region.run(0, _NUMEL)
         shares = [Share(number, spec, region) for number, spec in enumerate(specs)]
-        readers = [WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs]
         for dense_above in (1.0, 0.0):
             for max_held_bytes in (_BUCKET_BYTES, 0):
                 policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
                 _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Reads codes of a matrix of two rows."""
+
+    computation: Computation
+    device: torch.device
+    flat: None = None
+    dtype: Dtype = BY_NAME["float8_e4m3fn"]
+    numel: int = _NUMEL
+
+    @classmethod
+    def of(cls, dtype: Dtype, is_ue8m0: bool, device: torch.device) -> _Codes:
+        weight = Flat.of(_filled(dtype, device))
+        scales = Flat.of(torch.empty((1, 1), device=device))
+        return cls(
+            Computation(weight, scales, (2, _NUMEL // 2), is_ue8m0=is_ue8m0, is_scales=False),
+            device,
+        )
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return torch.zeros(stop - start, dtype=torch.uint8, device=self.device)
 
 
 def _live(share: Share, device: torch.device, dims: int) -> Flat:
@@ -93,7 +130,7 @@ def _filled(dtype: Dtype, device: torch.device) -> Tensor:
 def _sync(
     specs: tuple[ParameterSpec, ...],
     shares: list[Share],
-    readers: list[WireReader],
+    readers: list[Reader],
     policy: Policy,
     device: torch.device,
     max_held_bytes: int,

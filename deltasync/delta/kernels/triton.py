@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltasync.delta.kernels import reads
 from deltasync.delta.kernels.triton_base import (
     GOLDEN,
     add_up,
@@ -24,9 +25,11 @@ from deltasync.delta.kernels.triton_base import (
     length_of,
     load,
     mix,
+    popcount,
     rounded,
     seed_of,
 )
+from deltasync.delta.kernels.triton_forms import block_fp8
 
 BLOCK = 4096
 """Elements that one program looks at: 32 to a word of the mask."""
@@ -37,14 +40,33 @@ GROUP = 4
 TILE = 64
 """Blocks whose changes one program of `collect` reads."""
 
+_AS_IS, _ROUNDED, _BLOCK_FP8 = (
+    tl.constexpr(reads.AS_IS),
+    tl.constexpr(reads.ROUNDED),
+    tl.constexpr(reads.BLOCK_FP8),
+)
+_WIDE, _NATIVE = tl.constexpr(reads.WIDE), tl.constexpr(reads.NATIVE)
+
 
 @triton.jit
-def _popcount(words):
-    """Bits set in each uint32."""
-    x = words - ((words >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
+def read(address, offsets, mask, start, scales, width, TYPE: tl.constexpr, READ: tl.constexpr):
+    """Bits that are sent of elements of a chunk, whatever the source keeps.
+
+    Args:
+        address: Of the chunk's first element in the source.
+        offsets: From there on.
+        mask: Which to read.
+        start: Where the chunk begins in its parameter.
+        scales, width: Where the address of its scales stands, and its columns, if it is quantized.
+        TYPE: Of the bits.
+        READ: See `reads`.
+    """
+    if READ < _BLOCK_FP8:
+        return load(address, offsets, mask, TYPE, READ == _ROUNDED)
+    return block_fp8(
+        address, offsets, mask, start, tl.load(scales), tl.load(width),
+        (_WIDE & READ) != 0, (_NATIVE & READ) != 0,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -92,7 +114,7 @@ def compare(
         found = tl.sum(differ.to(tl.uint32) << column, axis=1)
     at = block.to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     tl.store(words + at, found.to(tl.int32, bitcast=True))
-    count = tl.sum(_popcount(found))
+    count = tl.sum(popcount(found))
     tl.store(counts + block, count)
     if count > 0:
         tl.atomic_add(chunk_counts + chunk, count, sem="relaxed")
@@ -121,13 +143,13 @@ def locate(
         left = tl.where(room[:, None] > 0, left, 0)
         chunk = tl.load(chunk_of + block, mask=live, other=0)
         offset = (block - tl.load(first_block + chunk)) * BLOCK + tl.load(shifts + chunk)
-        found = _popcount(left)
+        found = popcount(left)
         place = (rank - origin)[:, None] + tl.cumsum(found, axis=1) - found
         row = offset[:, None] + column * 32
         rounds = tl.max(found)
         while rounds > 0:
             there = left != 0
-            where = row + _popcount((left & (0 - left)) - 1)
+            where = row + popcount((left & (0 - left)) - 1)
             tl.store(indices + place, where, mask=there)
             place += there.to(tl.int64)
             left = left & (left - 1)
@@ -136,16 +158,16 @@ def locate(
 
 @triton.jit(do_not_specialize=["capacity", "begin_tile", "begin", "end", "out"])
 def collect(
-    new_at, old_at, starts, keys, cols, gaps, shifts, tile_chunk, tile_block, ends, indices, values,
-    changes, capacity, begin_tile, begin, end, out,
-    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
+    new_at, old_at, starts, keys, cols, gaps, shifts, scales, widths, tile_chunk, tile_block, ends,
+    indices, values, changes, capacity, begin_tile, begin, end, out,
+    TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
     STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """New values of the elements that `locate` found, and by how much they change the digests.
 
     A program goes over a tile: blocks [tile_block[i], tile_block[i + 1]) of one chunk. Values go
     where indices are, STRIDE elements apart; with AHEAD to the snapshot too. GAPS: Rows may have
-    some.
+    some. READ: See `read`.
     """
     tile = begin_tile + tl.program_id(0)
     first, stop = tl.load(tile_block + tile), tl.load(tile_block + tile + 1)
@@ -164,7 +186,7 @@ def collect(
             there = lane < count
             at = rank - origin + lane
             where = tl.load(indices + at, mask=there, other=shift) - shift
-            new = load(new_from, where, there, TYPE, NARROW)
+            new = read(new_from, where, there, start, scales + chunk, widths + chunk, TYPE, READ)
             old = load(old_from, where, there, TYPE, False)
             tl.store(values.to(tl.pointer_type(TYPE)) + at * STRIDE, new, mask=there)
             if AHEAD:
@@ -232,8 +254,8 @@ def advance(
 
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
-    new_at, old_at, starts, keys, cols, gaps, pieces, payload, digests, num_pieces, blocks_each,
-    TYPE: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
+    new_at, old_at, starts, keys, cols, gaps, scales, widths, pieces, payload, digests, num_pieces,
+    blocks_each, TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy pieces of chunks to a payload; with AHEAD to the snapshot, adding up their digests.
@@ -251,18 +273,24 @@ def pack_dense(
         lane = tl.arange(0, BLOCK)
         offset = block * BLOCK + lane
         there = offset < numel
-        WIDTH: tl.constexpr = 4 if NARROW else TYPE.primitive_bitwidth // 8
-        READ: tl.constexpr = tl.uint32 if NARROW else TYPE
-        source = aligned(tl.load(new_at + chunk) + first * WIDTH, READ, ALIGNED)
-        bits = tl.load(source + offset, mask=there, other=0)
-        if NARROW:
-            bits = rounded(bits)
+        new_from = tl.load(new_at + chunk)
+        start = tl.load(starts + chunk)
+        SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+        if READ == _AS_IS:
+            source = aligned(new_from + first * SIZE, TYPE, ALIGNED)
+            bits = tl.load(source + offset, mask=there, other=0)
+        elif READ == _ROUNDED:
+            source = aligned(new_from + first * 4, tl.uint32, ALIGNED)
+            bits = rounded(tl.load(source + offset, mask=there, other=0))
+        else:
+            where = first + offset
+            bits = read(new_from, where, there, start, scales + chunk, widths + chunk, TYPE, READ)
         at = tl.load(pieces + 3 * num_pieces + piece)
         values = payload.to(tl.pointer_type(TYPE)) + at
         if ALIGNED:
             values = tl.multiple_of(values, 16)
         tl.store(values + offset, bits, mask=there)
-        start = tl.load(starts + chunk) + first + block * BLOCK
+        start += first + block * BLOCK
         key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
         seed = seed_of(key, start) + lane.to(tl.uint64) * GOLDEN
         if GAPS:
@@ -276,7 +304,6 @@ def pack_dense(
                 index = start + lane + skipped - tl.load(pieces + 5 * num_pieces + piece)
                 tl.store(indices + offset, index.to(tl.int32), mask=there)
         if AHEAD:
-            SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
             old = aligned(tl.load(old_at + chunk) + first * SIZE, TYPE, ALIGNED)
             tl.store(old + offset, bits, mask=there)
             add_up(digests, chunk, tl.where(there, mix(seed, bits), 0))

@@ -56,6 +56,15 @@ def add_up(sums, place, terms):
 
 
 @triton.jit
+def popcount(words):
+    """Bits set in each uint32."""
+    x = words - ((words >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def rounded(raw):
     """bfloat16 bits of float32 bits, to the nearest even, as delta.bits does: one NaN."""
     rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
