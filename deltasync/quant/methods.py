@@ -1,0 +1,254 @@
+"""The `quantization_config`s that are known: what they say, and the forms that they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deltasync.delta.options import OptionsModel
+from deltasync.errors import ConfigError
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
+
+_REGEX = "re:"
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+}
+_VISION = ["vision_tower", "vision_model", "vit_large_projector"]  # of any ModelOpt checkpoint
+_WAY_ON = "take the forms from the engine's checkpoint: forms_of_checkpoint"
+_HEAD = r"re:(.*\.)?lm_head$"  # ModelOpt quantizes it unless it is excluded
+_KV = (
+    "the engine's cache has scales of its own: give the config without it, and those scales as "
+    "`constants` of ServedSource"
+)
+
+
+class Fp8(OptionsModel):
+    """DeepSeek's, and that of transformers: `quant_method` "fp8"."""
+
+    quant_method: str
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    scale_fmt: Literal["float", "ue8m0"] | None = None
+    ignored_layers: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+    packed_modules_mapping: dict[str, list[str]] | None = None
+    dequantize: Literal[False] = False
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        if self.weight_block_size != (128, 128):
+            raise ConfigError(f"weight_block_size {self.weight_block_size} has no served form")
+        return {"Linear": BlockFp8("ue8m0" if self.scale_fmt == "ue8m0" else "float32")}
+
+    def ignores(self) -> Callable[[str], bool]:
+        """Whether a layer is left alone. It raises ConfigError for one where engines differ."""
+        return _Listed(self.ignored_layers or self.modules_to_not_convert or []).has
+
+
+class _Listed:
+    """Layers by name, as vLLM takes them; what only SGLang takes for listed is refused."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._inside = [f".{name.removeprefix('model.').rstrip('.')}." for name in names]
+
+    def has(self, layer: str) -> bool:
+        """Raises ConfigError where the engines differ."""
+        if _is_listed(layer, self._names):
+            return True
+        if near := [name for name in self._inside if name in f".{layer}."]:
+            raise ConfigError(
+                f"{layer}: {near[0].strip('.')!r} is listed, which leaves it alone in SGLang and "
+                f"not in vLLM: {_WAY_ON}"
+            )
+        return False
+
+
+def _is_listed(layer: str, names: Collection[str]) -> bool:
+    """Whether vLLM finds a layer by its name, its fused one's, or that of one expert beside it."""
+    own = _engines_name(layer)
+    if layer in names or own in names:
+        return True
+    return own.endswith(".experts") and any(own in name for name in names)
+
+
+def _engines_name(layer: str) -> str:
+    """What the layer is called in vLLM, which fuses some, and all experts of a layer."""
+    owner, found, _ = layer.rpartition(".experts.")
+    if found:
+        return f"{owner}.experts"
+    owner, dot, last = layer.rpartition(".")
+    return f"{owner}{dot}{_FUSED.get(last, last)}"
+
+
+class Arguments(OptionsModel):
+    """How one kind of tensor is quantized: `QuantizationArgs` of compressed-tensors."""
+
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: bool | str | None = None
+    scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: dict[str, Any] | None = None
+
+
+class Group(OptionsModel):
+    """One of the `config_groups` of compressed-tensors."""
+
+    targets: list[str]
+    weights: Arguments
+    input_activations: Arguments | None = None
+    output_activations: None = None
+    format: str | None = None
+
+
+class CompressedTensors(OptionsModel):
+    """`quant_method` "compressed-tensors"."""
+
+    quant_method: str
+    config_groups: dict[str, Group] = Field(min_length=1)
+    format: str | None = None
+    ignore: list[str] = Field(default_factory=list)
+    kv_cache_scheme: object = None
+    sparsity_config: object = None
+    transform_config: object = None
+    quantization_status: Literal["compressed", "frozen"] = "compressed"
+    global_compression_ratio: float | None = None
+    version: str | None = None
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        if self.kv_cache_scheme:
+            raise ConfigError(f"kv_cache_scheme: {_KV}")
+        for name in ("sparsity_config", "transform_config"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}: weights that are changed so have no served form")
+        found: dict[str, Form] = {}
+        for name, group in self.config_groups.items():
+            for target in group.targets:
+                if target != "Linear" and "." not in target and target[:1].isupper():
+                    raise ConfigError(f"{name}: layers of class {target!r} have no served form")
+                try:
+                    found[target] = _form_of(group.weights, group.format or self.format)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
+        return found
+
+    def ignores(self) -> Callable[[str], bool]:
+        """Whether a layer is left alone."""
+        names = {name for name in self.ignore if not name.startswith(_REGEX)}
+        regexes = [
+            re.compile(name.removeprefix(_REGEX)) for name in self.ignore if name not in names
+        ]
+
+        def is_ignored(layer: str) -> bool:
+            own = {layer, layer if ".experts." in layer else _engines_name(layer)}
+            return bool(own & names) or any(one.match(name) for one in regexes for name in own)
+
+        return is_ignored
+
+
+def _form_of(weights: Arguments, kind: str | None) -> Form:
+    """The form of a group. Raises ConfigError for one that is not known."""
+    if not weights.symmetric:
+        raise ConfigError("weights with zero points (symmetric: false) have no served form")
+    if weights.dynamic:
+        raise ConfigError("dynamic weights are quantized by the engine in each step")
+    if weights.actorder:
+        raise ConfigError(
+            f"actorder {weights.actorder!r}: an order found by calibration has no served form"
+        )
+    scale = None if weights.scale_dtype is None else weights.scale_dtype.removeprefix("torch.")
+    match (kind, weights.type, weights.num_bits, weights.strategy, scale):
+        case ("pack-quantized", "int", 4, "group", None | "bfloat16"):
+            return Int4(weights.group_size)
+        case ("pack-quantized", "int", 4, "channel", None | "bfloat16"):
+            return Int4(None)
+        case ("nvfp4-pack-quantized", "float", 4, "tensor_group", None | "float8_e4m3fn"):
+            if weights.group_size == 16:
+                return CompressedNvfp4()
+    told = {name: value for name, value in weights.model_dump().items() if value is not None}
+    for name in ("observer", "observer_kwargs", "zp_dtype", "symmetric", "dynamic", "actorder"):
+        told.pop(name, None)
+    raise ConfigError(f"format {kind!r} with weights {told} has no served form")
+
+
+class ModelOpt(OptionsModel):
+    """`quant_method` "modelopt", or the whole of hf_quant_config.json."""
+
+    quant_method: str = "modelopt"
+    quantization: dict[str, Any] | None = None
+    quant_algo: str | None = None
+    group_size: int | None = None
+    ignore: list[str] = Field(default_factory=list)
+    config_groups: object = None
+    producer: object = None
+    kv_cache_scheme: object = None
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        told = self._told()
+        if told.kv_cache_quant_algo or self.kv_cache_scheme:
+            raise ConfigError(f"kv_cache_quant_algo: {_KV}")
+        match (told.quant_algo.upper(), told.group_size):
+            case ("NVFP4" | "W4A16_NVFP4", None | 16):
+                form = ModelOptNvfp4()
+            case algorithm, size:
+                raise ConfigError(f"quant_algo {algorithm!r}, group_size {size}: no served form")
+        return {"Linear": form, _HEAD: form}
+
+    def ignores(self) -> Callable[[str], bool]:
+        """Whether a layer is left alone. It raises ConfigError for one where that is not clear."""
+        patterns = self._told().exclude_modules
+
+        def fits(layer: str) -> bool:
+            return any(one in layer or fnmatchcase(layer, one) for one in patterns + _VISION)
+
+        def is_excluded(layer: str) -> bool:
+            own = _engines_name(layer)
+            if _is_listed(layer, patterns) or fits(own):
+                return True
+            if fits(layer):
+                raise ConfigError(
+                    f"{layer} is excluded, and {own}, which has it in vLLM, is not: {_WAY_ON}"
+                )
+            return False
+
+        return is_excluded
+
+    def _told(self) -> Inner:
+        """Either of the two ways to say it. Raises ConfigError."""
+        if self.quantization is not None:
+            return Inner.model_validate(self.quantization)
+        return Inner(
+            quant_algo=self.quant_algo or "",
+            group_size=self.group_size,
+            exclude_modules=self.ignore,
+        )
+
+
+class Inner(OptionsModel):
+    """What hf_quant_config.json has under "quantization"."""
+
+    quant_algo: str
+    kv_cache_quant_algo: str | None = None
+    group_size: int | None = None
+    exclude_modules: list[str] = Field(default_factory=list)
+    has_zero_point: Literal[False] = False
+    pre_quant_scale: Literal[False] = False

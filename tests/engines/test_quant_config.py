@@ -1,0 +1,104 @@
+"""Layers are left alone where the installed vLLM and SGLang leave them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
+    find_matched_target,
+    should_ignore_layer,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+from deltasync.errors import ConfigError
+from deltasync.quant.config import named_form
+from deltasync.quant.methods import Arguments, CompressedTensors, Fp8, Group, ModelOpt
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+SHARDS = {shard: fused for fused, shards in FUSED.items() for shard in shards}
+LAYERS = [
+    f"model.layers.{number}.{layer}"
+    for number in (0, 1, 10)
+    for layer in [
+        *(f"self_attn.{one}_proj" for one in "qkvo"),
+        *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
+        *(f"mlp.experts.{expert}.{one}_proj" for expert in (0, 3) for one in ("up", "down")),
+        *("mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
+    ]
+] + ["lm_head", "vision_tower.blocks.0.o_proj", "language_model.model.layers.0.mlp.down_proj"]
+NAMES = st.sampled_from(
+    [
+        *LAYERS,
+        *("self_attn", "model.layers.0.self_attn", "mlp.gate", "model.layers.1.mlp.gate", "o_proj"),
+        *("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.experts", "model.layers.1"),
+    ]
+)
+WILDCARDS = NAMES | st.sampled_from(
+    ["model.layers.1*", "*.mlp.*", "*self_attn*", "*q_proj", "lm_head*", "*.experts.*", "mlp*"]
+)
+REGEXES = NAMES | st.sampled_from(
+    ["re:.*self_attn", "re:.*mlp.experts", "re:.*q_proj$", "re:.*(gate|up)_proj", "re:lm_head"]
+)
+
+
+def called(layer: str) -> str:
+    """What it is called in vLLM."""
+    owner, found, _ = layer.rpartition(".experts.")
+    if found:
+        return f"{owner}.experts"
+    owner, dot, last = layer.rpartition(".")
+    return f"{owner}{dot}{SHARDS.get(last, last)}"
+
+
+def agree(ignores: Callable[[str], bool], theirs: Callable[[], bool], layer: str) -> None:
+    """They leave it alone alike, unless either refuses it."""
+    with suppress(ConfigError, ValueError):
+        assert ignores(layer) == theirs(), layer
+
+
+@given(st.sampled_from(LAYERS), st.lists(NAMES, max_size=4))
+def test_fp8(layer: str, names: list[str]) -> None:
+    config = Fp8(quant_method="fp8", ignored_layers=names)
+    agree(config.ignores(), lambda: is_layer_skipped(called(layer), names, FUSED), layer)
+
+
+@given(st.sampled_from(LAYERS), st.lists(NAMES, max_size=4))
+def test_fp8_of_sglang(layer: str, names: list[str]) -> None:
+    theirs = pytest.importorskip("sglang.srt.layers.quantization.utils").is_layer_skipped
+    config = Fp8(quant_method="fp8", ignored_layers=names)
+    plain = [name.removeprefix("model.") for name in names]
+    both = plain + [f"model.{name}" for name in plain]  # as its Fp8Config does
+    agree(config.ignores(), lambda: theirs(called(layer), both, FUSED), layer)
+
+
+@given(st.sampled_from(LAYERS), st.lists(WILDCARDS, max_size=4))
+def test_modelopt(layer: str, patterns: list[str]) -> None:
+    config = ModelOpt(quant_algo="NVFP4", ignore=patterns)
+    theirs = ModelOptNvFp4Config(exclude_modules=patterns)
+    theirs.packed_modules_mapping = FUSED
+    is_vision = "vision_tower" in layer
+    agree(config.ignores(), lambda: is_vision or theirs.is_layer_excluded(called(layer)), layer)
+
+
+@given(
+    st.sampled_from(LAYERS),
+    st.lists(REGEXES, max_size=3),
+    st.lists(REGEXES, min_size=1, max_size=3),
+)
+def test_compressed_tensors(layer: str, ignore: list[str], targets: list[str]) -> None:
+    group = Group(targets=targets, weights=Arguments())
+    config = CompressedTensors(
+        quant_method="compressed-tensors", config_groups={"a": group}, ignore=ignore
+    )
+    own = layer if ".experts." in layer else called(layer)
+    agree(config.ignores(), lambda: should_ignore_layer(own, ignore, FUSED), layer)
+    forms: dict[str, Any] = {target: target for target in targets}
+    found = find_matched_target(layer, nn.Linear(1, 1), [*targets, "Linear"])
+    assert (named_form(forms, layer) or "Linear") == found
