@@ -67,7 +67,7 @@ def differing(weights: Sequence[Tensor], exchange: Exchange) -> int:
     for part, flat in _taken(weights, exchange):
         pieces = torch.split(flat, [w.numel() for w in weights[part]])
         for piece, held in zip(pieces, weights[part], strict=True):
-            same = torch.equal(piece.view(torch.int16), held.reshape(-1).view(torch.int16))
+            same = torch.equal(piece.view(torch.uint8), held.reshape(-1).view(torch.uint8))
             wrong += not same
     return wrong
 
@@ -75,7 +75,7 @@ def differing(weights: Sequence[Tensor], exchange: Exchange) -> int:
 def _taken(weights: Sequence[Tensor], exchange: Exchange) -> Iterator[tuple[slice, Tensor]]:
     numels = [w.numel() for w in weights]
     for part in buckets(numels):
-        yield part, exchange.take(sum(numels[part]), torch.bfloat16)
+        yield part, exchange.take(sum(numels[part]), weights[part.start].dtype)
 
 
 def find_changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> Found:

@@ -34,6 +34,8 @@ GOALS = {  # of models on GPUs: (most density that it counts for, goal)
     "moe_sync": (1.0, 1.6),
     "diff": (0.003, 1.5),
     "apply_over_flat": (0.003, 1.5),
+    "quant_diff": (0.003, 1.5),
+    "quant_sync": (0.003, 1.0),
     "memory_sender": (1.0, 1.0),
     "memory_receiver": (1.0, 1.0),
     "large_over_dense": (0.01, 2.5),

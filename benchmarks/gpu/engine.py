@@ -19,6 +19,7 @@ from benchmarks.gpu import baselines
 from benchmarks.gpu.exchange import ENGINE, Broadcasts, Exchange, SharedBuffer, attach
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 from benchmarks.gpu.links import connect
+from benchmarks.gpu.serving import served_module
 from benchmarks.gpu.setup import Setup
 from deltasync import DeltaSyncError, ModuleTarget, WeightReceiver
 
@@ -47,11 +48,15 @@ class Engine:
         synchronize(self._device)
         return answer
 
-    def on_open(self, geometry: str, address: dict[str, Any], buffer: str | None) -> None:
-        """Build a model and begin to receive from a trainer."""
+    def on_open(
+        self, geometry: str, address: dict[str, Any], buffer: str | None, form: str = ""
+    ) -> None:
+        """Build a model, quantized if a form is named, and begin to receive from a trainer."""
         self.on_close()
         self._geometry = GEOMETRIES[geometry]
-        self._module = self._geometry.build(self._device)
+        self._module, self._form = self._geometry.build(self._device), form
+        if form:
+            self._module = served_module(self._module)
         if buffer is not None:
             self._exchange = SharedBuffer(attach(buffer, self._device))
         link = connect(address, self._device)
@@ -91,6 +96,8 @@ class Engine:
     def on_differing(self, baseline: bool) -> int:
         """How many parameters are not the trainer's."""
         weights: list[Tensor] = [p.detach() for p in self._module.parameters()]
+        if self._form:  # of several dtypes
+            weights = [w.view(-1).view(torch.uint8) for w in weights]
         if baseline:
             weights = list(self._fused().parts.values())
         return baselines.differing(weights, self._link())

@@ -28,7 +28,7 @@ def diff(run: Run) -> Iterator[Result]:
     device = run.setup.device("trainer")
     module = run.setup.model.build(device)
     differ = ours.Differ(module)
-    copied_s = _copy_seconds(run, num_elements(module), device)
+    copied_s = copy_seconds(run, num_elements(module), device)
     for density in _densities(run, each=4, changed=20):
         mutate(module, density, _SEED)
         found = _find(module, differ.old)
@@ -36,9 +36,9 @@ def diff(run: Run) -> Iterator[Result]:
         differ.changed = sizes["changed"]
         _same(differ.found(), found)
         del found
-        mine = _seconds(run, differ.find, device)
-        packed = _seconds(run, differ.pack, device)
-        usual = _seconds(run, partial(_find, module, differ.old), device)
+        mine = seconds(run, differ.find, device)
+        packed = seconds(run, differ.pack, device)
+        usual = seconds(run, partial(_find, module, differ.old), device)
         mutate(module, density, _SEED)  # back again
         floor = "a copy of the model, device to device"
         yield run.record("diff", mine, copied_s, baseline=floor, **sizes)
@@ -60,8 +60,8 @@ def _from_host(run: Run, module: nn.Module, device: torch.device) -> Result:
     host = max(differ.old, key=torch.Tensor.numel)
     room = torch.empty_like(host, device=device)
     share = numel / host.numel()
-    copied = _seconds(run, partial(room.copy_, host, non_blocking=True), device)
-    mine = _seconds(run, differ.find, device)
+    copied = seconds(run, partial(room.copy_, host, non_blocking=True), device)
+    mine = seconds(run, differ.find, device)
     mutate(module, density, _SEED)  # back again
     floor = "the snapshot's copy from pinned memory to the GPU"
     return run.record(
@@ -113,7 +113,7 @@ def _apply_samples(
     }
     target = [b.view(torch.bfloat16) for b in bits]
     stager = ours.Stager(differ, target, differ.buckets())
-    samples["ours"] = _seconds(run, stager.commit, bits[0].device, before=stager.stage)
+    samples["ours"] = seconds(run, stager.commit, bits[0].device, before=stager.stage)
     _check(bits, module)
     return samples
 
@@ -121,7 +121,7 @@ def _apply_samples(
 def _each_samples(run: Run, module: nn.Module, target: list[Tensor], found: Found) -> list[float]:
     """`target` is afterwards what it was."""
     lost = [(i, t.index_select(0, i.long())) for t, (i, _) in zip(target, found, strict=True)]
-    samples = _seconds(run, partial(_write_each, target, found), target[0].device)
+    samples = seconds(run, partial(_write_each, target, found), target[0].device)
     _check(target, module)
     _write_each(target, lost)
     return samples
@@ -133,7 +133,7 @@ def _flat_samples(run: Run, module: nn.Module, target: list[Tensor], found: Foun
     positions = [i.long() + start for (i, _), start in zip(found, starts, strict=False)]
     flat, indices = torch.cat(target), torch.cat(positions)
     values = torch.cat([v for _, v in found])
-    samples = _seconds(run, partial(flat.index_copy_, 0, indices, values), flat.device)
+    samples = seconds(run, partial(flat.index_copy_, 0, indices, values), flat.device)
     _check(torch.split(flat, [len(t) for t in target]), module)
     return samples
 
@@ -145,7 +145,7 @@ def _nan_samples(run: Run, module: nn.Module, target: list[Tensor], found: Found
         part.copy_(held.view(torch.bfloat16).view_as(part))
     changes = {n: (i, v.view(torch.bfloat16)) for n, (i, v) in enumerate(found) if len(i)}
     work = partial(baselines.apply_through_nan, fused, shapes, changes)
-    samples = _seconds(run, work, target[0].device)
+    samples = seconds(run, work, target[0].device)
     _check([p.reshape(-1).view(torch.int16) for p in fused.parts.values()], module)
     return samples
 
@@ -181,15 +181,15 @@ def _same(mine: Found, theirs: Found) -> None:
             raise RuntimeError("deltasync and nonzero do not find the same changes")
 
 
-def _copy_seconds(run: Run, numel: int, device: torch.device) -> list[float]:
+def copy_seconds(run: Run, numel: int, device: torch.device) -> list[float]:
     """Seconds to copy `numel` bf16 elements; of very large models a part, scaled up."""
     copied = min(numel, _MAX_COPIED_NUMEL)
     source, target = (torch.zeros(copied, dtype=torch.bfloat16, device=device) for _ in range(2))
-    seconds = _seconds(run, lambda: target.copy_(source), device)
-    return [s * numel / copied for s in seconds]
+    taken = seconds(run, lambda: target.copy_(source), device)
+    return [s * numel / copied for s in taken]
 
 
-def _seconds(
+def seconds(
     run: Run,
     work: Callable[[], object],
     device: torch.device,

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks import processes
@@ -20,6 +21,7 @@ from benchmarks.gpu.engine import Watch, free_memory, synchronize
 from benchmarks.gpu.exchange import TRAINER, Broadcasts, Exchange, SharedBuffer, share
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.links import listen
+from benchmarks.gpu.serving import served_module, served_source
 from benchmarks.gpu.setup import Setup
 from benchmarks.workload import bits_of
 from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender
@@ -109,9 +111,14 @@ class Pair:
     """
 
     def __init__(
-        self, engine: EngineProcess, module: nn.Module, sender: WeightSender, exchange: Exchange
+        self,
+        engine: EngineProcess,
+        module: nn.Module,
+        sender: WeightSender,
+        exchange: Exchange,
+        form: str,
     ) -> None:
-        self.module, self.sender = module, sender
+        self.module, self.sender, self._form = module, sender, form
         sizes = [(p.numel(), p.nbytes) for p in module.parameters()]
         self.numel, self.weights_bytes = map(sum, zip(*sizes, strict=True))
         self.num_parameters = len(sizes)
@@ -206,6 +213,9 @@ class Pair:
 
     def _give_dense(self) -> None:
         weights = [p.detach().view(-1) for p in self.module.parameters()]
+        if self._form:
+            served = served_module(self.module).parameters()
+            weights = [p.view(-1).view(torch.uint8) for p in served]
         baselines.give_dense(weights, self._exchange)
 
     def _finish_sync(self, stats: SyncStats) -> None:
@@ -221,6 +231,7 @@ def open_pair(
     options: SenderOptions | None = None,
     *,
     shared_bytes: int = DENSE_BYTES,
+    form: str = "",
 ) -> Iterator[Pair]:
     """Build the model at both ends and join them; all of it is freed with the block.
 
@@ -229,6 +240,7 @@ def open_pair(
         geometry: Key of GEOMETRIES.
         options: deltasync's.
         shared_bytes: An element, of memory for baselines where that is shared.
+        form: What the engine serves; "" for the trainer's dtype.
     """
     device = engine.setup.device("trainer")
     exchange, how = engine.exchange, None
@@ -239,11 +251,12 @@ def open_pair(
         exchange = SharedBuffer(memory)
         del memory
     transport, address = listen(engine.setup.link, device, engine.folder / "weights.sock")
-    engine.say("open", geometry=geometry, address=address, buffer=how)
+    engine.say("open", geometry=geometry, address=address, buffer=how, form=form)
     engine.answer()
-    sender = WeightSender(ModuleSource(module), transport, options=options)
-    pair = Pair(engine, module, sender, exchange)
-    del module, sender, transport, exchange
+    source = served_source(module) if form else ModuleSource(module)
+    sender = WeightSender(source, transport, options=options)
+    pair = Pair(engine, module, sender, exchange, form)
+    del module, source, sender, transport, exchange
     try:
         pair.join()
         yield pair

@@ -18,6 +18,8 @@ TITLES = {
     "sync_receiver_commit": "of that: write and read back",
     "commit_growth": "receiver's commit of 2 Mi changes vs. the smallest model",
     "moe_sync": "whole sync of 19,000 parameters vs. as many bytes in 310",
+    "quant_diff": "quantizing and comparing block FP8 vs. reading both sides once",
+    "quant_sync": "whole sync to block FP8 vs. to bfloat16",
     "adamw": "whole sync after an AdamW step vs. dense broadcast",
     "large": "whole sync of a large model",
     "large_over_dense": "whole sync of a large model vs. dense broadcast",

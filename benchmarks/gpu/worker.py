@@ -20,7 +20,7 @@ from threading import Timer
 import torch
 
 from benchmarks import processes
-from benchmarks.gpu import cases, kernels
+from benchmarks.gpu import cases, kernels, quant
 from benchmarks.gpu.cases import Run
 from benchmarks.gpu.engine import FAILURES, free_memory
 from benchmarks.gpu.pair import EngineProcess, open_engine
@@ -34,6 +34,7 @@ GROUPS: dict[str, Callable[[Run], Iterator[Result]]] = {
     "diff": kernels.diff,
     "apply": kernels.apply,
     "moe": cases.moe,
+    "quant": quant.quant,
     "memory": cases.memory,
     "adamw": cases.adamw,
     "large": cases.large,

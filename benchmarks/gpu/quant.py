@@ -1,0 +1,98 @@
+"""Engines that serve quantized weights: quantizing and comparing, and whole syncs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.cases import Run, parts_of
+from benchmarks.gpu.engine import free_memory
+from benchmarks.gpu.kernels import copy_seconds, seconds
+from benchmarks.gpu.pair import open_pair
+from benchmarks.gpu.serving import served_source
+from benchmarks.gpu.workload import mutate
+from benchmarks.record import SPEED_UP, Result
+from deltasync import Policy
+from deltasync.delta.backend import Delta, snapshot_of
+from deltasync.delta.patch import chunk_numel_on
+from deltasync.delta.shard import whole
+from deltasync.sync.source.layout import source_specs
+from deltasync.sync.source.weights import SourceLayout
+
+_DENSITY = 0.003
+_SEED = 1
+
+
+def quant(run: Run) -> Iterator[Result]:
+    """Comparing in the served form, then whole syncs beside those of bfloat16."""
+    yield _compare(run)
+    free_memory(run.setup.device("trainer"))
+    yield from _syncs(run)
+
+
+def _compare(run: Run) -> Result:
+    """One comparison to counts, indices and values, against reading both sides once."""
+    device = run.setup.device("trainer")
+    module = run.setup.model.build(device)
+    source = served_source(module)
+    layout = SourceLayout(source, source_specs(source.tensors()))
+    chunk_numel = chunk_numel_on(device.type)
+    snapshot = snapshot_of(whole(layout.specs), layout.readers, chunk_numel=chunk_numel)
+    numel = run.setup.model.numel
+    mutate(module, _DENSITY, _SEED)
+
+    def compare() -> Delta:
+        source.tensors()
+        return snapshot.compare(
+            layout.readers,
+            policy=Policy(),
+            bucket_bytes=256 << 20,
+            max_held_bytes=snapshot.num_bytes // 20,
+            base_version=0,
+        )
+
+    changed = compare().nnz
+    mine = seconds(run, compare, device)
+    read_bytes = 2 * numel + snapshot.num_bytes
+    # Copying reads and writes.
+    floor = [s * read_bytes / (4 * numel) for s in copy_seconds(run, numel, device)]
+    return run.record(
+        "quant_diff",
+        mine,
+        floor,
+        baseline="reading the weights and the snapshot once, at the rate of a copy",
+        numel=numel,
+        parameters=len(layout.specs),
+        density=_DENSITY,
+        changed=changed,
+        bytes=read_bytes,
+        link="",
+    )
+
+
+def _syncs(run: Run) -> Iterator[Result]:
+    done: dict[str, tuple[list[float], dict[str, Any], dict[str, float]]] = {}
+    for form in ("", "block FP8"):
+        with open_pair(run.engine, run.setup.geometry, form=form) as pair:
+            syncs = run.syncs(pair, run.changes(pair, _DENSITY))
+            pair.check()
+            stats = [one.stats for one in syncs]
+            sizes = {
+                "numel": pair.numel,
+                "parameters": pair.num_parameters,
+                "density": _DENSITY,
+                "changed": stats[-1].nnz,
+                "bytes": stats[-1].payload_bytes,
+            }
+            done[form] = [one.seconds for one in syncs], sizes, parts_of(stats)
+    (theirs, other, _), (mine, sizes, parts) = done.values()
+    yield run.record(
+        "quant_sync",
+        mine,
+        theirs,
+        ratio_is=SPEED_UP,
+        baseline="the same changes to an engine that serves bfloat16",
+        bound_bytes=other["bytes"],
+        parts=parts,
+        **sizes,
+    )
