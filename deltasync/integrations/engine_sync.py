@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, Protocol
 
 from deltasync.errors import (
     ConfigError,
@@ -18,7 +17,14 @@ from deltasync.errors import (
     SyncAborted,
     TransportTimeout,
 )
-from deltasync.integrations.trainer_info import TrainerInfo, Unproved, WithoutRoutes
+from deltasync.integrations.trainer_info import (
+    OneCallServer,
+    Server,
+    TrainerInfo,
+    Unproved,
+    WithoutRoutes,
+    Work,
+)
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller
@@ -42,34 +48,15 @@ logger = logging.getLogger(__name__)
 _RETURN_S = 2.0
 
 
-class Server(Protocol):
-    """Calls that reach every worker of an engine. Each returns when all workers are done."""
-
-    def connect(self, trainer: dict[str, Any], /) -> object:
-        """Let workers connect to a trainer, instead of an earlier one. The argument is JSON."""
-        ...
-
-    def update(self, version: int, /) -> object:
-        """Let workers write a version."""
-        ...
-
-    def name(self, version: int, /) -> object:
-        """Name the weights that the engine holds with a version."""
-        ...
-
-    def disconnect(self) -> object:
-        """Let workers close their connection, if they have one."""
-        ...
-
-
 class EngineSync(Closing):
     """Sends a trainer's weights to a running engine.
 
     Workers receive and stage while they generate. When a version is decided, the trainer asks for
     an update, in which the workers only write. When all have written, the version becomes the
-    engine's weight version. Full syncs, and deltas too large to stage, are received and written
-    within the update; if that breaks off, the weights are a mixture of versions. Generation stays
-    paused after that, and after each update that raises, until a later update repairs the weights.
+    engine's weight version. A `OneCallServer` does this in one call. Full syncs, and deltas too
+    large to stage, are received and written within the update; if that breaks off, the weights are
+    a mixture of versions. Generation stays paused after that, and after each update that raises,
+    until a later update repairs the weights.
 
     Use it as a context manager, or `close` it.
 
@@ -127,6 +114,7 @@ class EngineSync(Closing):
         self._updates: dict[int, Future[None]] = {}
         self._sent: Future[SyncStats] = Future()  # the outcome of the version
         self._is_behind = True  # workers have to reconnect
+        self._one_call: OneCallServer | None = None  # if that reaches all workers
         self.sender = WeightSender(
             source,
             transport,
@@ -175,6 +163,9 @@ class EngineSync(Closing):
             if isinstance(error, DirtyReceiver):
                 self._stop()
             raise
+        if isinstance(server := self._server, OneCallServer):
+            reached = _asked(server.reach, self._pause.paused)
+            self._one_call = server if reached == self._workers else None
         self._is_behind = False
         if self._is_spoiled:  # it was restarted, or it would not connect
             self._is_spoiled = False
@@ -336,10 +327,17 @@ class EngineSync(Closing):
             raise problem
         if not self._updates:  # the engine joined by digest
             try:
-                _asked(self._server.name, stats.version)
+                self._let_name(stats.version)
             finally:
                 self._pause.end()
         return stats
+
+    def _let_name(self, version: int) -> None:
+        """Raises as the engine does."""
+        if self._one_call is not None:
+            _asked(self._one_call.switch, version, "name", self._pause.pauses)
+        else:
+            _asked(self._server.name, version)
 
     def _has_let_connect(self, engine: str) -> bool:
         """Refuse engines of an earlier trainer at this address: none of them would commit."""
@@ -390,11 +388,29 @@ class EngineSync(Closing):
 
     def _follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it."""
-        at_once = phase.staged_bytes > self._max_staged_bytes
-        if phase.version not in self._updates and (phase.is_decided or phase.is_full or at_once):
-            self._updates[phase.version] = self._calls.submit(
-                self._update, phase.version, self._sent, is_in_place=not phase.is_decided
-            )
+        version, at_once = phase.version, phase.staged_bytes > self._max_staged_bytes
+        if version in self._updates or not (phase.is_decided or phase.is_full or at_once):
+            return
+        if self._one_call is not None:
+            work: Work = "pass" if phase.is_unchanged else "write"
+            update = self._calls.submit(self._switch, self._one_call, version, work, self._sent)
+        else:
+            is_in_place = not phase.is_decided
+            update = self._calls.submit(self._update, version, self._sent, is_in_place=is_in_place)
+        self._updates[version] = update
+
+    def _switch(
+        self, server: OneCallServer, version: int, work: Work, sent: Future[SyncStats]
+    ) -> None:
+        """Let the engine do the whole update. After a failure it has paused by itself."""
+        if sent.done() and sent.exception() is not None:
+            return  # the sync has failed meanwhile
+        try:
+            _asked(server.switch, version, work, self._pause.pauses)
+        except BaseException:
+            self._pause.begin()
+            raise
+        self._pause.end()
 
     def _update(self, version: int, sent: Future[SyncStats], *, is_in_place: bool) -> None:
         """Pause, let workers write, and name the version when the sender knows that they have."""
@@ -423,10 +439,12 @@ class _Pause:
 
     Attributes:
         is_on: Whether it is paused.
+        pauses: Whether `paused` pauses at all.
     """
 
     def __init__(self, paused: Callable[[], AbstractContextManager[object]]) -> None:
-        self._paused, self._open = paused, ExitStack()
+        self.paused, self.pauses = paused, paused is not nullcontext
+        self._open = ExitStack()
         forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
         self.is_on = self._is_entered = False
 
@@ -450,12 +468,12 @@ class _Pause:
         self.is_on = False
 
     def _enter(self) -> None:
-        _asked(lambda: self._open.enter_context(self._paused()))
+        _asked(lambda: self._open.enter_context(self.paused()))
         self.is_on = self._is_entered = True
 
 
 def _check_threads_can_start() -> None:
-    """Raise ConfigError if the interpreter is shutting down, as within `atexit`."""
+    """Raise ConfigError within `atexit`."""
     if not threading.main_thread().is_alive():
         raise ConfigError(
             "an engine's update needs a thread, and the interpreter is shutting down: send weights "
@@ -463,10 +481,10 @@ def _check_threads_can_start() -> None:
         )
 
 
-def _asked(call: Callable[..., object], *arguments: object) -> None:
+def _asked(call: Callable[..., object], *arguments: object) -> object:
     """Call the engine. Raises EngineFailed for an error that is no DeltaSyncError."""
     try:
-        call(*arguments)
+        return call(*arguments)
     except DeltaSyncError:
         raise
     except Exception as error:

@@ -1,8 +1,9 @@
-"""What a trainer sends to an engine's workers through the engine, as plain JSON."""
+"""What a trainer sends to an engine's workers through the engine, and the calls that carry it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -11,6 +12,9 @@ from deltasync.delta.bits import torch_dtype
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import UnknownDtype
 from deltasync.transports.address import Address
+
+Work = Literal["write", "pass", "name"]
+"""What an update does: write a version; take one that changes nothing; only name one."""
 
 WithoutRoutes = Literal["refuse", "reload"]
 Unproved = Literal["refuse", "accept_stale_weights"]
@@ -67,3 +71,40 @@ class WorkerRequest(BaseModel):
 
     trainer: TrainerInfo | None = None
     version: int | None = None
+
+
+class Server(Protocol):
+    """Calls that reach every worker of an engine. Each returns when all workers are done."""
+
+    def connect(self, trainer: dict[str, Any], /) -> object:
+        """Let workers connect to a trainer, instead of an earlier one. The argument is JSON."""
+        ...
+
+    def update(self, version: int, /) -> object:
+        """Let workers write a version."""
+        ...
+
+    def name(self, version: int, /) -> object:
+        """Name the weights that the engine holds with a version."""
+        ...
+
+    def disconnect(self) -> object:
+        """Let workers close their connection, if they have one."""
+        ...
+
+
+@runtime_checkable
+class OneCallServer(Server, Protocol):
+    """A server that can pause, write, name and resume in one call."""
+
+    def reach(self, paused: Callable[[], object], /) -> int:
+        """Return how many workers `switch` updates; 0 if it must not replace this way to pause."""
+        ...
+
+    def switch(self, version: int, work: Work, stays_paused: bool, /) -> object:
+        """Pause if weights change, let workers take a version, name it, and resume.
+
+        Resumes only if all workers hold the version. If `stays_paused`, a failure leaves generation
+        paused, until a later call succeeds.
+        """
+        ...

@@ -10,29 +10,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 from deltasync.errors import ConfigError, EngineFailed, TransportTimeout
+from deltasync.integrations import vllm_core
 from deltasync.integrations.http import Http
+from deltasync.integrations.trainer_info import Work
+from deltasync.integrations.vllm_core import BACKEND, NOT_CLEARED
 
-BACKEND = "deltasync"
 PauseMode = Literal["abort", "wait", "keep"]
 _SCHEDULING = ["scheduling"]  # resumes, unless a part of the engine sleeps
 
 
 def register() -> None:
-    """Register the backend with vLLM in this process. vLLM's plugin loader may call this twice."""
+    """Register the backend with vLLM in this process. vLLM's plugin loader may call this twice.
+
+    Engine cores that are created in this process then also take updates in one call.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "deltasync.integrations.vllm_engine", "DeltaSyncEngine")
+    vllm_core.register()
 
 
 class Client(Protocol):
     """Calls that reach every worker of a server, with the names of vLLM's own clients.
 
-    A `VllmServer` that clears caches also needs `clear_cache`.
+    A `VllmServer` that clears caches also needs `clear_cache`. An update takes one call if the
+    client has `collective_rpc(method, *args)`, which returns a list as vLLM's own does.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
@@ -66,6 +73,9 @@ class OfflineClient:
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._llm.shutdown_weight_transfer_engine()
+
+    def collective_rpc(self, method: str, *args: object) -> Any:
+        return self._llm.collective_rpc(method, args=args)
 
     def clear_cache(self) -> None:
         """Drop what weights computed: keys and values, cached or of requests, and encodings."""
@@ -105,6 +115,9 @@ class AsyncClient:
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._wait(self._engine.shutdown_weight_transfer_engine())
+
+    def collective_rpc(self, method: str, *args: object) -> Any:
+        return self._wait(self._engine.collective_rpc(method, args=args))
 
     def clear_cache(self) -> None:
         """Like `OfflineClient.clear_cache`. Requests continue after a recomputation."""
@@ -164,6 +177,9 @@ class HttpClient:
         """Return the number of server processes that hold weights."""
         return int(self._http.get("get_world_size")["world_size"])
 
+    def collective_rpc(self, method: str, *args: object) -> Any:
+        return self._http.post("collective_rpc", {"method": method, "args": args})["results"]
+
     def clear_cache(self) -> None:
         """Like `AsyncClient.clear_cache`."""
         answer = self._http.post(
@@ -187,7 +203,7 @@ class HttpClient:
 
 
 class VllmServer:
-    """vLLM as a `Server`. It does not pause generation for an update; see `paused`.
+    """vLLM as a `Server`. An update is one call, or several that do not pause; see `reach`.
 
     Args:
         client: One of the clients above, or one of vLLM's own, which have no `clear_cache`.
@@ -199,6 +215,7 @@ class VllmServer:
 
     def __init__(self, client: Client, *, clear_cache: bool = True) -> None:
         self._client = client
+        self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
         self._is_stale = False  # caches may hold results of older weights
         self._clear_cache: Callable[[], object] | None = None
         if clear_cache:
@@ -232,6 +249,34 @@ class VllmServer:
         self._client.start_weight_update()
         self._client.finish_weight_update(weight_version=str(version))
 
+    def reach(self, paused: Callable[[], object], /) -> int:
+        """Ask how many workers `switch` updates. Returns 0 if it must not be used.
+
+        Args:
+            paused: How the caller pauses generation. `switch` replaces the client's `paused` with
+                its default mode, and pausing not at all.
+        """
+        pauses_alike = paused in (nullcontext, getattr(self._client, "paused", nullcontext))
+        if self._call is None or not pauses_alike:
+            return 0
+        return int(self._call(vllm_core.REACH)[0])
+
+    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+        """Do `update` and `name` in one call, between two steps of the engine.
+
+        Requests that run meanwhile continue afterwards, as with `paused`. See `vllm_core.update`.
+
+        Raises:
+            EngineFailed: A worker or the engine failed. If `stays_paused`, the engine is paused
+                until a later `switch` succeeds.
+        """
+        if self._call is None:
+            raise ConfigError(f"{type(self._client).__name__} has no collective_rpc")
+        self._clear()  # after several calls that failed
+        clears = self._clear_cache is not None
+        if failure := self._call(vllm_core.UPDATE, version, work, clears, stays_paused)[0]:
+            raise EngineFailed(failure)
+
     def disconnect(self) -> None:
         self._client.shutdown_weight_transfer_engine()
 
@@ -243,7 +288,4 @@ class VllmServer:
 
 def _check_cleared(is_cleared: object) -> None:
     if not is_cleared:
-        raise EngineFailed(
-            "vLLM has not dropped its cached prefixes, which are of old weights: a connector for "
-            "keys and values still holds some; the next update tries again"
-        )
+        raise EngineFailed(NOT_CLEARED)

@@ -32,6 +32,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
+from deltasync.integrations.vllm_core import WRITE, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
 from deltasync.sync.proof.cold import Startup, default_dtype
@@ -51,9 +52,15 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Asks workers to write the version that is staged, or about to be received."""
+    """Asks workers to write the version that is staged, or about to be received.
+
+    Attributes:
+        version: The version.
+        changes: Whether it may change weights; if not, the engine is not paused.
+    """
 
     version: int
+    changes: bool = True
 
 
 class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -202,7 +209,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write a version: see `Worker.commit`."""
-        self._worker.commit(update_info.version)
+        self._worker.commit(update_info.version, changes=update_info.changes)
 
     def finish_weight_update(self) -> None:
         """Do nothing: everything is written already."""
@@ -302,8 +309,10 @@ _LOADS: dict[str, _Around] = {  # methods of checkpoint-engine's extension, if t
 def _announce_touches(worker_class: type) -> None:
     """Wrap the worker's methods that touch weights: vLLM does not report their calls.
 
-    Weights that sleep must not be read, and may have changed when they wake.
+    Weights that sleep must not be read, and may have changed when they wake. The worker also gets
+    the method that writes a version in one call.
     """
+    setattr(worker_class, WRITE, write)
     for name, around in (_TOUCHES | _LOADS).items():
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_announced"):

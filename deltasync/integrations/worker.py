@@ -173,8 +173,12 @@ class Worker:
 
         threading.Thread(target=tell, name="deltasync-decline", daemon=True).start()
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, *, changes: bool = True) -> None:
         """Write the version that is staged, or about to be received.
+
+        Args:
+            version: The version.
+            changes: Whether it may change weights. If not, the engine may compute meanwhile.
 
         Raises what a commit raises. The worker then keeps the old version, unless the sync was
         received in place: a full sync, or one too large to stage. Raises DirtyReceiver as
@@ -190,6 +194,8 @@ class Worker:
             self._await(self._staging, version, deadline)
             if self._holds(version):
                 return  # it joined with this version
+            if not (changes or self._receiver is None or self._receiver.is_unchanged):
+                raise ProtocolViolation(f"v{version} changes weights, and was said to change none")
             self.is_written = True
             written = self._written(self._staging)
         if written != version:

@@ -122,6 +122,14 @@ class WeightReceiver(Closing):
         """Whether they are dirty because a write, or the update of derived tensors, broke off."""
         return self._session.half_written
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the version that is staged changes no weight."""
+        begun = self._session.begun
+        if begun is None or begun.base_version is None:
+            return False
+        return not (begun.sparse_bytes or begun.dense_bytes)
+
     def check_serving(self) -> None:
         """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
         if self._session.dirty:

@@ -1,4 +1,4 @@
-"""A whole vLLM of several ranks, which prove and follow. Needs vLLM, no pytest.
+"""A whole vLLM of several ranks, which prove and follow.
 
 python -m tests.engines.parallel FOLDER ARCHITECTURE {tensor,experts,pipeline} {refuse,reload}
 """
@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
+from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
@@ -33,6 +35,7 @@ def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> No
     middle = changed(old, 0.3, seed=1)
     new = changed(middle, 0.01, seed=2)
     settings = {"distributed_executor_backend": "mp"} | SETUPS[setup]
+    settings |= {"worker_extension_cls": "tests.engines.faults.Faults"}
     generates = setup == "tensor"  # vLLM 0.32 crashes on CPUs where it does in the other setups
     reference = started(folder, new, **settings)
     expected = tokens(reference) if generates else []
@@ -49,12 +52,39 @@ def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> No
             source.take(weights)
             stats = sync.send_weights()
             assert (stats.kind, stats.receivers, stats.lost) == ("delta", 2, {}), stats
+        if mode == "refuse":
+            a_rank_that_fails_leaves_the_answers_of_others_as_they_are(llm, sync, source)
+            source.take(new)
+            assert sync.send_weights().receivers == 2
         assert not generates or tokens(llm) == expected
         now = llm.collective_rpc(bits_in)
         assert [rank.keys() for rank in now] == [rank.keys() for rank in held]
         assert now == held
     stop(llm)
     sys.stdout.write("followed\n")
+
+
+def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
+    llm: Any, sync: EngineSync, source: Weights
+) -> None:
+    """Nor does one of both keep the version. Later calls get the answers of each rank."""
+    before = llm.collective_rpc(bits_in)
+    source.take(changed(source.weights, 0.1, seed=3))
+    for rank in range(2):
+        llm.collective_rpc("fail", args=("write", 1, rank))
+        with pytest.raises(DeltaSyncError) as caught:
+            sync.send_weights()
+        assert "planted" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+        assert llm.collective_rpc(bits_in) == before
+        assert llm.collective_rpc(rank_of) == [0, 1]
+        sync.connect()  # a worker whose derived tensors were not finished is dirty, and mended
+        sync.send_weights()
+        source.take(changed(source.weights, 0.1, seed=4 + rank))
+        before = llm.collective_rpc(bits_in)
+
+
+def rank_of(worker: Any) -> int:
+    return int(worker.rank)
 
 
 def stop(llm: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deltasync import SenderOptions
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import AsyncClient, VllmServer
 from deltasync.transports import shared_memory
@@ -35,6 +36,7 @@ class Request:
     def __init__(self, engine: Any, prompt: Any = SHORT) -> None:
         self._engine, self._prompt, self.num_tokens = engine, prompt, 0
         self.latest: Any = None
+        self.num_cached = 0
 
     async def run(self, count: int) -> None:
         sampling = SamplingParams(
@@ -42,7 +44,7 @@ class Request:
         )
         name = uuid.uuid4().hex
         async for output in self._engine.generate(self._prompt, sampling, request_id=name):
-            self.latest = output.outputs[0]
+            self.latest, self.num_cached = output.outputs[0], output.num_cached_tokens
             self.num_tokens = len(self.latest.token_ids)
 
     def wait_for_next(self) -> None:
@@ -66,13 +68,38 @@ class Patient(shared_memory.Sender):
         super().send(frame, timeout_s=timeout_s)
 
 
+class Delayed(AsyncClient):
+    """Notes the calls of updates, and delays the next one.
+
+    Attributes:
+        delay_s: For how long.
+        calls: The arguments of each.
+    """
+
+    delay_s = 0.0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: list[tuple[object, ...]] = []
+
+    def collective_rpc(self, method: str, *args: object) -> Any:
+        self.calls.append((method, *args))
+        delay_s, self.delay_s = self.delay_s, 0.0
+        time.sleep(delay_s)
+        return super().collective_rpc(method, *args)
+
+
 async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
-    settings = {"weight_transfer_config": {"backend": "deltasync"}, "skip_tokenizer_init": True}
+    settings: dict[str, Any] = {
+        "weight_transfer_config": {"backend": "deltasync"},
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": "tests.engines.faults.Faults",
+    }
     arguments = AsyncEngineArgs(
         model=str(folder), dtype="bfloat16", enforce_eager=True, max_num_seqs=4, **settings
     )
     engine = AsyncLLM.from_engine_args(arguments)
-    client = AsyncClient(engine, asyncio.get_running_loop())
+    client = Delayed(engine, asyncio.get_running_loop())
     transport, source = Patient(folder / "socket"), Weights(weights)
     await a_model_that_does_not_fit_is_refused(client, folder)
     options = SenderOptions(bucket_bytes=1 << 18)
@@ -82,6 +109,12 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await asyncio.to_thread(sync.send_weights)
         await tokens_come_while_a_version_is_staged(engine, sync, transport, source)
         await prompts_are_computed_with_the_weights_as_they_are(engine, sync, source)
+        await tokens_are_of_the_old_weights_and_then_of_the_new(engine, sync, source)
+        await a_version_that_changes_nothing_is_named_and_drops_nothing(engine, sync, client)
+        for where in ("begin", "write", "undo", "end"):
+            await an_update_that_fails_pauses_until_the_next(engine, sync, source, where)
+        await an_update_that_comes_late_is_made_up_for(engine, sync, source, client)
+        await a_pause_of_others_is_not_ended(engine, sync, source)
         await a_link_that_is_gone_is_no_crash(engine, sync)
     engine.shutdown()
 
@@ -137,10 +170,121 @@ async def prompts_are_computed_with_the_weights_as_they_are(
     assert kept.num_tokens == 400
 
 
-async def answer(engine: Any, prompt: Any) -> list[int]:
+async def tokens_are_of_the_old_weights_and_then_of_the_new(
+    engine: Any, sync: EngineSync, source: Weights
+) -> None:
+    """Of requests in all stages: of which prompts are computed in chunks, and that generate."""
+    prompts = [{"prompt_token_ids": list(range(3 + n, 20 + 40 * n))} for n in range(4)]
+    old = [await answer(engine, prompt, 120) for prompt in prompts]
+    requests = [Request(engine, prompt) for prompt in prompts]
+    running = [asyncio.create_task(request.run(120)) for request in requests]
+    while any(request.num_tokens < 10 for request in requests):
+        await asyncio.sleep(0.001)
+    change(source, 1.5)
+    await asyncio.to_thread(sync.send_weights)
+    await asyncio.gather(*running)
+    for prompt, before, request in zip(prompts, old, requests, strict=True):
+        tokens, spans = list(request.latest.token_ids), request.latest.weight_versions
+        count = spans[0].end
+        assert [int(span.version) for span in spans] == [
+            sync.sender.version - 1,
+            sync.sender.version,
+        ]
+        assert 10 <= count < 120
+        assert tokens[:count] == before[:count]
+        ids = prompt["prompt_token_ids"] + tokens[:count]
+        after = await answer(engine, {"prompt_token_ids": ids}, 120 - count)
+        assert tokens[count:] == after
+        assert after != before[count:]
+
+
+async def a_version_that_changes_nothing_is_named_and_drops_nothing(
+    engine: Any, sync: EngineSync, client: Delayed
+) -> None:
+    prompt = {"prompt_token_ids": list(range(5, 305))}
+    before = await answer(engine, prompt)
+    request = Request(engine)
+    running = asyncio.create_task(request.run(400))
+    while not request.num_tokens:
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        client.calls.clear()
+        stats = await asyncio.to_thread(sync.send_weights)
+        assert (stats.nnz, len(client.calls)) == (0, 1)
+        assert await engine.get_weight_version() == str(stats.version)
+    again = Request(engine, prompt)
+    await again.run(12)
+    assert again.num_cached > 200
+    assert list(again.latest.token_ids) == before
+    await running
+    assert request.num_tokens == 400
+    versions = [int(span.version) for span in request.latest.weight_versions]
+    assert versions == list(range(versions[0], stats.version + 1))
+
+
+async def an_update_that_fails_pauses_until_the_next(
+    engine: Any, sync: EngineSync, source: Weights, where: str
+) -> None:
+    """Requests wait meanwhile, and no token is of a mixture."""
+    held = await engine.get_weight_version()
+    request = Request(engine)
+    running = asyncio.create_task(request.run(300))
+    while not request.num_tokens:
+        await asyncio.sleep(0.001)
+    await engine.collective_rpc("fail", args=(where, 1))
+    change(source, 0.9)
+    with pytest.raises(DeltaSyncError) as caught:
+        await asyncio.to_thread(sync.send_weights)
+    assert "planted" in f"{caught.value} {getattr(caught.value, '__notes__', '')}", where
+    assert await engine.is_paused()
+    assert await engine.get_weight_version() == held
+    count = request.num_tokens
+    await asyncio.sleep(0.3)
+    assert request.num_tokens == count < 300
+    stats = await asyncio.to_thread(sync.send_weights)
+    assert stats.receivers == 1
+    assert not await engine.is_paused()
+    assert await engine.get_weight_version() == str(stats.version)
+    await running
+    assert request.num_tokens == 300
+    spans = request.latest.weight_versions
+    assert [span.version for span in spans] == [held, str(stats.version)]
+
+
+async def an_update_that_comes_late_is_made_up_for(
+    engine: Any, sync: EngineSync, source: Weights, client: Delayed
+) -> None:
+    change(source, 1.1)
+    client.delay_s = 3.0
+    with pytest.raises(DeltaSyncError):
+        await asyncio.to_thread(partial(sync.send_weights, timeout_s=1.0))
+    await Request(engine).run(3)
+    stats = await asyncio.to_thread(partial(sync.send_weights, timeout_s=60.0))
+    assert (stats.receivers, await engine.get_weight_version()) == (1, str(stats.version))
+    assert not await engine.is_paused()
+    new = await answer(engine, LONG)
+    assert new == await answer(engine, LONG | {"cache_salt": f"v{stats.version}"})
+
+
+async def a_pause_of_others_is_not_ended(engine: Any, sync: EngineSync, source: Weights) -> None:
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    change(source, 1.1)
+    stats = await asyncio.to_thread(sync.send_weights)
+    assert await engine.is_paused()
+    assert await engine.get_weight_version() == str(stats.version)
+    await engine.resume_generation()
+    await Request(engine).run(3)
+
+
+def change(source: Weights, factor: float) -> None:
+    for tensor in source.weights.values():
+        tensor.view(-1)[::3] *= factor
+
+
+async def answer(engine: Any, prompt: Any, count: int = 12) -> list[int]:
     """The tokens that follow a prompt."""
     request = Request(engine, prompt)
-    await request.run(12)
+    await request.run(count)
     return list(request.latest.token_ids)
 
 

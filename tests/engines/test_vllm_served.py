@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,8 @@ def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(model, monkeypatch, packs=False) as url:
-        client, server = HttpClient(url), VllmServer(HttpClient(url))
+        client = HttpClient(url)
+        server = VllmServer(client)
         strange = Weights({"lm_head.weight": torch.zeros(3, 4)})
         with (
             EngineSync(strange, server, shared_memory.Sender(model / "strange")) as sync,
@@ -89,6 +92,29 @@ def test_a_server_drops_what_old_weights_made_and_says_why_it_declines(
             after = answer(url, model)
             assert after != before
             assert after == answer(url, model, cache_salt="nothing is cached with this")
+        several = partial(client.paused, "keep")  # in one call otherwise
+        with EngineSync(source, server, shared_memory.Sender(link), paused=several) as sync:
+            for tensor in source.weights.values():
+                tensor.view(-1)[1::3] *= 0.5
+            sync.send_weights()
+            assert answer(url, model) == answer(url, model, cache_salt="nor with this")
+        trainers_that_die_leave_it_whole(url, model)
+
+
+def trainers_that_die_leave_it_whole(url: str, model: Path) -> None:
+    """It goes on with the version that it has, or with the next one if it was asked for that."""
+    client, source = HttpClient(url), Weights(load_file(model / "model.safetensors"))
+    for number, where in enumerate(("prepared", "decided", "called")):
+        link = shared_memory.Sender(model / f"link-{where}")
+        with EngineSync(source, VllmServer(client), link, paused=client.paused) as sync:
+            sync.send_weights()
+            before = answer(url, model)
+        with Program("-m", "tests.engines.dying", model, url, where) as program:
+            assert program.ended() == -signal.SIGKILL, program.output()
+        after = answer(url, model)
+        assert after == answer(url, model, cache_salt=f"{number} and {where}")
+        assert after == before or where == "called"
+        assert Http(url).get("is_paused") == {"is_paused": False}
 
 
 def answer(url: str, model: Path, **options: object) -> str:

@@ -25,7 +25,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.integrations.trainer_info import TrainerInfo
+from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until
@@ -97,11 +97,34 @@ class Server:
             self.goes_on.wait(30)
 
 
+class OneCall(Server):
+    """An engine that pauses, writes, names and resumes in one call."""
+
+    def reach(self, paused: Callable[[], object], /) -> int:
+        assert paused == self.paused
+        return 1
+
+    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+        assert stays_paused
+        self._at(work)
+        self.is_paused = self.is_paused or work == "write"
+        try:
+            if work != "name":
+                self.worker.commit(version, changes=work == "write")
+            self._at("written")
+        except BaseException:
+            self.is_paused = True
+            raise
+        self.version, self.is_paused = version, False
+
+
 @contextmanager
-def connected(path: Path, *, timeout_s: float = 5.0) -> Iterator[tuple[EngineSync, Model, Server]]:
+def connected(
+    path: Path, *, timeout_s: float = 5.0, kind: type[Server] = Server
+) -> Iterator[tuple[EngineSync, Model, Server]]:
     """With an engine that holds version 1, and a source that has changed since."""
     source = random_model({"a": (8, 4)}, 0)
-    server, link = Server(random_model({"a": (8, 4)}, 1)), shared_memory.Sender(path / "socket")
+    server, link = kind(random_model({"a": (8, 4)}, 1)), shared_memory.Sender(path / "socket")
     with EngineSync(
         ModuleSource(source), server, link, paused=server.paused, timeout_s=timeout_s
     ) as sync:
@@ -159,13 +182,20 @@ def test_close_says_that_an_engine_does_not_resume(
     assert server.is_paused
 
 
-@pytest.mark.parametrize("call", ["pause", "update", "updated", "name", "resume"])
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        *((call, Server) for call in ("pause", "update", "updated", "name", "resume")),
+        *((call, OneCall) for call in ("write", "written")),
+    ],
+)
 def test_an_update_that_ends_late_ends_before_the_next_one_begins(
-    call: str, tmp_path: Path
+    call: str, kind: type[Server], tmp_path: Path
 ) -> None:
-    with connected(tmp_path, timeout_s=1.0) as (sync, source, server):
+    with connected(tmp_path, timeout_s=1.0, kind=kind) as (sync, source, server):
         server.hangs = call
-        assert isinstance(outcome(sync.send_weights), DeltaSyncError)
+        said = outcome(sync.send_weights)
+        assert isinstance(said, DeltaSyncError), said
         before = list(server.calls)
         with pytest.raises(TransportTimeout, match="the engine's last update has not ended"):
             sync.send_weights()
@@ -202,11 +232,12 @@ def test_a_second_thread_is_refused_and_costs_the_first_nothing(tmp_path: Path) 
             source.get_parameter("a").data[0] *= 2
 
 
+@pytest.mark.parametrize("kind", [Server, OneCall])
 @pytest.mark.parametrize("undoes", [True, False], ids=["finish fails", "nothing is undone"])
 def test_an_engine_of_which_a_write_was_not_undone_stays_paused_until_it_is_whole(
-    undoes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undoes: bool, kind: type[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with connected(tmp_path) as (sync, source, server):
+    with connected(tmp_path, kind=kind) as (sync, source, server):
         server.target = Derived
         sync.disconnect()
         sync.send_weights()
@@ -254,3 +285,56 @@ def test_a_total_timeout_covers_the_wait_for_the_last_update(tmp_path: Path) -> 
         with pytest.raises(TransportTimeout, match="last update has not ended"):
             sync.send_weights(total_timeout_s=0.5)
         assert time.monotonic() - began < 3
+
+
+def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None:
+    with connected(tmp_path, kind=OneCall) as (sync, source, server):
+        for work in ("write", "pass", "write", "pass", "pass"):
+            server.calls.clear()
+            if work == "write":
+                source.get_parameter("a").data[0] *= 2
+            assert sync.send_weights().receivers == 1
+            assert server.calls == [work, "written"]
+            assert bits_equal(source, server.module)
+            assert (server.version, server.is_paused) == (sync.sender.version, False)
+        sync.connect()
+        server.calls.clear()
+        assert sync.send_weights().joined == 1
+        assert server.calls == ["name", "written"]
+
+
+@pytest.mark.parametrize("call", ["write", "written"])
+def test_an_update_in_one_call_that_fails_is_paused_for_until_the_next(
+    call: str, tmp_path: Path
+) -> None:
+    with connected(tmp_path, timeout_s=2.0, kind=OneCall) as (sync, source, server):
+        server.fails = call
+        said = outcome(sync.send_weights)
+        assert isinstance(said, DeltaSyncError)
+        assert "planted" in f"{said} {getattr(said, '__notes__', '')}"
+        assert server.is_paused
+        assert sync.send_weights().receivers == 1
+        assert not server.is_paused
+        assert bits_equal(source, server.module)
+        assert server.version == sync.sender.version
+
+
+def test_a_version_that_changes_weights_is_not_written_without_a_pause(tmp_path: Path) -> None:
+    with connected(tmp_path, timeout_s=2.0) as (sync, source, server):
+        before = server.module.get_parameter("a").clone()
+        server.update = lambda version: server.worker.commit(version, changes=False)  # type: ignore[method-assign]
+        said = outcome(sync.send_weights)
+        assert isinstance(said, DeltaSyncError)
+        assert "was said to change none" in f"{said} {getattr(said, '__notes__', '')}"
+        assert torch.equal(server.module.get_parameter("a"), before)
+        assert not bits_equal(source, server.module)
+
+
+def test_an_engine_of_which_one_call_reaches_some_workers_is_asked_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneCall, "reach", lambda *_: 2)
+    with connected(tmp_path, kind=OneCall) as (sync, source, server):
+        sync.send_weights()
+        assert server.calls == ["pause", "update", "updated", "name", "resume"]
+        assert bits_equal(source, server.module)

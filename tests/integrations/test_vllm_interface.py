@@ -24,8 +24,10 @@ _NO_NAMES = {f"{_LLM}.finish_weight_update", f"{_ASYNC_LLM}.finish_weight_update
 # There is nothing that would have to be announced.
 _NO_RESET = {f"{_WORKER}.reset_weights"}
 _NO_DISCARD = {f"{_WORKER}.discard"}
+# An update takes several calls.
+_NO_CORE_NAMES = {"vllm.v1.engine.core.EngineCoreProc.set_weight_version"}
 MISSING: dict[str, set[str]] = {
-    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES,
+    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES | _NO_CORE_NAMES,
     "0.28.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.30.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.31.0": _NO_SHUTDOWN | _NO_RESET,

@@ -15,8 +15,11 @@ OURS = sorted((Path(__file__).parents[2] / "deltasync" / "integrations").glob("v
 _CLASSES = {
     "_engine": "vllm.v1.engine.async_llm.AsyncLLM",
     "_llm": "vllm.entrypoints.llm.LLM",
+    "core": "vllm.v1.engine.core.EngineCoreProc",
     "current_platform": "vllm.platforms.interface.Platform",
     "llm_engine": "vllm.v1.engine.llm_engine.LLMEngine",
+    "model_executor": "vllm.v1.executor.abstract.Executor",
+    "scheduler": "vllm.v1.core.sched.scheduler.Scheduler",
     "loader": "vllm.model_executor.model_loader.default_loader.DefaultModelLoader",
     "parallel": "vllm.config.parallel.ParallelConfig",
     "parallel_config": "vllm.config.parallel.ParallelConfig",

@@ -53,12 +53,15 @@ class SyncPhase:
         is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
         staged_bytes: The most memory that staging takes. Receivers that have less write as it
             arrives.
+        is_unchanged: Whether it is known to change no weight. Never so if a trainer has several
+            ranks, which know only their own changes.
     """
 
     version: int
     is_decided: bool
     is_full: bool
     staged_bytes: int
+    is_unchanged: bool
 
 
 class PeerRanks(Protocol):
@@ -251,8 +254,11 @@ class Round:
             dense_bytes=plan.dense_bytes,
             part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
         )
-        is_full = plan.base_version is None
-        self._on_phase(SyncPhase(self._version, is_decided, is_full, staged_bytes))
+        is_full, is_empty = plan.base_version is None, not (plan.sparse_bytes or plan.dense_bytes)
+        is_unchanged = is_empty and not is_full and self._peer_ranks is None
+        self._on_phase(
+            SyncPhase(self._version, is_decided, is_full, staged_bytes, is_unchanged=is_unchanged)
+        )
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
         replies = self._link.replies()

@@ -1,0 +1,220 @@
+"""Updates in one call, by vLLM's engine core: it pauses, writes, names and resumes by itself.
+
+An engine core runs steps and handles calls in one thread, so that nothing is scheduled during a
+call. `register` wraps its `collective_rpc`, which each of vLLM's clients can reach. This module
+imports vLLM only within functions, because the trainer's end uses its names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from deltasync.errors import DeltaSyncError, EngineFailed
+from deltasync.integrations.trainer_info import Work
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "deltasync"
+REACH, UPDATE, WRITE = "deltasync_reach", "deltasync_update", "deltasync_write"
+
+NOT_CLEARED = (
+    "vLLM has not dropped its cached prefixes, which are of old weights: a connector for keys and "
+    "values still holds some; the next update tries again"
+)
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What is known of a core from earlier calls.
+
+    Attributes:
+        is_stopped: Whether it is paused since an update here failed.
+        is_stale: Whether its caches may hold results of older weights.
+    """
+
+    is_stopped: bool = False
+    is_stale: bool = False
+
+
+_NOTED: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Let engine cores that are created in this process take our calls. May be called twice."""
+    from vllm.v1.engine.core import EngineCore
+
+    if not hasattr(EngineCore.collective_rpc, "takes_updates"):
+        EngineCore.collective_rpc = _taking_updates(EngineCore.collective_rpc)
+
+
+def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(collective_rpc)
+    def call(
+        core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if method == REACH:
+            return [reach(core)]
+        if method == UPDATE:
+            return [_said(update, core, *args)]
+        return collective_rpc(core, method, timeout, args, kwargs)
+
+    call.takes_updates = True  # type: ignore[attr-defined]
+    return call
+
+
+def _said(call: Callable[..., None], *arguments: Any) -> str:
+    """Call, and return why it failed, or an empty string: vLLM would lose the text of an exception.
+
+    In a worker it would also leave the other workers' answers unread, and take them for those of
+    its next call.
+    """
+    try:
+        call(*arguments)
+    except EngineFailed as error:
+        return str(error)
+    return ""
+
+
+def reach(core: Any) -> int:
+    """Return the number of workers that `update` of this core writes; 0 if it must not be used.
+
+    The replicas of a data-parallel mixture of experts exchange tokens within a step, and each has a
+    core of its own that pauses by itself: one would compute with the experts of another's version.
+    A core in the process of its client has no loop that could finish the steps in flight.
+    """
+    config, parallel = core.vllm_config.weight_transfer_config, core.vllm_config.parallel_config
+    is_ours = config is not None and config.backend == BACKEND
+    has_loop = hasattr(core, "_process_engine_step") and hasattr(core, "set_weight_version")
+    if not (is_ours and has_loop) or parallel.data_parallel_size > 1:
+        return 0
+    return int(parallel.world_size)
+
+
+def update(core: Any, version: int, work: Work, clears: bool, stays_paused: bool) -> None:
+    """Bring all workers of a core to a version, drop what older weights computed, and name it.
+
+    Steps in flight end first, with the old weights. Nothing is scheduled until all workers hold the
+    version. If anything fails, the core stays paused if `stays_paused`; the next update that
+    succeeds resumes it. A core that was paused before, or sleeps, is not resumed.
+
+    Args:
+        core: vLLM's EngineCoreProc.
+        version: The version.
+        work: What to do; "pass" and "name" neither pause nor clear a cache that is valid.
+        clears: Whether to drop cached keys, values and encodings.
+        stays_paused: Whether a failure leaves generation paused.
+
+    Raises:
+        EngineFailed: A worker failed, or the engine did.
+    """
+    noted, before = _NOTED.setdefault(core, _Noted()), core.scheduler.pause_state
+    noted.is_stopped = noted.is_stopped and _is_paused(core)
+    try:
+        if work == "write" or (clears and noted.is_stale):
+            _pause(core)
+            _end_steps(core)
+        if work != "name":
+            noted.is_stale = noted.is_stale or work == "write"
+            _write(core, version, work)
+        if clears and noted.is_stale:
+            _clear(core)
+            noted.is_stale = False
+        core.set_weight_version(str(version))
+    except Exception as error:
+        logger.exception("an update to v%d failed", version)
+        if stays_paused:
+            noted.is_stopped = noted.is_stopped or not _was_paused(before)
+            _pause(core)
+        else:
+            core.scheduler.set_pause_state(before)
+        raise _as_failure(error) from error
+    if noted.is_stopped:
+        noted.is_stopped = False
+        core.wake_up(["scheduling"])  # resumes, unless a part of the engine sleeps
+    elif core.scheduler.pause_state != before:
+        core.scheduler.set_pause_state(before)
+
+
+def _as_failure(error: Exception) -> EngineFailed:
+    if isinstance(error, EngineFailed):
+        return error
+    return EngineFailed(f"{type(error).__name__}: {error}", error=type(error).__name__)
+
+
+def _write(core: Any, version: int, work: Work) -> None:
+    """Raises EngineFailed with what the first worker that failed says."""
+    said = core.model_executor.collective_rpc(WRITE, args=(version, work == "write"))
+    if failed := [text for text in said if text]:
+        raise EngineFailed(failed[0])
+
+
+def write(worker: Any, version: int, changes: bool) -> str:
+    """A worker's part of `update`, in place of three calls of vLLM's.
+
+    Args:
+        worker: vLLM's worker.
+        version: The version.
+        changes: Whether it may change weights.
+
+    Returns:
+        An empty string, or why it failed.
+    """
+    return _said(_write_in, worker, version, changes)
+
+
+def _write_in(worker: Any, version: int, changes: bool) -> None:
+    """Raises EngineFailed."""
+    try:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # steps may end before all that they launched
+        worker.start_weight_update()
+        worker.update_weights({"version": version, "changes": changes})
+        worker.finish_weight_update()
+    except Exception as error:
+        logger.exception("v%d was not written", version)
+        with suppress(DeltaSyncError, RuntimeError):  # vLLM may have ended the update itself
+            worker.finish_weight_update()
+        raise _as_failure(error) from error
+
+
+def _pause(core: Any) -> None:
+    if not _is_paused(core):
+        from vllm.v1.core.sched.interface import PauseState
+
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def _is_paused(core: Any) -> bool:
+    """Whether nothing at all is scheduled, as in a pause with mode="keep"."""
+    return bool(core.scheduler.pause_state.name == "PAUSED_ALL")
+
+
+def _was_paused(state: Any) -> bool:
+    return bool(state.name != "UNPAUSED")
+
+
+def _end_steps(core: Any) -> None:
+    """Finish the steps in flight, of asynchronous scheduling and of pipeline stages."""
+    try:
+        while core.batch_queue:
+            core._process_engine_step()
+    except BaseException:  # as if it had failed in the core's own loop, which ends the engine
+        from vllm.v1.engine import EngineCoreRequestType
+
+        core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+        raise
+
+
+def _clear(core: Any) -> None:
+    """Raises EngineFailed. Requests that run are recomputed: their keys are of old weights."""
+    if not core.reset_prefix_cache(True, True):
+        raise EngineFailed(NOT_CLEARED)
+    core.reset_encoder_cache()
