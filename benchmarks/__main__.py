@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import live
 from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
 from benchmarks.engines import EnginesPlan
@@ -130,8 +131,14 @@ def engines(
         Path | None,
         typer.Option(help="vLLM's checkpoint_weight_patch.py, if vLLM is not installed."),
     ] = None,
+    is_live: Annotated[
+        bool, typer.Option("--live", help="Measure syncs of running engines instead.")
+    ] = False,
 ) -> None:
     """Measure updates of an engine's model against vLLM's own methods."""
+    if is_live:
+        _measure_live(_scale(quick=quick, tiny=tiny), device, out, as_json=as_json, record=record)
+        return
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
     results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
     kept = ENGINE_RECORDS[plan.device.type] if record else None
@@ -139,6 +146,16 @@ def engines(
         kept.unlink(missing_ok=True)
     results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
+
+
+def _measure_live(
+    scale: str, device: str | None, out: Path | None, *, as_json: bool, record: bool
+) -> None:
+    plan = live.LivePlan.choose(scale, device)
+    kept = RESULTS / f"live-{plan.device.type}.jsonl" if record else None
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    _show(_kept(live.run(plan), kept, out), live.make_table, as_json=as_json)
 
 
 @app.command()

@@ -339,13 +339,13 @@ def _model_of(key: str, plan: EnginesPlan) -> Iterator[tuple[Any, str]]:
     from tests.engines.models import vllm_models
 
     with TemporaryDirectory() as folder:
-        config = _config(geometry)
+        config = config_of(geometry)
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with vllm_models(Path(folder), 1) as [model]:
             yield model, f"vLLM's {config['architectures'][0]}"
 
 
-def _config(geometry: Geometry) -> dict[str, Any]:
+def config_of(geometry: Geometry) -> dict[str, Any]:
     """As a checkpoint of this shape has it."""
     config = {
         "model_type": "qwen3",

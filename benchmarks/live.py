@@ -1,0 +1,395 @@
+"""Syncs of a running vLLM: what they take, and what requests see of them.
+
+Each sync is done in two ways by turns: the update in one call, and in several. A way's engine is
+the same; only the trainer's end differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import torch
+from rich.table import Table
+
+from benchmarks.engines import Trainer, config_of
+from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.record import SLOW_DOWN, Result, compared
+from deltasync.errors import DeltaSyncError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.http import Http
+from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
+from deltasync.transports import cuda_ipc, shared_memory
+from deltasync.transports.base import SendTransport
+from tests.ranks import free_port
+
+ENGINES = ("LLM", "AsyncLLM", "vllm serve")
+_WAYS = ("one", "several")
+_START_S, _RATE_S = 300.0, 1.0
+_PROMPT = list(range(3, 35))
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlan:
+    """What a run measures.
+
+    Attributes:
+        geometry: Key of GEOMETRIES.
+        density: Share of changed elements.
+        rounds: Times that each way takes its turn.
+        requests: How many run at a time.
+        device: Where the engine and the trainer are.
+    """
+
+    geometry: str
+    density: float
+    rounds: int
+    requests: int
+    device: torch.device
+
+    @classmethod
+    def choose(cls, scale: str, device: str | None) -> Self:
+        """For "full", "quick" or "tiny"."""
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type == "cuda":
+            return cls("qwen3-1.7b", 0.001, 5 if scale == "quick" else 20, 8, where)
+        rounds = {"tiny": 2, "quick": 10}.get(scale, 30)
+        return cls("tiny", 0.001, rounds, 4, where)
+
+
+class Tokens:
+    """When tokens of requests that run all the time came, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.failures: list[str] = []
+        self.is_ending = False
+
+    def between(self, begin: float, end: float) -> list[float]:
+        return [at for at in self.times if begin <= at <= end]
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens in a second."""
+        return len(self.between(begin, end)) / (end - begin)
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest time without a token in an interval, in seconds."""
+        times = [begin, *self.between(begin, end), end]
+        return max(later - at for at, later in pairwise(times))
+
+
+class Turned(VllmServer):
+    """A server whose updates take one call, or several: `way` says which from `connect` on."""
+
+    way = "one"
+
+    def reach(self, paused: Callable[[], object], /) -> int:
+        return super().reach(paused) if self.way == "one" else 0
+
+
+class Live:
+    """A running engine.
+
+    Attributes:
+        client: Reaches it.
+        calls: How many calls into it there were.
+        tokens: Of its requests; none run with an `LLM`.
+    """
+
+    def __init__(self, client: Any, count: Callable[[Callable[[], None]], None]) -> None:
+        self.client, self.calls, self.tokens = client, 0, Tokens()
+        count(self._called)
+
+    def _called(self) -> None:
+        self.calls += 1
+
+
+def run(plan: LivePlan) -> Iterator[Result]:
+    """All records, as they come."""
+    geometry = GEOMETRIES[plan.geometry]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        trainer = _write_model(geometry, folder, plan.device)
+        for kind, opened in zip(ENGINES, (_offline, _asynchronous, _served), strict=True):
+            with opened(folder, plan) as live:
+                yield from _measured(kind, live, trainer, folder, plan)
+
+
+def _write_model(geometry: Geometry, folder: Path, device: torch.device) -> Trainer:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    named = geometry.build(torch.device("cpu")).named_parameters()
+    weights = {name: parameter.detach() * 0.05 for name, parameter in named}
+    (folder / "config.json").write_text(json.dumps(config_of(geometry)), encoding="utf-8")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return Trainer({name: tensor.to(device) for name, tensor in weights.items()})
+
+
+def _measured(
+    kind: str, live: Live, trainer: Trainer, folder: Path, plan: LivePlan
+) -> Iterator[Result]:
+    server = Turned(live.client)
+    paused = getattr(live.client, "paused", None)
+    options = {} if paused is None else {"paused": paused}
+    link: SendTransport = (
+        cuda_ipc.Sender(folder / "link")
+        if plan.device.type == "cuda"
+        else shared_memory.Sender(folder / "link")
+    )
+    found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    with EngineSync(trainer, server, link, **options) as sync:
+        sync.connect()
+        sync.send_weights()
+        with _rate(live) as before:
+            time.sleep(_RATE_S)
+        for number in range(plan.rounds + 1):
+            for way in _WAYS:
+                server.way = way
+                sync.connect()
+                sync.send_weights()
+                for case in ("changed", "unchanged"):
+                    one = _synced(sync, live, trainer, plan.density if case == "changed" else 0)
+                    if number:  # the first grows buffers
+                        found[way, case].append(one)
+        with _rate(live) as after:
+            time.sleep(_RATE_S)
+    if live.tokens.failures:
+        raise RuntimeError(f"a request failed: {live.tokens.failures[0]}")
+    numel = sum(tensor.numel() for tensor in trainer.weights.values())
+    for case in ("changed", "unchanged"):
+        ours, theirs = found["one", case], found["several", case]
+        parts = {key: median(each[key] for each in ours) for key in ours[0]}
+        parts |= {f"several_{key}": median(each[key] for each in theirs) for key in theirs[0]}
+        yield compared(
+            case=f"live_{case}",
+            samples=[each["total_s"] for each in ours],
+            baseline_samples=[each["total_s"] for each in theirs],
+            baseline="the update in several calls",
+            ratio_is=SLOW_DOWN,
+            goal=None,
+            numel=numel,
+            parameters=len(trainer.weights),
+            density=plan.density if case == "changed" else 0.0,
+            changed=int(parts.pop("changed")),
+            parts=parts | {"before_tokens_per_s": before[0], "after_tokens_per_s": after[0]},
+            model=f"{plan.geometry}, {kind}",
+            link=plan.device.type,
+        )
+
+
+def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> dict[str, float]:
+    """What one sync took, and what requests saw of it."""
+    if density:
+        trainer.flip(density)
+    calls, began = live.calls, time.monotonic()
+    time.sleep(0.1)
+    usual = live.tokens.longest_gap(began, time.monotonic())
+    begin = time.monotonic()
+    stats = sync.send_weights()
+    end = time.monotonic()
+    time.sleep(0.05)
+    found = {
+        "total_s": end - begin,
+        "staging_s": stats.transfer_s,
+        "write_s": stats.receiver_commit_s,
+        "calls": float(live.calls - calls),
+        "changed": float(stats.nnz),
+    }
+    if live.tokens.times:
+        until = time.monotonic()
+        found["gap_s"] = live.tokens.longest_gap(begin, until)
+        found["usual_gap_s"] = usual
+        found["tokens_per_s"] = live.tokens.rate(begin, until)
+    return found
+
+
+@contextmanager
+def _rate(live: Live) -> Iterator[list[float]]:
+    """Fills in how many tokens came in a second of the block."""
+    found: list[float] = []
+    began = time.monotonic()
+    yield found
+    found.append(live.tokens.rate(began, time.monotonic()))
+
+
+def _settings(plan: LivePlan) -> dict[str, Any]:
+    is_gpu = plan.device.type == "cuda"
+    return {
+        "dtype": "bfloat16",
+        "enforce_eager": not is_gpu,
+        "max_model_len": 1024,
+        "gpu_memory_utilization": 0.4 if is_gpu else 0.1,
+        "weight_transfer_config": {"backend": "deltasync"},
+        "skip_tokenizer_init": True,
+    }
+
+
+def _counted(owner: Any, name: str, called: Callable[[], None]) -> None:
+    """Count the calls of one object's method."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+@contextmanager
+def _offline(folder: Path, plan: LivePlan) -> Iterator[Live]:
+    from vllm import LLM
+
+    llm = LLM(model=str(folder), **_settings(plan))
+    core = llm.llm_engine.engine_core
+    yield Live(OfflineClient(llm), partial(_counted, core, "call_utility"))
+    core.shutdown()
+
+
+@contextmanager
+def _asynchronous(folder: Path, plan: LivePlan) -> Iterator[Live]:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True, detokenize=False)
+
+    async def follow(engine: Any, tokens: Tokens, name: str) -> None:
+        for number in range(1_000_000):
+            prompt = {"prompt_token_ids": _PROMPT}
+            async for output in engine.generate(prompt, sampling, request_id=f"{name}-{number}"):
+                tokens.times.extend([time.monotonic()] * bool(output.outputs[0].token_ids))
+                if tokens.is_ending:
+                    return
+
+    async def open_engine() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **_settings(plan)))
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = asyncio.run_coroutine_threadsafe(open_engine(), loop).result()
+    count = partial(_counted, engine.engine_core, "_call_utility_async")
+    live = Live(AsyncClient(engine, loop), count)
+    running = [
+        asyncio.run_coroutine_threadsafe(follow(engine, live.tokens, str(n)), loop)
+        for n in range(plan.requests)
+    ]
+    try:
+        yield live
+        live.tokens.is_ending = True
+        for one in running:
+            one.result(60)
+    finally:
+        engine.shutdown()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@contextmanager
+def _served(folder: Path, plan: LivePlan) -> Iterator[Live]:
+    port, settings = free_port(), _settings(plan)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--port", str(port), "--skip-tokenizer-init", "--dtype", settings["dtype"]]
+    command += ["--weight-transfer-config", json.dumps(settings["weight_transfer_config"])]
+    command += ["--gpu-memory-utilization", str(settings["gpu_memory_utilization"])]
+    command += ["--max-model-len", str(settings["max_model_len"])]
+    command += ["--enforce-eager"] * settings["enforce_eager"]
+    url = f"http://127.0.0.1:{port}"
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        _wait_until_up(url, server)
+        client = HttpClient(url)
+        live = Live(client, partial(_counted, client._http, "post"))
+        threads = [
+            threading.Thread(target=_stream, args=(url, str(folder), live.tokens), daemon=True)
+            for _ in range(plan.requests)
+        ]
+        for thread in threads:
+            thread.start()
+        yield live
+        live.tokens.is_ending = True
+        for thread in threads:
+            thread.join(60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, 15)
+        server.wait(60)
+
+
+def _wait_until_up(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            Http(url).get("health")
+            return
+        except DeltaSyncError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _stream(url: str, model: str, tokens: Tokens) -> None:
+    """Requests one after the other, of which tokens come one by one."""
+    asked = {"model": model, "prompt": _PROMPT, "max_tokens": 900, "temperature": 0}
+    asked |= {"stream": True, "ignore_eos": True, "return_token_ids": True, "detokenize": False}
+    body = json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json"}
+    try:
+        while not tokens.is_ending:
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        tokens.times.append(time.monotonic())
+                    if tokens.is_ending:
+                        return
+    except (OSError, ValueError, HTTPException) as error:
+        tokens.failures.append(f"{type(error).__name__}: {error}")
+
+
+def make_table(results: list[Result]) -> Table:
+    """For a terminal: medians, and in brackets those of the several calls."""
+    table = Table(*_COLUMNS, title="syncs of a running vLLM, in one call (in several)")
+    for result in results:
+        table.add_row(*_cells(result))
+    return table
+
+
+_COLUMNS = ("engine", "sync", "whole", "calls", "staging", "write", "longest gap", "usual gap",
+            "tokens/s during", "before", "after")  # fmt: skip
+
+
+def _cells(result: Result) -> Iterator[str]:
+    parts = result.parts
+
+    def both(key: str, scale: float = 1e3, unit: str = " ms") -> str:
+        if key not in parts:
+            return ""
+        ours, theirs = parts[key] * scale, parts[f"several_{key}"] * scale
+        return f"{ours:.3g}{unit} ({theirs:.3g}{unit})"
+
+    yield from (result.model, result.case.removeprefix("live_"), both("total_s"))
+    yield both("calls", 1, "")
+    yield from map(both, ("staging_s", "write_s", "gap_s", "usual_gap_s"))
+    yield both("tokens_per_s", 1, "")
+    for moment in ("before", "after"):
+        yield f"{parts[f'{moment}_tokens_per_s']:.0f}"
