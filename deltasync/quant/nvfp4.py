@@ -65,7 +65,7 @@ class CompressedNvfp4:
         stored = scale.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
         divisor = stored.float()
         divisor = torch.where(divisor == 0, 0.125, divisor)
-        codes = e2m1(blocks / (divisor / total).unsqueeze(-1))
+        codes = e2m1(blocks.float().div_((divisor / total).unsqueeze(-1)))
         return {
             "weight_packed": packed(codes.flatten(1)),
             "weight_scale": divisor.to(torch.float8_e4m3fn),
@@ -113,10 +113,11 @@ class ModelOptNvfp4:
         stored = (
             torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn)
         )
-        codes = e2m1(blocks / (stored.float() * total).unsqueeze(-1))
+        codes = e2m1(blocks.float().div_((stored.float() * total).unsqueeze(-1)))
         return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
 
 
 def _peak(weights: Iterable[Tensor]) -> Tensor:
     """float32 []: the largest magnitude in any of some matrices; NaN if there is one."""
-    return torch.stack([weight.abs().amax() for weight in weights]).amax().float()
+    extremes = [torch.stack(torch.aminmax(weight)) for weight in weights]
+    return torch.stack(extremes).abs().amax().float()
