@@ -1,8 +1,8 @@
 """NVFP4: E2M1 codes, an e4m3 scale for 16 of a row, and a float32 scale of the whole.
 
-Both producers divide by constants as torch does it on the device where the weights are: on CUDA
-that is a product with the inverse, so that a scale may differ in its last bit from one made on a
-CPU.
+All of it is the same on CPUs and GPUs but for `weight_scale_2` of ModelOpt: torch divides by 2688
+on a CPU, and on CUDA multiplies by its inverse, which gives another last bit for a fifth of all
+magnitudes. Each is what ModelOpt gives there.
 """
 
 from __future__ import annotations
