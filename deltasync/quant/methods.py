@@ -14,6 +14,7 @@ from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.int4 import Int4
+from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
 _REGEX = "re:"
@@ -183,6 +184,9 @@ def _form_of(weights: Arguments, kind: str | None) -> Form:
         case ("nvfp4-pack-quantized", "float", 4, "tensor_group", None | "float8_e4m3fn"):
             if weights.group_size == 16:
                 return CompressedNvfp4()
+        case ("mxfp4-pack-quantized", "float", 4, "group", "uint8"):
+            if weights.group_size == 32:
+                return MxFp4()
     told = {name: value for name, value in weights.model_dump().items() if value is not None}
     for name in ("observer", "observer_kwargs", "zp_dtype", "symmetric", "dynamic", "actorder"):
         told.pop(name, None)

@@ -3,6 +3,10 @@
 All of it is the same on CPUs and GPUs but for `weight_scale_2` of ModelOpt: torch divides by 2688
 on a CPU, and on CUDA multiplies by its inverse, which gives another last bit for a fifth of all
 magnitudes. Each is what ModelOpt gives there.
+
+A step that moves the largest magnitude of a group of matrices by one unit of bfloat16 moves their
+float32 scale, and by that some 6 % of the e4m3 scales and 4 % of the bytes of codes, of weights
+that are normally distributed. Other steps change far less: `python -m benchmarks.served` counts.
 """
 
 from __future__ import annotations

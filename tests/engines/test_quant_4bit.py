@@ -12,10 +12,12 @@ from torch import Tensor
 from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.quant.form import Form
 from deltasync.quant.int4 import Int4
+from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from tests.quant.matrices import MATRICES, matrix
 
 with catch_warnings(action="ignore"):  # of what torch imports to compile
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import (
@@ -65,6 +67,15 @@ def compressed(weights: list[Tensor], *, number: int = 0) -> dict[str, Tensor]:
     return dict(NVFP4PackedCompressor.compress(module, scheme))
 
 
+def mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """What a checkpoint of MXFP4 has of a layer."""
+    scheme = preset_name_to_scheme("MXFP4A16", ["Linear"])
+    assert scheme.weights is not None
+    scale, zero = calculate_qparams(*extremes(weight, 32), scheme.weights)
+    module = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    return dict(MXFP4PackedCompressor.compress(module, scheme))
+
+
 def pack_quantized(weight: Tensor, group: int | None) -> dict[str, Tensor]:
     """What a checkpoint of INT4 has of a layer."""
     strategy = {"group_size": group, "strategy": "group"} if group else {"strategy": "channel"}
@@ -99,6 +110,22 @@ def test_nvfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
     for name, part in parts.items():
         assert part.shape == theirs[name].shape, name
         assert torch_dtype(part.dtype) == theirs[name].dtype, name
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_mxfp4_is_that_of_compressed_tensors(kind: str, rows: int) -> None:
+    weight, form = matrix(kind, rows, 256, seed=rows), MxFp4()
+    theirs, ours = mxfp4(weight), served(form, [weight])
+    largest = weight.abs().view(rows, -1, 32).amax(-1)
+    has_scale = largest.float() < 1.75 * 2**127
+    for name, part in form.parts((rows, 256)).items():
+        assert (part.shape, torch_dtype(part.dtype)) == (theirs[name].shape, theirs[name].dtype)
+        assert ours[name].shape == theirs[name].shape
+        same = (ours[name] == theirs[name]).view(*has_scale.shape, -1)
+        assert same[has_scale].all(), name
+    assert set(theirs) == set(ours)
+    assert has_scale.all() or kind in ("huge", "any", "signs")
 
 
 def test_fused_layers_of_compressed_tensors_share_a_global_scale() -> None:

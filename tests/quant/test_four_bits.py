@@ -15,6 +15,7 @@ from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
 from deltasync.quant.int4 import Int4
+from deltasync.quant.mxfp4 import MxFp4
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import Matrix, ServedReader
 from tests.quant.golden.four_bits import FILE
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 FORMS: dict[str, Form] = {
     "nvfp4 of compressed-tensors": CompressedNvfp4(),
     "nvfp4 of modelopt": ModelOptNvfp4(),
+    "mxfp4": MxFp4(),
     "int4, 32": Int4(32),
     "int4, rows": Int4(None),
 }
@@ -46,6 +48,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 def test_parts_are_those_that_producers_write(form: str, kind: str) -> None:
     golden = load_file(FILE)
     weight = golden[f"matrix/{kind}/weight"]
+    if form == "mxfp4":
+        weight = weight.clamp(-1e38, 1e38)  # beyond, there is no scale
     found = Matrix(weight, FORMS[form], name="layer.weight")
     theirs = {path.rpartition("/")[2] for path in golden if path.startswith(f"{form}/{kind}/")}
     assert theirs == set(found.parts)
@@ -99,7 +103,7 @@ def test_a_change_reaches_its_block_and_what_the_global_scale_moves(
     assert list(before) == list(after)
     if any(not same(before[name], after[name]) for name in form.whole(iter([weight]))):
         return  # another global scale: everything may move
-    block = 16 if form.shares else 32 if form == Int4(32) else 64
+    block = 16 if form.shares else 64 if form == Int4(None) else 32
     for name in after:
         if after[name].dim() < 2:
             continue
@@ -116,6 +120,7 @@ def test_a_change_reaches_its_block_and_what_the_global_scale_moves(
     [
         (CompressedNvfp4(), (4, 24)),
         (ModelOptNvfp4(), (4, 8)),
+        (MxFp4(), (4, 48)),
         (Int4(128), (4, 192)),
         (Int4(32), (4, 16)),
         (CompressedNvfp4(), (4, 0)),
@@ -123,7 +128,7 @@ def test_a_change_reaches_its_block_and_what_the_global_scale_moves(
     ],
 )
 def test_shapes_without_whole_blocks_are_refused(form: Form, shape: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=r"^gate\.weight: (NVFP4|INT4) of .* blocks? "):
+    with pytest.raises(ConfigError, match=r"^gate\.weight: (NVFP4|MXFP4|INT4) of .* blocks? "):
         Matrix(torch.ones(shape, dtype=torch.bfloat16), form, name="gate.weight")
 
 
