@@ -19,7 +19,7 @@ VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
 .PHONY: demo test lint types layers docs notebook notebook-outputs bench \
-  engines test-engines sweep-engines test-ray test-verl clean
+  engines test-engines sweep-engines gpu-engines test-ray test-verl clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -71,6 +71,10 @@ test-engines: $(OLD_SGLANG)
 # All text architectures of vLLM, resumed where it was left; some 40 minutes on one core.
 sweep-engines: $(ENGINES)/.installed
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m tests.engines.sweep
+
+# What a GPU machine without a network needs to run real engines: see tests/engines/gpu/pack.py.
+gpu-engines: $(STAMP)
+	$(BIN)/python -m tests.engines.gpu.pack make $(ENGINES)/gpu-work $(ENGINES)/gpu
 
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py

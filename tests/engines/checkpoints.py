@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,9 @@ class Weights(WeightSource):
             self.weights[name].copy_(tensor)
 
 
-def write_config(architecture: str, folder: Path) -> Path:
-    """A folder that a model can be made from."""
-    config = CONFIGS[architecture] | {"architectures": [architecture]}
+def write_config(architecture: str, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
+    """A folder that a model can be made from; `more` is added to its configuration."""
+    config = CONFIGS[architecture] | {"architectures": [architecture]} | dict(more or {})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

@@ -17,12 +17,15 @@ def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
     from vllm import LLM
 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    default: dict[str, Any] = {"max_model_len": 64, "enable_prefix_caching": False}
+    default: dict[str, Any] = {
+        "max_model_len": 64,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        enforce_eager=True,
         weight_transfer_config={"backend": "deltasync"},
         **(default | settings),
     )

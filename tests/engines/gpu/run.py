@@ -1,0 +1,90 @@
+"""All cases on the GPUs of this machine, some side by side.
+
+    python -m tests.engines.gpu.run [--out FILE] [--at-once N] [--limit SECONDS] [NAME ...]
+
+Appends a JSON line for each. The exit code is 1 if one is wrong or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from tests.engines.environment import ROOT
+from tests.engines.gpu.cases import CASES
+
+_SAID = 3000  # of what a failed case has printed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.run")
+    parser.add_argument("names", nargs="*", help="all that fit on this machine, if none is named")
+    parser.add_argument("--out", type=Path, default=Path("gpu-engines.jsonl"))
+    parser.add_argument("--at-once", type=int, default=8, help="cases that run side by side")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each")
+    chosen = parser.parse_args()
+    count = max(1, torch.cuda.device_count())
+    names = chosen.names or [name for name, case in CASES.items() if case.workers <= count]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    began, lock, bad = time.monotonic(), Lock(), 0
+    with ThreadPoolExecutor(chosen.at_once) as pool, chosen.out.open("a", encoding="utf-8") as file:
+        for row in pool.map(lambda name: tried(name, chosen.limit), names):
+            bad += row["outcome"] in ("WRONG", "failed")
+            with lock:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            print(f"{time.monotonic() - began:6.0f} s  {said(row)}", flush=True)  # noqa: T201
+    return int(bad > 0)
+
+
+def tried(name: str, limit_s: float) -> dict[str, Any]:
+    """In a process group of its own, which is ended with all that it has started."""
+    folder = Path(tempfile.mkdtemp(prefix="engine-"))
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.engines.gpu.follow", name, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        printed += f"\nended after {limit_s:.0f} s"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    *_, last = printed.strip().splitlines() or [""]
+    row: dict[str, Any] = {"name": name, "outcome": "failed", "printed": printed[-_SAID:]}
+    if process.returncode == 0 and last.startswith("{"):
+        row = json.loads(last)
+    return row | {"took_s": round(time.monotonic() - began, 1)}
+
+
+def said(row: dict[str, Any]) -> str:
+    """One line."""
+    text = f"{row['name']}: {row['outcome']} in {row['took_s']} s"
+    why = row.get("refused") or (row.get("printed", "").strip().splitlines() or [""])[-1]
+    return f"{text} ({why[:300]})" if why else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
