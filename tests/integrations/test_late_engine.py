@@ -338,3 +338,22 @@ def test_an_engine_of_which_one_call_reaches_some_workers_is_asked_in_several(
         sync.send_weights()
         assert server.calls == ["pause", "update", "updated", "name", "resume"]
         assert bits_equal(source, server.module)
+
+
+@pytest.mark.parametrize("kind", [Server, OneCall])
+def test_a_full_sync_pauses_when_its_first_payload_is_ready(
+    kind: type[Server], tmp_path: Path
+) -> None:
+    """Memory for payloads is allocated, and shared with the engine, when the first is packed."""
+    server = kind(random_model({"a": (8, 4)}, 1))
+
+    class Noting(shared_memory.Sender):
+        def buffer(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+            server.calls.append("buffer")
+            return super().buffer(num_bytes, timeout_s=timeout_s)
+
+    source, link = ModuleSource(random_model({"a": (8, 4)}, 0)), Noting(tmp_path / "socket")
+    with EngineSync(source, server, link, paused=server.paused, timeout_s=5) as sync:
+        assert sync.send_weights().full_synced == 1
+        assert server.calls[:3] == ["connect", "buffer", "write" if kind is OneCall else "pause"]
+        server.worker.disconnect()

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
@@ -49,7 +51,8 @@ class SyncPhase:
 
     Attributes:
         version: What it brings.
-        is_decided: Whether receivers that have staged it write now. Otherwise it has just begun.
+        is_decided: Whether receivers that have staged it write now. Otherwise it has begun, and its
+            first payload is ready.
         is_full: Whether it is a full sync: receivers write it as it arrives, or may do so.
         staged_bytes: The most memory that staging takes. Receivers that have less write as it
             arrives.
@@ -112,7 +115,7 @@ class Round:
         self._layout, self._compression = layout, compression
         self._result = RoundResult()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
-        self._is_answering = self._has_asked = False
+        self._is_answering = self._has_asked = self._has_begun = False
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -154,7 +157,6 @@ class Round:
             self._peer_ranks.start(
                 receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
             )
-        self._report_phase(is_decided=False)
         self._send_buckets(emitter)
         if not self._session.failures:
             self._is_answering = self._has_asked = True
@@ -170,10 +172,15 @@ class Round:
         return bool(self._session.failures)
 
     def _send_buckets(self, emitter: Emitter) -> None:
-        """Send our own, and wait until the trainer's other ranks have sent theirs."""
+        """Send our own, and wait until the trainer's other ranks have sent theirs.
+
+        The first bucket is packed before the phase is reported: an engine that writes what arrives
+        does not wait, paused, for memory that is allocated then.
+        """
         try:
-            emitter.send_buckets(self._link.send)
+            emitter.send_buckets(self._send_bucket)
             self._packed()
+            self._report_begun()
         except TransportError as error:
             self._note_lost(error)
         self._result.sent = emitter.sent
@@ -183,6 +190,16 @@ class Round:
             for member in self._session.participants.values():
                 if member.connection in theirs.lost:
                     self._session.failed(member.peer, theirs.lost[member.connection])
+
+    def _send_bucket(self, bucket: Message, payload: Tensor) -> None:
+        self._report_begun()
+        self._link.send(bucket, payload)
+
+    def _report_begun(self) -> None:
+        """Once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._report_phase(is_decided=False)
 
     def _collect_prepared(self) -> None:
         digests: dict[int, int] = {}
