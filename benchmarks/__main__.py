@@ -36,6 +36,7 @@ from benchmarks.verl import run as run_verl
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
+LIVE_RECORDS = {"cpu": RESULTS / "live-cpu.jsonl", "cuda": RESULTS / "live-gpu.jsonl"}
 ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
 SHARDED_RECORDS = {
     "collective": RESULTS / "sharded-nccl.jsonl",
@@ -152,7 +153,7 @@ def _measure_live(
     scale: str, device: str | None, out: Path | None, *, as_json: bool, record: bool
 ) -> None:
     plan = live.LivePlan.choose(scale, device)
-    kept = RESULTS / f"live-{plan.device.type}.jsonl" if record else None
+    kept = LIVE_RECORDS[plan.device.type] if record else None
     if kept is not None:
         kept.unlink(missing_ok=True)
     _show(_kept(live.run(plan), kept, out), live.make_table, as_json=as_json)
@@ -303,6 +304,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
     kept = (
         RECORDS,
         *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
+        *LIVE_RECORDS.values(),
         VERL_RECORDS,
     )
     for records in kept:
@@ -318,6 +320,8 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 
 def _markdown(records: Path) -> str:
     results = read_records(records)
+    if records in LIVE_RECORDS.values():
+        return live.make_markdown(results)
     is_gpu = any(result.model for result in results)
     return gpu_report.make_markdown(results) if is_gpu else cpu_report.make_markdown(results)
 

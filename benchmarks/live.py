@@ -32,6 +32,7 @@ from rich.table import Table
 from benchmarks.engines import Trainer, config_of
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 from benchmarks.record import SLOW_DOWN, Result, compared
+from benchmarks.report import describe, row
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
@@ -366,16 +367,30 @@ def _stream(url: str, model: str, tokens: Tokens) -> None:
         tokens.failures.append(f"{type(error).__name__}: {error}")
 
 
+_COLUMNS = (
+    *("engine", "sync", "whole sync", "calls", "staging", "write"),
+    *("longest gap between tokens", "usual gap", "tokens/s: before", "during", "after"),
+)
+_SAID = (
+    "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
+    "longest without a token of any request: around a sync, and in 0.1 s before it."
+)
+
+
 def make_table(results: list[Result]) -> Table:
-    """For a terminal: medians, and in brackets those of the several calls."""
-    table = Table(*_COLUMNS, title="syncs of a running vLLM, in one call (in several)")
+    """For a terminal."""
+    table = Table(*_COLUMNS, title=_SAID)
     for result in results:
         table.add_row(*_cells(result))
     return table
 
 
-_COLUMNS = ("engine", "sync", "whole", "calls", "staging", "write", "longest gap", "usual gap",
-            "tokens/s during", "before", "after")  # fmt: skip
+def make_markdown(results: list[Result]) -> str:
+    """For docs/performance.md."""
+    environments = {describe(result.environment): None for result in results}
+    lines = [row(_COLUMNS), row("---" for _ in _COLUMNS)]
+    lines += [row(_cells(result)) for result in results]
+    return "\n".join([_SAID, "", *lines, "", *environments])
 
 
 def _cells(result: Result) -> Iterator[str]:
@@ -384,12 +399,14 @@ def _cells(result: Result) -> Iterator[str]:
     def both(key: str, scale: float = 1e3, unit: str = " ms") -> str:
         if key not in parts:
             return ""
-        ours, theirs = parts[key] * scale, parts[f"several_{key}"] * scale
-        return f"{ours:.3g}{unit} ({theirs:.3g}{unit})"
+        return f"{parts[key] * scale:.3g} ({parts[f'several_{key}'] * scale:.3g}){unit}"
 
-    yield from (result.model, result.case.removeprefix("live_"), both("total_s"))
-    yield both("calls", 1, "")
+    def rate(key: str) -> str:
+        return f"{parts[key]:.0f}" if parts[key] else ""
+
+    case = "nothing" if result.case == "live_unchanged" else f"{100 * result.density:g} % changed"
+    yield from (result.model, case, both("total_s"), both("calls", 1, ""))
     yield from map(both, ("staging_s", "write_s", "gap_s", "usual_gap_s"))
+    yield rate("before_tokens_per_s")
     yield both("tokens_per_s", 1, "")
-    for moment in ("before", "after"):
-        yield f"{parts[f'{moment}_tokens_per_s']:.0f}"
+    yield rate("after_tokens_per_s")

@@ -1,0 +1,27 @@
+"""The benchmark of running engines, at toy size: no request fails, and an update is one call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.engines.environment import use_cpu
+from tests.engines.programs import Program
+
+# Calls into the engine of an update in several, by the kind of engine.
+_SEVERAL = {"LLM": 8, "AsyncLLM": 10, "vllm serve": 9}
+
+
+@pytest.mark.timeout(500)
+def test_updates_of_running_engines_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cpu(monkeypatch, packs=False)
+    with Program("-m", "benchmarks", "engines", "--live", "--tiny", "--json") as program:
+        text = program.wait(timeout_s=480)
+    records = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
+    assert len(records) == 2 * len(_SEVERAL)
+    for record in records:
+        kind, parts = record["model"].split(", ")[1], record["parts"]
+        assert parts["calls"] == 1, record
+        assert parts["several_calls"] == _SEVERAL[kind], record
+        assert (parts.get("tokens_per_s", 0) > 0) is (kind != "LLM")
