@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +31,7 @@ FORMS: dict[str, Form] = {
     "int4, 32": Int4(32),
     "int4, rows": Int4(None),
 }
-forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+forms = pytest.mark.parametrize("form", [*FORMS.values(), Int4(32, "slime")], ids=lambda f: f.name)
 kinds = st.sampled_from(MATRICES)
 
 
@@ -146,3 +147,42 @@ def test_zeros_have_no_scale_of_modelopt() -> None:
     Matrix(zeros, CompressedNvfp4(), name="gate.weight").check()
     with pytest.raises(ConfigError, match=r"^gate\.weight: a matrix of zeros has no NVFP4"):
         Matrix(zeros, ModelOptNvfp4(), name="gate.weight").check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MATRICES if kind != "huge"])
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_of_slime_takes_its_steps(kind: str, group: int) -> None:
+    """The steps of its kernel and of what packs, element by element, in numpy's float32."""
+    weight = matrix(kind, 3, 256, seed=7).clamp(-(2.0**125), 2.0**125)
+    parts = served(Int4(group, "slime"), weight)
+    words = parts["weight_packed"].numpy().view(np.uint32)
+    for row, values in enumerate(weight.float().numpy()):
+        for number in range(256 // group):
+            block = values[number * group :][:group]
+            scale = max(np.abs(block).max() * np.float32(1 / 7), np.float32(1e-5))
+            stored = torch.tensor(scale).bfloat16()
+            assert parts["weight_scale"][row, number] == stored
+            for column, code in enumerate(np.rint(block / scale), number * group):
+                again = torch.tensor(float(code)).bfloat16() * stored / stored
+                found = int(words[row, column // 8] >> np.uint32(4 * (column % 8))) & 15
+                assert found - 8 == code == again.round()
+
+
+def test_int4_of_unknown_arithmetic_is_refused() -> None:
+    with pytest.raises(ConfigError, match="arithmetic of 'awq' is not known"):
+        Int4(32, "awq")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="groups of 0"):
+        Int4(0)
+
+
+@pytest.mark.gpu
+@forms
+@pytest.mark.parametrize("kind", MATRICES)
+def test_gpus_give_what_cpus_give(form: Form, kind: str) -> None:
+    weight = matrix(kind, 7, 256, seed=3)
+    here, there = served(form, weight), served(form, weight.cuda())
+    if isinstance(form, ModelOptNvfp4):  # its float32 scale has another last bit
+        whole = {"weight_scale_2": here["weight_scale_2"].cuda()}
+        there = dict(form.quantize(weight.cuda(), whole))
+    for name, part in there.items():
+        assert same(part.cpu(), here[name]), name
