@@ -400,6 +400,35 @@ class WireReader:
         return _rounded(bits.view(self.flat.tensor.dtype), torch_dtype(self.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class PartReader:
+    """Reads a run of what another one computes.
+
+    Attributes:
+        whole: The other one.
+        begin: Where the run begins in it.
+        numel: Its elements.
+    """
+
+    whole: Reader
+    begin: int
+    numel: int
+    flat: None = None
+    computation: None = None
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of the wire dtype there; read only."""
+        return self.whole.read(self.begin + start, self.begin + stop)
+
+
 def storage_of(tensor: Tensor) -> int:
     """What two tensors over the same storage share."""
     return int(tensor.untyped_storage()._cdata)

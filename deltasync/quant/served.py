@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Computation, Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.shard import ShardSpec
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
@@ -82,21 +83,24 @@ class ServedSource:
             yield entry
             return
         held, local = held_of(entry)
-        if held.size != held.shape:
-            raise ConfigError(
-                f"{entry.name}: {form.name} is made of whole matrices, and this rank holds a part "
-                "of one; gather them, see StreamedWeights"
-            )
+        is_part = held.size != held.shape
+        if is_part and not held.numel:
+            return
+        if is_part:
+            _check_part(entry, held, form)
         shared = None
         if form.shares:
             group = siblings(entry.name, self._fused), form
             shared = self._shared.setdefault(group, Shared(form))
         local = local.detach().requires_grad_(entry.tensor.requires_grad)
-        matrix = Matrix(local, form, name=entry.name, shape=entry.shape, shared=shared)
+        shape = held.size if is_part else entry.shape
+        matrix = Matrix(local, form, name=entry.name, shape=shape, shared=shared)
         self._matrices.append(matrix)
+        shards = matrix.lies_in(held) if is_part else {}
         for suffix in matrix.parts:
             names = tuple(_named(name, suffix) for name in entry.names)
-            yield NamedTensor(names, local, computed=ServedReader(matrix, suffix))
+            reader = ServedReader(matrix, suffix)
+            yield NamedTensor(names, local, shards.get(suffix), computed=reader)
 
 
 def served_weights(
@@ -141,6 +145,22 @@ def _together(group: list[Matrix]) -> Iterator[tuple[str, Tensor]]:
         matrix.check()
         for suffix in matrix.parts:
             yield _named(matrix.name, suffix), matrix.served(suffix)
+
+
+def _check_part(entry: NamedTensor, held: ShardSpec, form: Form) -> None:
+    """Raise ConfigError, by name, unless the part of a matrix that is held is quantized alone."""
+    rows, cols = held.shape if len(held.shape) == 2 else (0, 0)
+    borders = held.offset[0], held.offset[0] + held.size[0]
+    if (
+        held.size[1:] != (cols,)
+        or not all(border % form.rows == 0 or border == rows for border in borders)
+        or any(p.rows is None and p.elements is None for p in form.parts((rows, cols)).values())
+    ):
+        raise ConfigError(
+            f"{entry.name}: this rank holds {held.size} at {held.offset} of {held.shape}; what a "
+            f"rank holds must be quantized alone, and {form.name} is made of whole rows, of "
+            f"{form.rows} together or of all; gather them, see StreamedWeights"
+        )
 
 
 def _form_of(names: Sequence[str], shape: tuple[int, ...], forms: Forms) -> Form | None:
@@ -207,6 +227,26 @@ class Matrix:
         self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
         self._scales: Flat | None = None  # what kernels compute
         self.share(Shared(form) if shared is None else shared)
+
+    def lies_in(self, held: ShardSpec) -> dict[str, ShardSpec]:
+        """Where the parts lie, if this is only the rows `held` of a matrix.
+
+        What the form says of the shape is then said of that of the whole matrix.
+        """
+        rows, cols = held.shape
+        full, shards = self.form.parts((rows, cols)), {}
+        for suffix, part in full.items():
+            if part.rows is None:
+                shards[suffix] = ShardSpec.whole(part.shape)
+                continue
+            begin = min(-(-held.offset[0] // part.rows), part.shape[0])
+            offset = (begin, *(0 for _ in part.shape[1:]))
+            shards[suffix] = ShardSpec(part.shape, offset, self.parts[suffix].shape)
+        self.parts = {
+            suffix: part if full[suffix].rows is not None else full[suffix]
+            for suffix, part in self.parts.items()
+        }
+        return shards
 
     def share(self, shared: Shared) -> None:
         """Have the parts of the whole in common with the other matrices of `shared`."""

@@ -26,7 +26,7 @@ class Computed(Reader, Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint tensor."""
+        """Of the checkpoint tensor, or of the part of it that is computed here."""
         ...
 
     def check(self) -> None:
@@ -59,9 +59,10 @@ class NamedTensor:
             check_plain(self.tensor, self.name)
         if self.shard is None:
             return
-        if self.tensor.shape != self.shard.size or prod(self.shape) != prod(self.shard.shape):
+        held = tuple(self.tensor.shape) if self.computed is None else self.computed.shape
+        if held != self.shard.size or prod(self.shape) != prod(self.shard.shape):
             raise ConfigError(
-                f"{self.name}: {tuple(self.tensor.shape)} is held of {self.shape}, the shard says "
+                f"{self.name}: {held} is held of {self.shape}, the shard says "
                 f"{self.shard.size} of {self.shard.shape}"
             )
 
@@ -72,11 +73,11 @@ class NamedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint tensor."""
-        if self.computed is not None:
-            return self.computed.shape
         if self.full_shape is not None:
             return self.full_shape
-        return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
+        if self.shard is not None:
+            return self.shard.shape
+        return tuple(self.tensor.shape) if self.computed is None else self.computed.shape
 
     @property
     def dtype(self) -> Dtype:
@@ -87,16 +88,14 @@ class NamedTensor:
 
 
 def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:
-    """The part held here, and its elements. Raises ConfigError for unsupported DTensors, and for
-    what is computed: that is not shared out among the ranks of a trainer.
+    """The part held here, and its elements, or those that it is computed from.
+
+    Raises ConfigError for unsupported DTensors.
     """
-    if entry.computed is not None:
-        raise ConfigError(
-            f"{entry.name}: computed from whole matrices, which a TrainerGroup does not share out; "
-            "gather them on rank 0, see StreamedWeights"
-        )
     if entry.shard is not None:
         return entry.shard, entry.tensor
+    if entry.computed is not None:
+        return ShardSpec.whole(entry.shape), entry.tensor
     return shard_of(entry.tensor), local_of(entry.tensor)
 
 
@@ -106,6 +105,8 @@ def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedT
     Leaves out tensors of which nothing is held. Raises ConfigError for an invalid index.
     """
     held, local = held_of(entry)
+    if entry.computed is not None:
+        raise ConfigError(f"{entry.name}: is computed; split what it is computed from")
     if held.shape != entry.shape:
         raise ConfigError(f"{entry.name}: has its dimensions split, parts of it are not known")
     for name, index in places.items():

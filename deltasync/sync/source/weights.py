@@ -13,8 +13,9 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import Reader, WireReader, identity
+from deltasync.delta.bits import PartReader, Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.region import Region
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
@@ -324,15 +325,17 @@ class SourceLayout(SentLayout):
             raise SourceChanged(
                 f"{spec.name}: shape {spec.shape} became {entry.shape}; make a new WeightSender"
             )
-        if entry.computed is not None:
-            return [_computed(entry, spec)]
         if self._boxes is None or held is None:
+            if entry.computed is not None:
+                return [_computed(entry, spec)]
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
         if held.shape != box.shape or overlap(held, box) != box:
             raise SourceChanged(
                 f"{spec.name}: its sharding has changed; make new senders on all ranks"
             )
+        if entry.computed is not None:
+            return [_part(_computed(entry, spec), held, region) for _, region in rows_of(box)]
         local = narrowed(local, held, box)
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
@@ -358,6 +361,16 @@ def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
             "the trainer compute the form that the engine serves"
         )
     return entry.computed
+
+
+def _part(computed: Reader, held: ShardSpec, region: Region) -> Reader:
+    """What is computed here of a box of whole rows, or a run of that. Raises ConfigError."""
+    if not region.is_run:
+        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
+    if region.numel == computed.numel:
+        return computed
+    first = held.offset[0] * prod(held.shape[1:]) if held.offset else 0
+    return PartReader(computed, region.start - first, region.numel)
 
 
 class _Kept(WeightSource):
