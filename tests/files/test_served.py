@@ -85,6 +85,12 @@ def test_matrices_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
         forms(f"{LAYER}.self_attn.q_proj.weight", (64, 192))
 
 
+def test_shapes_may_be_of_any_integers(tmp_path: Path) -> None:
+    shape = {f"{LAYER}.self_attn.q_proj.weight_shape": torch.tensor([192, 64], dtype=torch.int32)}
+    forms = forms_of_checkpoint(checkpoint(tmp_path, Int4(32), PACKED, shape))
+    assert forms(f"{LAYER}.self_attn.q_proj.weight", (192, 64)) == Int4(32)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
