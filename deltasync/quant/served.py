@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.delta.bits import Computation, Flat, WireReader, as_bits, integer_dtype, torch_dtype
-from deltasync.delta.shard import ShardSpec
+from deltasync.delta.shard import ShardSpec, is_sharded
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
@@ -61,17 +61,19 @@ class ServedSource:
         self._tensors: list[NamedTensor] = []
         self._matrices: list[Matrix] = []
         self._shared: dict[tuple[tuple[str, ...], Form], Shared] = {}
+        self._parts: dict[str, tuple[str, ...]] = {}  # siblings, where ranks may hold parts
 
     def tensors(self) -> list[NamedTensor]:
         """Raises ConfigError, by name, for a tensor that cannot be served in its form."""
         tensors = self._source.tensors()
         if tensors is not self._all:
-            self._all, self._matrices, self._shared = None, [], {}
+            self._all, self._matrices, self._shared, self._parts = None, [], {}, {}
             self._tensors = [one for tensor in tensors for one in self._served(tensor)]
             self._tensors += self._constants
             often = Counter(name for tensor in self._tensors for name in tensor.names)
             if twice := [name for name, count in often.items() if count > 1]:
                 raise ConfigError(f"{twice[0]}: served, and a tensor of the trainer; rename that")
+            self._check_siblings()
             self._all = tensors
         for matrix in self._matrices:
             matrix.changed()
@@ -90,8 +92,10 @@ class ServedSource:
             _check_part(entry, held, form)
         shared = None
         if form.shares:
-            group = siblings(entry.name, self._fused), form
-            shared = self._shared.setdefault(group, Shared(form))
+            names = siblings(entry.name, self._fused)
+            shared = self._shared.setdefault((names, form), Shared(form))
+            if entry.shard is not None or is_sharded(entry.tensor):
+                self._parts[entry.name] = names
         local = local.detach().requires_grad_(entry.tensor.requires_grad)
         shape = held.size if is_part else entry.shape
         matrix = Matrix(local, form, name=entry.name, shape=shape, shared=shared)
@@ -101,6 +105,17 @@ class ServedSource:
             names = tuple(_named(name, suffix) for name in entry.names)
             reader = ServedReader(matrix, suffix)
             yield NamedTensor(names, local, shards.get(suffix), computed=reader)
+
+    def _check_siblings(self) -> None:
+        """Raise ConfigError, by name, if another rank may hold a matrix that shares a scale."""
+        here = {matrix.name for matrix in self._matrices}
+        for name, names in self._parts.items():
+            if lacking := sorted(set(names) - here):
+                raise ConfigError(
+                    f"{name}: it shares its scale with {lacking[0]}, of which this rank holds "
+                    "nothing; gather them, see StreamedWeights, or leave what the model lacks out "
+                    "of `fused`"
+                )
 
 
 def served_weights(

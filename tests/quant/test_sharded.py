@@ -106,6 +106,19 @@ def test_parts_that_are_not_quantized_alone_are_refused(form: Form, box: ShardSp
         ServedSource(source, lambda *a: forms(form, *a)).tensors()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_hold_one_each_of_what_shares_a_scale_are_refused(rank: int) -> None:
+    """As FSDP of two ranks holds fused gate and up, which `name_map` splits."""
+    made = nn.ModuleDict({f"{one}_proj": nn.Linear(64, 32, bias=False) for one in ("gate", "up")})
+    ways = {"gate_proj": [0, 32, 32], "up_proj": [0, 0, 32]}
+    boxes = {name: held(ways, name, (32, 64), rank) for name, _ in made.named_parameters()}
+    source = ServedSource(Sharded(made, boxes), lambda *_: CompressedNvfp4())
+    with pytest.raises(ConfigError, match=r"_proj\.weight: it shares its scale with .* gather"):
+        source.tensors()
+    alone = ServedSource(Sharded(made, boxes), lambda *_: CompressedNvfp4(), fused=())
+    assert len(alone.tensors()) == 3
+
+
 def test_what_fsdp_cuts_evenly_is_as_before() -> None:
     boxes = [placed((512, 64), (4,), (rank,), [(0, 1)]) for rank in range(4)]
     for box in boxes:
