@@ -16,6 +16,7 @@ from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.quant.sharing import siblings
+from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
 from tests.quant.matrices import matrix
 from tests.quant.test_served import engine
@@ -122,6 +123,29 @@ def test_streams_hold_back_what_shares(form: Form) -> None:
     assert set(taken) == set(expected)
     for name, tensor in taken.items():
         assert torch.equal(as_bits(tensor), as_bits(expected[name])), name
+
+
+@pytest.mark.parametrize("form", [CompressedNvfp4(), ModelOptNvfp4()])
+def test_what_was_held_back_arrives(form: Form) -> None:
+    model, transport, weights = trainer(torch.bfloat16), inprocess.Sender(), StreamedWeights()
+    replica = engine(cold(model, form))
+    sender = WeightSender(weights, transport)
+    serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
+    try:
+        for number in range(3):
+            for parameter in model.parameters():
+                parameter.data += torch.randn(parameter.shape).to(parameter.dtype) * 1e-3 * number
+            state = model.state_dict().items()
+            weights.take(served_weights(state, lambda name, shape: form_of(form, name)))
+            if not number:
+                sender.wait_for_receivers(1, timeout_s=10)
+            sender.send_weights(timeout_s=10)
+            expected = cold(model, form)
+            for name, tensor in replica.state_dict().items():
+                assert torch.equal(as_bits(tensor), as_bits(expected[name])), (number, name)
+    finally:
+        serving.stop()
+        sender.close()
 
 
 def test_a_layer_without_its_siblings_comes_at_the_end() -> None:
