@@ -12,14 +12,15 @@
 # 5. [Layers](#5.-Layers)
 # 6. [How far elements move](#6.-How-far-elements-move): mostly one ULP
 # 7. [Bytes](#7.-Bytes): what the changes cost, and when sending everything is cheaper
-# 8. [Your own checkpoints](#8.-Your-own-checkpoints): the same pictures of two of yours
+# 8. [What engines serve](#8.-What-engines-serve): quantized weights change far less
+# 9. [Your own checkpoints](#9.-Your-own-checkpoints): the same pictures of two of yours
 #
 # Everything is measured here, on a real optimization; nothing is drawn that was not trained.
 
 # %%
 scale = "full"  # "toy": the same in a minute
 images = None  # a folder: the pictures of docs/sparsity.md are written there
-checkpoints = None  # your own, for section 8: (old, new), each a safetensors file or a folder
+checkpoints = None  # your own, for section 9: (old, new), each a safetensors file or a folder
 
 # %%
 import re
@@ -42,6 +43,10 @@ from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_checkpoints
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4
+from deltasync.quant.served import served_weights
 
 set_matplotlib_formats("svg")
 torch.manual_seed(0)
@@ -218,6 +223,46 @@ def by_name(row):
     return dict(zip(names, shaped, strict=True))
 
 
+# Matrices are served like this, as section 8 shows.
+FORMS = {
+    "block FP8": BlockFp8(),
+    "block FP8, ue8m0": BlockFp8("ue8m0"),
+    "NVFP4": CompressedNvfp4(),
+    "INT4, groups of 32": Int4(32),
+}
+
+
+def served_bytes(weights, form):
+    """uint8[n] codes, and uint8[m] scales, of all matrices in a form."""
+    matrices = [
+        (name, weight)
+        for name, weight in by_name(weights).items()
+        if weight.dim() == 2 and name.startswith("blocks.")
+    ]
+    served = served_weights(matrices, lambda name, shape: form)
+    codes, scales = [], []
+    for name, tensor in served:
+        is_scale = "scale" in name or name.endswith("_shape")
+        (scales if is_scale else codes).append(tensor.reshape(-1).view(torch.uint8))
+    return torch.cat(codes), torch.cat(scales)
+
+
+def served_densities(versions):
+    """By form: shares of the bytes of codes that change, and of scales, by steps between syncs."""
+    found = {}
+    for name, form in FORMS.items():
+        kept = [served_bytes(weights, form) for weights in versions[SETTLE:]]
+        found[name] = {
+            k: [
+                np.mean([(new[part] != old[part]).float().mean() for old, new in pairs])
+                for part in (0, 1)
+            ]
+            for k in INTERVALS
+            if (pairs := list(pairwise(kept[::k])))
+        }
+    return found
+
+
 def measure(start, dtype, lr):
     """What changes by steps between syncs, step by step and by tensor; what rules predict."""
     versions, rules = [flat(start).bfloat16()], []
@@ -232,6 +277,7 @@ def measure(start, dtype, lr):
     first, last = by_name(versions[-2]), by_name(versions[-1])
     return SimpleNamespace(
         synced=synced,
+        served=served_densities(versions) if dtype == torch.float32 else None,
         tensors={name: sparsity(first[name], last[name]) for name in names},
         by_step=[sparsity(*pair).density for pair in pairwise(versions)],
         rules=np.array(rules),
@@ -634,7 +680,63 @@ encodings_table(syncs, one)
 # The 16.9 M model, at 1e-6 and k = 1 (0.74 % changed): int32 + value 6.00, with zstd 4.91, u8 gap
 # + u8 step 2.40, with zstd 1.40 bytes a change.
 #
-# ## 8. Your own checkpoints
+# ## 8. What engines serve
+#
+# Many engines serve quantized weights. A code has fewer bits than bf16, so that a step crosses its
+# midpoints more rarely: what is served changes far less than what is trained. `deltasync.quant`
+# makes the engine's codes and scales of the bf16 weights, and a sync compares those.
+
+
+# %%
+def draw_served(runs):
+    """Shares of changed bytes by form: by learning rate at k = 1, and by k at one rate."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), sharey=True)
+    looks = ((BLUE, "o-"), (SKY, "s:"), (GREEN, "o-"), (ORANGE, "o-"))
+    masters_left = [100 * run.synced[1].density for run in runs.values()]
+    left.plot(list(runs), masters_left, "o-", color=GREY, label="bf16 elements")
+    one = runs[1e-6]
+    right.plot(INTERVALS, [100 * one.synced[k].density for k in INTERVALS], "o-", color=GREY)
+    for name, (colour, line) in zip(FORMS, looks, strict=True):
+        by_rate = [100 * run.served[name][1][0] or np.nan for run in runs.values()]
+        by_interval = [100 * one.served[name][k][0] or np.nan for k in INTERVALS]
+        left.plot(list(runs), by_rate, line, color=colour, label=f"{name}: bytes of codes")
+        right.plot(INTERVALS, by_interval, line, color=colour)
+    left.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="changed, %")
+    right.set(xscale="log", xlabel="optimizer steps between syncs, at lr 1e-6")
+    right.set_xticks(INTERVALS, map(str, INTERVALS))
+    right.minorticks_off()
+    left.yaxis.set_major_formatter("{x:g}")
+    left.set_title("Quantized weights change less")
+    right.set_title("Also where syncs are rare")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+show(draw_served(masters), "sparsity-served")
+
+
+# %%
+def served_table():
+    """Shares of changed bytes, and how many times as sparse as bf16's elements."""
+    head = "| | bf16 | " + " | ".join(FORMS) + " |"
+    lines = [head, "|---" * (2 + len(FORMS)) + "|"]
+    for lr, run in masters.items():
+        for k in (1, 32):
+            cells = [f"{100 * run.synced[k].density:.2g} %"]
+            for name in FORMS:
+                codes, scales = run.served[name][k]
+                cells.append(f"{100 * codes:.2g} % (scales {100 * scales:.2g} %)")
+            lines.append(f"| lr {rate(lr)}, k = {k} | " + " | ".join(cells) + " |")
+    return Markdown("\n".join(lines))
+
+
+served_table()
+
+# %% [markdown]
+# Scales follow the largest element of their block, which moves rarely; powers of two (ue8m0)
+# nearly never. The scales of NVFP4 and INT4 cover few elements, and change with them.
+#
+# ## 9. Your own checkpoints
 #
 # Set `checkpoints` in the first cell to two versions of yours: safetensors files, or folders of
 # them with or without an index. Files are read piece by piece, whatever their size. Without, the
