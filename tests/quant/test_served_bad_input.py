@@ -25,6 +25,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form, Part, Shape
+from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.transports import inprocess
@@ -340,6 +341,29 @@ def test_a_sync_that_came_to_nothing_is_covered_by_the_next(form: Form) -> None:
             other.stop()
         holds(replica, cold(source, form))
         holds(late, cold(source, form))
+
+
+def test_matrices_without_whole_blocks_are_refused_by_name() -> None:
+    source = trainer(0, torch.bfloat16)
+    replica = engine(cold(source, FORM))
+    told = refusal(served(source, CompressedNvfp4()), replica)  # rows of 200 elements
+    assert "up.weight: NVFP4 of compressed-tensors is for blocks of 16 in a row" in told
+
+
+def test_an_engine_that_sleeps_and_one_that_rejoins_are_served() -> None:
+    source = trainer(0, torch.bfloat16)
+    replica = engine(cold(source, FORM))
+    with connected(served(source), replica) as (sender, serving):
+        sender.send_weights(timeout_s=5)
+        serving.receiver.detach()
+        step(source, 0.5, 1)
+        with suppress(DeltaSyncError):
+            sender.send_weights(timeout_s=5)
+        serving.receiver.attach()
+        step(source, 0.5, 2)
+        sender.wait_for_receivers(1, timeout_s=10)
+        sender.send_weights(timeout_s=5)
+        holds(replica, cold(source, FORM))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (129, 1), (1, 129), (128, 128)])
