@@ -4,37 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape
+from deltasync.quant.rounding import (
+    LARGEST_FP8,
+    as_fp8,
+    divided,
+    largest,
+    power_of_two,
+    power_of_two_above,
+    with_one_nan,
+)
 
 _BLOCK = 128
-_LARGEST = 448.0  # of float8_e4m3fn
+
+Scale = Literal["float32", "ue8m0"]
+Arithmetic = Literal["deepgemm", "nemo-rl"]
+
+_REFUSED = {
+    "slime": "its kernel divides by Triton's /, which GPUs only approximate",
+    "vllm": "on GPUs it compiles DeepGEMM's function to Triton's /, which GPUs only approximate",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
     """`weight` as float8_e4m3fn and `weight_scale_inv`, float32 for each block.
 
-    A block's scale is max(amax, 1e-4) / 448, and an element's code the nearest of its product with
-    1 / scale, all in float32. With `scale="ue8m0"` the scale is rounded up to a power of two first.
-    Blocks at the ends of rows and columns may be smaller.
+    Blocks at the ends of rows and columns may be smaller. All is in float32.
 
-    Source of the formula: `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py), which
-    vLLM has in vllm/utils/deep_gemm.py and SGLang, for ue8m0, in quantization/fp8_utils.py.
+    `arithmetic="deepgemm"`: a block's scale is max(amax, 1e-4) / 448, and an element's code the
+    nearest of its product with 1 / scale. With `scale="ue8m0"` the scale is rounded up to a power
+    of two first. Source: `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py), which vLLM
+    has in vllm/utils/deep_gemm.py and SGLang, for ue8m0, in quantization/fp8_utils.py. They round
+    up in two ways, by logarithms and by bits, which agree on the maximum of any bfloat16 block.
+    Each division is rounded once, as on CPUs. On GPUs torch multiplies by 1 / 448 instead, which
+    gives other scales in the last bit of float32, and the same ue8m0.
+
+    `arithmetic="nemo-rl"`: an element is multiplied by (1 / amax) * 448, or by 1 if amax is 0 or
+    infinite, clamped to what float8_e4m3fn has and rounded; the scale is the reciprocal of that
+    factor. With `scale="ue8m0"` the factor is the reciprocal of the least power of two that is not
+    below amax / 448, from 2^-126 to 2^127, or 1 if that is less. What lacks of a last block counts
+    as the matrix's last element. Source: `cast_tensor_to_fp8_blockwise` of NeMo-RL
+    (nemo_rl/models/generation/vllm/quantization/fp8.py); 448 / amax is that product in torch.
     """
 
-    scale: Literal["float32", "ue8m0"] = "float32"
+    scale: Scale = "float32"
+    arithmetic: Arithmetic = "deepgemm"
     rows: int = _BLOCK
     shares: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is unknown, or cannot be matched bit for bit."""
+        known = get_args(Arithmetic)
+        if self.arithmetic not in known:
+            why = _REFUSED.get(self.arithmetic, "it is not known")
+            raise ConfigError(
+                f"block FP8 cannot be made by the arithmetic of {self.arithmetic!r}: {why}; "
+                f"choose one of {sorted(known)}"
+            )
+        if self.scale not in get_args(Scale):
+            raise ConfigError(f"block FP8 has float32 or ue8m0 scales, not {self.scale!r}")
+
     @property
     def name(self) -> str:
-        return f"block FP8 with {self.scale} scales"
+        whose = "" if self.arithmetic == "deepgemm" else f" of {self.arithmetic}"
+        return f"block FP8{whose} with {self.scale} scales"
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
@@ -45,23 +86,37 @@ class BlockFp8:
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        """Nothing: blocks are on their own."""
-        return {}
+        """The element that pads blocks, which is no part; nothing if zeros do."""
+        if self.arithmetic != "nemo-rl":
+            return {}
+        (weight,) = weights
+        return {"padding": weight[-1:, -1:].clone()}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         rows, cols = band.shape
         padded = band.new_zeros((-(-rows // _BLOCK) * _BLOCK, -(-cols // _BLOCK) * _BLOCK))
+        if whole:
+            padded.copy_(whole["padding"])
         padded[:rows, :cols] = band
         blocks = padded.view(-1, _BLOCK, padded.shape[1] // _BLOCK, _BLOCK)
-        scale = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / _LARGEST
-        if self.scale == "ue8m0":
-            scale = _power_of_two_above(scale)
-        codes = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).view_as(padded)
-        return {"weight": codes[:rows, :cols], "weight_scale_inv": scale[:, 0, :, 0]}
+        amax = largest(blocks, (1, 3)).float()
+        if self.arithmetic == "nemo-rl":
+            factor = _nemo_factor(amax, self.scale)
+            scale, scaled = 1.0 / factor, (blocks * factor).clamp_(-LARGEST_FP8, LARGEST_FP8)
+        else:
+            scale = divided(amax.clamp(1e-4), LARGEST_FP8)
+            if self.scale == "ue8m0":
+                exponent = power_of_two_above(scale).clamp_(1, 254)
+                scale = torch.where(scale.isfinite(), power_of_two(exponent), scale)
+            scaled = blocks * (1.0 / scale)
+        codes = as_fp8(scaled).view_as(padded)
+        return {"weight": codes[:rows, :cols], "weight_scale_inv": with_one_nan(scale[:, 0, :, 0])}
 
 
-def _power_of_two_above(scale: Tensor) -> Tensor:
-    """The least power of two that is not below, of positive normal float32."""
-    bits = scale.view(torch.int32)
-    exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).int()
-    return (exponent.clamp(1, 254) << 23).view(torch.float32)
+def _nemo_factor(amax: Tensor, scale: Scale) -> Tensor:
+    """float32: what NeMo-RL multiplies elements of blocks with maxima `amax` by."""
+    if scale == "float32":
+        factor = amax.reciprocal() * LARGEST_FP8
+        return torch.where((amax == 0) | amax.isinf(), 1.0, factor)
+    exponent = power_of_two_above(divided(amax, LARGEST_FP8)).clamp_(0, 254)
+    return torch.where(exponent == 0, 1.0, power_of_two(254 - exponent))

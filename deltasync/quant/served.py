@@ -291,15 +291,15 @@ class Matrix:
                     f"{self.name}: NaN or infinity has no {self.form.name}; restore the weights "
                     "before engines connect"
                 )
-        for part in self._shared.parts().values():
-            if not (part.isfinite() & (part != 0)).all():
+        for suffix, part in self._shared.parts().items():
+            if suffix in self.parts and not (part.isfinite() & (part != 0)).all():
                 raise ConfigError(
                     f"{self.name}: a matrix of zeros has no {self.form.name}; serve it as it is"
                 )
 
     def computation(self, suffix: str) -> Computation | None:
         """How kernels compute one part. They read the weight itself: float32 or bfloat16."""
-        if not isinstance(self.form, BlockFp8):
+        if not isinstance(self.form, BlockFp8) or self.form.arithmetic != "deepgemm":
             return None
         if self._scales is None:
             shape = self.parts["weight_scale_inv"].shape

@@ -65,17 +65,20 @@ def test_kernels_compute_the_reference(scale: str, dtype: torch.dtype, device: s
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_block_that_is_not_finite_has_the_scale_that_torch_gives_it() -> None:
-    form, weight = BlockFp8(), torch.ones(128, 128, dtype=torch.bfloat16)
+@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
+def test_a_block_that_is_not_finite_has_the_scale_that_torch_gives_it(scale: str) -> None:
+    form = BlockFp8(scale)  # type: ignore[arg-type]
+    weight = torch.ones(128, 128, dtype=torch.bfloat16)
     backend, readers = snapshot([weight], form)
     for value in (torch.nan, torch.inf, -torch.inf):
         weight[3, 5] = value
         sync(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
-        codes, scale = (
+        codes, scales = (
             flat.line.view(torch_dtype(flat.dtype)).float() for flat in backend.flats.values()
         )
         expected = form.quantize(weight, {})
-        assert torch.equal(scale.isnan(), expected["weight_scale_inv"].isnan().view(-1))
+        assert torch.equal(scales.isnan(), expected["weight_scale_inv"].isnan().view(-1))
+        assert torch.equal(scales.isinf(), expected["weight_scale_inv"].isinf().view(-1))
         assert torch.equal(codes.isnan(), expected["weight"].float().isnan().view(-1))
 
 

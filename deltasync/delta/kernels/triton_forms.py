@@ -75,14 +75,14 @@ def block_fp8(
 
 @triton.jit
 def _scale_of(largest, UE8M0: tl.constexpr):
-    """float32 scale of a block of which this is the largest magnitude; NaN of NaN."""
+    """float32 scale of a block of which this is the largest magnitude; itself if not finite."""
     scale = tl.div_rn(tl.maximum(largest, _LEAST), _LARGEST)
     if UE8M0:  # the least power of two that is not below
         bits = scale.to(tl.uint32, bitcast=True)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
         exponent = tl.minimum(tl.maximum(exponent, 1), 254)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.where(largest == largest, scale, largest)
+    return tl.where(largest < float("inf"), scale, largest)
 
 
 @triton.jit(do_not_specialize=["num_matrices"])
