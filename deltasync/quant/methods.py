@@ -13,8 +13,11 @@ from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8 as PlainFp8
 from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
 from deltasync.quant.mxfp4 import MxFp4
+from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
 _REGEX = "re:"
@@ -187,6 +190,15 @@ def _form_of(weights: Arguments, kind: str | None) -> Form:
         case ("mxfp4-pack-quantized", "float", 4, "group", "uint8"):
             if weights.group_size == 32:
                 return MxFp4()
+        case ("mxfp8-quantized", "float", 8, "group", "uint8"):
+            if weights.group_size == 32:
+                return MxFp8("compressed-tensors")
+        case ("float-quantized", "float", 8, "channel", None | "bfloat16"):
+            return PlainFp8("channel")
+        case ("float-quantized", "float", 8, "tensor", None | "bfloat16"):
+            return PlainFp8("tensor")
+        case ("int-quantized", "int", 8, "channel", None | "bfloat16"):
+            return Int8()
     told = {name: value for name, value in weights.model_dump().items() if value is not None}
     for name in ("observer", "observer_kwargs", "zp_dtype", "symmetric", "dynamic", "actorder"):
         told.pop(name, None)

@@ -10,7 +10,10 @@ from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.config import forms_of_config
 from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 
 FP8: dict[str, Any] = {
@@ -74,11 +77,22 @@ def test_scales_are_of_the_format_that_is_said() -> None:
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP8 = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 32,
+    "scale_dtype": "torch.uint8",
+}
 SAID = [
     ("pack-quantized", INT4, Int4(32)),
     ("pack-quantized", {**INT4, "group_size": 128, "scale_dtype": "torch.bfloat16"}, Int4(128)),
     ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}, Int4(None)),
     ("nvfp4-pack-quantized", NVFP4, CompressedNvfp4()),
+    ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, Fp8("channel")),
+    ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, Fp8("tensor")),
+    ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, Int8()),
+    ("mxfp8-quantized", MXFP8, MxFp8("compressed-tensors")),
 ]
 
 

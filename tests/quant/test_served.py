@@ -20,6 +20,9 @@ from deltasync import (
 from deltasync.delta.bits import as_bits
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.transports import inprocess
 from tests.sync.harness import Serving
@@ -42,7 +45,13 @@ def trainer(seed: int, dtype: torch.dtype) -> nn.Module:
 
 
 def forms(form: Form) -> Callable[[str, tuple[int, ...]], Form | None]:
-    return lambda name, shape: form if name.split(".")[0] in SHAPES and len(shape) == 2 else None
+    step = 32 if isinstance(form, MxFp8) else 1
+
+    def choose(name: str, shape: tuple[int, ...]) -> Form | None:
+        fits = name.split(".")[0] in SHAPES and len(shape) == 2 and shape[1] % step == 0
+        return form if fits else None
+
+    return choose
 
 
 def cold(source: nn.Module, form: Form) -> dict[str, Tensor]:
@@ -79,7 +88,23 @@ def step(source: nn.Module, share: float, seed: int) -> None:
 def test_an_engine_holds_what_a_cold_load_gives(
     dtype: torch.dtype, scale: str, kernels: Literal["torch", "triton"]
 ) -> None:
-    form = BlockFp8(scale=scale)  # type: ignore[arg-type]
+    follows(BlockFp8(scale=scale), dtype, kernels)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "form",
+    [BlockFp8("float32", "nemo-rl"), Fp8("channel"), Fp8("tensor"), Int8(), MxFp8()],
+    ids=lambda form: form.name,
+)
+def test_so_it_does_with_other_forms_of_8_bits(
+    form: Form, kernels: Literal["torch", "triton"]
+) -> None:
+    follows(form, torch.bfloat16, kernels)
+
+
+def follows(form: Form, dtype: torch.dtype, kernels: Literal["torch", "triton"]) -> None:
+    """An engine of this form, through steps that change nothing, little and all."""
     source = trainer(0, dtype)
     replica = engine(cold(source, form))
     transport = inprocess.Sender()

@@ -1,0 +1,100 @@
+"""FP8 with a scale for each row, or one for the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.errors import ConfigError
+from deltasync.quant.form import Part, Shape
+from deltasync.quant.four_bits import check_columns
+from deltasync.quant.rounding import LARGEST_FP8, as_fp8, divided, largest, with_one_nan
+
+Per = Literal["channel", "tensor"]
+Arithmetic = Literal["compressed-tensors", "vllm"]
+
+_LEAST_SCALE = 1 / (LARGEST_FP8 * 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """`weight` as float8_e4m3fn and `weight_scale`: [rows, 1] per channel, [1] per tensor.
+
+    Layers that an engine fuses share the scale of a tensor: it computes with one.
+
+    `arithmetic="compressed-tensors"`: all is in bfloat16, the scale too. It is amax / 448, or
+    2^-7 if that is 0. An element is divided by it, rounded to bfloat16, added to 0, clamped to what
+    float8_e4m3fn has and rounded. So are "float-quantized" checkpoints. Source:
+    `calculate_qparams` (compressed_tensors/quantization/utils/helpers.py) and `quantize`
+    (quantization/lifecycle/forward.py), on the minimum and the maximum.
+
+    `arithmetic="vllm"`: all is in float32, as when vLLM quantizes what it loads. The scale is
+    amax / 448. Per channel it is at least 1 / (448 * 512), and an element is divided by it; per
+    tensor an element is multiplied by 1 / scale. What results is clamped and rounded. A matrix of
+    zeros has no scale per tensor, and vLLM gives it the code of 448. Source:
+    `Fp8PtpcOnlineLinearMethod` and `Fp8PerTensorOnlineLinearMethod`
+    (vllm/model_executor/layers/quantization/online/fp8.py), and for the elements per tensor
+    `scaled_fp8_conversion` (csrc/quantization/w8a8/fp8/common.cuh), which runs on GPUs only.
+    """
+
+    per: Per = "channel"
+    arithmetic: Arithmetic = "compressed-tensors"
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is unknown."""
+        if self.per not in get_args(Per):
+            raise ConfigError(f"FP8 has scales per channel or per tensor, not per {self.per!r}")
+        if self.arithmetic not in get_args(Arithmetic):
+            raise ConfigError(
+                f"FP8 per {self.per} cannot be made by the arithmetic of {self.arithmetic!r}; "
+                f"choose one of {sorted(get_args(Arithmetic))}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"FP8 per {self.per} of {self.arithmetic}"
+
+    @property
+    def shares(self) -> bool:
+        return self.per == "tensor"
+
+    def parts(self, shape: Shape) -> Mapping[str, Part]:
+        check_columns(shape, 1, self.name)
+        dtype = dtypes.BY_NAME["float32" if self.arithmetic == "vllm" else "bfloat16"]
+        scale = Part((shape[0], 1), dtype, 1) if self.per == "channel" else Part((1,), dtype, None)
+        return {"weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1), "weight_scale": scale}
+
+    def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
+        if self.per == "channel":
+            return {}
+        peaks = [largest(weight, (0, 1)) for weight in weights]
+        return {"weight_scale": self._scale(largest(torch.cat(peaks), (0, 1))).view(1)}
+
+    def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if whole:
+            return {"weight": as_fp8(self._scaled(band, whole["weight_scale"]))}
+        scale = self._scale(largest(band, 1))
+        return {"weight": as_fp8(self._scaled(band, scale)), "weight_scale": scale}
+
+    def _scale(self, amax: Tensor) -> Tensor:
+        if self.arithmetic == "compressed-tensors":
+            scale = divided(amax, LARGEST_FP8)
+            scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        else:
+            scale = divided(amax.float(), LARGEST_FP8)
+            scale = scale.clamp_(_LEAST_SCALE) if self.per == "channel" else scale
+        return with_one_nan(scale)
+
+    def _scaled(self, band: Tensor, scale: Tensor) -> Tensor:
+        if self.arithmetic == "compressed-tensors":
+            return (band / scale).add_(0).clamp_(-LARGEST_FP8, LARGEST_FP8)
+        if self.per == "channel":
+            return (band / scale).clamp_(-LARGEST_FP8, LARGEST_FP8)
+        scaled = band * scale.reciprocal()
+        return scaled.nan_to_num_(nan=LARGEST_FP8).clamp_(-LARGEST_FP8, LARGEST_FP8)

