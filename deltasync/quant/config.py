@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
@@ -76,7 +77,8 @@ def scheme_of(
             f"{sorted(_METHODS)}; serve bfloat16, or reload the engine"
         )
     try:
-        told = _METHODS[method.lower()].model_validate(dict(config))
+        said: dict[str, Any] = {str(key): value for key, value in config.items()}
+        told = _METHODS[method.lower()](**said)
         return told.forms(), told.ignores()
     except ConfigError as error:
         raise ConfigError(f"quantization_config: {error}") from None

@@ -45,6 +45,7 @@ class Fp8(OptionsModel):
     scale_fmt: Literal["float", "ue8m0"] | None = None
     ignored_layers: list[str] | None = None
     modules_to_not_convert: list[str] | None = None
+    modules_to_convert: None = None
     packed_modules_mapping: dict[str, list[str]] | None = None
     dequantize: Literal[False] = False
 
@@ -251,7 +252,7 @@ class ModelOpt(OptionsModel):
     def _told(self) -> Inner:
         """Either of the two ways to say it. Raises ConfigError."""
         if self.quantization is not None:
-            return Inner.model_validate(self.quantization)
+            return Inner(**self.quantization)
         return Inner(
             quant_algo=self.quant_algo or "",
             group_size=self.group_size,

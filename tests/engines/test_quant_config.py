@@ -7,9 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import FineGrainedFP8Config
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
     find_matched_target,
     should_ignore_layer,
@@ -18,7 +21,8 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from deltasync.errors import ConfigError
-from deltasync.quant.config import named_form
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.config import forms_of_config, named_form
 from deltasync.quant.methods import Arguments, CompressedTensors, Fp8, Group, ModelOpt
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -102,3 +106,20 @@ def test_compressed_tensors(layer: str, ignore: list[str], targets: list[str]) -
     forms: dict[str, Any] = {target: target for target in targets}
     found = find_matched_target(layer, nn.Linear(1, 1), [*targets, "Linear"])
     assert (named_form(forms, layer) or "Linear") == found
+
+
+@pytest.mark.parametrize("preset", [name for name, scheme in PRESET_SCHEMES.items() if scheme])
+def test_all_that_compressed_tensors_writes_is_known(preset: str) -> None:
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    told = config.model_dump(mode="json") | {"quantization_status": "compressed"}
+    with suppress(ConfigError):
+        CompressedTensors(**told).forms()  # which may have no served form
+    assert CompressedTensors(**told).config_groups["group_0"].targets == ["Linear"]
+
+
+def test_what_transformers_writes_is_known() -> None:
+    config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict()
+    forms = forms_of_config(config | {"quant_method": "fp8"})
+    assert forms("model.layers.0.mlp.up_proj.weight", (256, 256)) == BlockFp8()
+    assert forms("lm_head.weight", (256, 256)) is None
