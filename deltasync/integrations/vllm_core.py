@@ -202,9 +202,14 @@ def _was_paused(state: Any) -> bool:
 
 
 def _end_steps(core: Any) -> None:
-    """Finish the steps in flight, of asynchronous scheduling and of pipeline stages."""
+    """Finish the steps in flight, of asynchronous scheduling and of pipeline stages.
+
+    Steps that begin meanwhile compute nothing: they only serve a connector for keys and values,
+    which may wait for another engine for long.
+    """
+    newest = next(iter(core.batch_queue or ()), None)
     try:
-        while core.batch_queue:
+        while newest is not None and any(batch is newest for batch in core.batch_queue):
             core._process_engine_step()
     except BaseException:  # as if it had failed in the core's own loop, which ends the engine
         from vllm.v1.engine import EngineCoreRequestType

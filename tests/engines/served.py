@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 import uuid
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from deltasync import SenderOptions
 from deltasync.errors import ConfigError, DeltaSyncError
@@ -116,6 +119,8 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await an_update_that_comes_late_is_made_up_for(engine, sync, source, client)
         await a_pause_of_others_is_not_ended(engine, sync, source)
         await a_link_that_is_gone_is_no_crash(engine, sync)
+        if "DELTASYNC_TESTS_FAIL" in os.environ:
+            await a_step_that_fails_in_an_update_ends_the_engine(engine, sync, source)
     engine.shutdown()
 
 
@@ -274,6 +279,21 @@ async def a_pause_of_others_is_not_ended(engine: Any, sync: EngineSync, source: 
     assert await engine.get_weight_version() == str(stats.version)
     await engine.resume_generation()
     await Request(engine).run(3)
+
+
+async def a_step_that_fails_in_an_update_ends_the_engine(
+    engine: Any, sync: EngineSync, source: Weights
+) -> None:
+    """As if it had failed at another time."""
+    running = [asyncio.create_task(Request(engine).run(1000)) for _ in range(4)]
+    Path(os.environ["DELTASYNC_TESTS_FAIL"]).touch()
+    while not engine.errored:
+        change(source, 1.1)
+        with suppress(DeltaSyncError):
+            await asyncio.to_thread(partial(sync.send_weights, timeout_s=2.0))
+        await asyncio.sleep(0.1)
+    for ended in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(ended, EngineDeadError), ended
 
 
 def change(source: Weights, factor: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -43,6 +44,17 @@ def model(tmp_path: Path) -> Path:
 def test_requests_go_on_while_versions_come(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch, packs=False)
     output_of("-m", "tests.engines.served", model)
+
+
+def test_steps_in_flight_end_before_a_version_is_written(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(monkeypatch, packs=False)
+    monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},two_batches")
+    monkeypatch.setenv("DELTASYNC_TESTS_FAIL", str(model / "fail"))
+    text = output_of("-m", "tests.engines.served", model)
+    assert re.search("[12] steps in flight", text)
+    assert "planted in a step" in text
 
 
 def test_the_offline_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

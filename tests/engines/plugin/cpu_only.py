@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -34,3 +36,30 @@ def processed_once() -> None:
 
     method = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
     HookRegistry.register(f"{method}.process_weights_after_loading", process, HookType.AROUND)
+
+
+def two_batches() -> None:
+    """Let engine cores keep two batches in flight, as asynchronous scheduling does on GPUs.
+
+    Prints how many there were at each update, and fails in one of them once the file
+    `DELTASYNC_TESTS_FAIL` exists.
+    """
+    from vllm.config import VllmConfig
+
+    from deltasync.integrations import vllm_core
+
+    end_steps = vllm_core._end_steps
+
+    def noted(core: Any) -> None:
+        sys.stdout.write(f"{len(core.batch_queue)} steps in flight\n")
+        sys.stdout.flush()
+        if core.batch_queue and Path(os.environ["DELTASYNC_TESTS_FAIL"]).exists():
+            core._process_engine_step = _fail
+        end_steps(core)
+
+    VllmConfig.max_concurrent_batches = property(lambda _: 2)
+    vllm_core._end_steps = noted
+
+
+def _fail() -> None:
+    raise RuntimeError("planted in a step")
