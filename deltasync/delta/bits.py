@@ -429,6 +429,32 @@ class PartReader:
         return self.whole.read(self.begin + start, self.begin + stop)
 
 
+@dataclass(frozen=True, slots=True)
+class WidenedReader:
+    """Reads bfloat16 that another one computes as float32, which has all of its values.
+
+    Attributes:
+        narrow: The other one.
+    """
+
+    narrow: Reader
+    dtype: Dtype = dtypes.BY_NAME["float32"]
+    flat: None = None
+    computation: None = None
+
+    @property
+    def numel(self) -> int:
+        return self.narrow.numel
+
+    @property
+    def device(self) -> torch.device:
+        return self.narrow.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[stop - start]: bits of float32; read only."""
+        return self.narrow.read(start, stop).to(torch.int32) << 16
+
+
 def storage_of(tensor: Tensor) -> int:
     """What two tensors over the same storage share."""
     return int(tensor.untyped_storage()._cdata)

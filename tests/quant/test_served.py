@@ -103,10 +103,30 @@ def test_so_it_does_with_other_forms_of_8_bits(
     follows(form, torch.bfloat16, kernels)
 
 
-def follows(form: Form, dtype: torch.dtype, kernels: Literal["torch", "triton"]) -> None:
+@pytest.mark.parametrize(
+    "form", [Fp8("channel"), Fp8("tensor"), Int8()], ids=lambda form: form.name
+)
+def test_engines_may_hold_scales_of_bfloat16_as_float32(form: Form) -> None:
+    follows(form, torch.bfloat16, "torch", scales=torch.float32)
+
+
+def follows(
+    form: Form,
+    dtype: torch.dtype,
+    kernels: Literal["torch", "triton"],
+    *,
+    scales: torch.dtype | None = None,
+) -> None:
     """An engine of this form, through steps that change nothing, little and all."""
+
+    def loaded() -> dict[str, Tensor]:
+        return {
+            name: tensor.to(scales) if scales and name.endswith("_scale") else tensor
+            for name, tensor in cold(source, form).items()
+        }
+
     source = trainer(0, dtype)
-    replica = engine(cold(source, form))
+    replica = engine(loaded())
     transport = inprocess.Sender()
     policy = Policy(chunk_numel=8192)
     sender = WeightSender(
@@ -120,7 +140,7 @@ def follows(form: Form, dtype: torch.dtype, kernels: Literal["torch", "triton"])
         for number, share in enumerate([0, 0.01, 0.3, 1, 0]):
             step(source, share, number)
             stats = sender.send_weights(timeout_s=10)
-            expected = cold(source, form)
+            expected = loaded()
             for name, tensor in replica.state_dict().items():
                 assert torch.equal(as_bits(tensor), as_bits(expected[name])), (number, name)
         assert stats.nnz == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import PartReader, Reader, WireReader, identity
+from deltasync.delta.bits import PartReader, Reader, WidenedReader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.region import Region
 from deltasync.delta.shard import (
@@ -353,8 +353,10 @@ class SourceLayout(SentLayout):
 
 
 def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
-    """Its reader. Raises ConfigError if it is to be sent in another dtype than it has."""
+    """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
     assert entry.computed is not None
+    if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
+        return WidenedReader(entry.computed)
     if entry.dtype != spec.dtype:
         raise ConfigError(
             f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
