@@ -1,0 +1,218 @@
+"""Where a function puts the elements of tensors, learnt from tensors whose bytes count.
+
+Engines transpose, pad, shuffle and merge quantized weights after loading. What such code does to a
+tensor is found without reading it: it runs on tensors of which every byte carries a digit, in base
+256, of its own number, once for each digit. It runs again on the complements of all digits. A byte
+that comes back with the same number both times was moved; one that is always alike is padding;
+anything else was computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits, extent_of
+from deltasync.delta.region import unpaired
+from deltasync.delta.routes.route import Piece, joined
+
+PADDING, COMPUTED = -1, -2
+_ALIGNED = 16  # bytes; at least the largest element
+_BASE, _DIGIT_BITS = 256, 8
+_MOST_PIECES = 1024  # of one tensor: beyond, writes would be slow
+
+Tensors = Mapping[str, Tensor]
+Process = Callable[[Tensors], Tensors]
+"""Takes tensors of the wanted shapes and dtypes, on the CPU; returns what it makes of them."""
+
+
+class Moves:
+    """Where a function puts the bytes of its inputs.
+
+    Args:
+        process: The function. It is called several times, with other bits, and must not keep what
+            it is given.
+        inputs: What it takes; shapes and dtypes alone are read.
+
+    Raises what `process` raises.
+    """
+
+    def __init__(self, process: Process, inputs: Tensors) -> None:
+        self._inputs = dict(inputs)
+        self._starts: dict[str, int] = {}
+        total = 0
+        for name, tensor in inputs.items():
+            self._starts[name] = total
+            total = _rounded_up(total + _num_bytes(tensor), _ALIGNED)
+        self._made = _numbers(process, self._inputs, self._starts, total)
+        self._numbered = list(self._inputs)
+        self._from = {name: self._sources(found) for name, found in self._made.items()}
+
+    def computed(self) -> set[str]:
+        """Names of results of which some bytes are neither moved nor padding."""
+        return {name for name, found in self._made.items() if bool((found == COMPUTED).any())}
+
+    def places(self, name: str, live: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+        """Where the elements of an input are.
+
+        Args:
+            name: The input.
+            live: Results that are laid out as wanted, by name. Results that are not named here
+                are left out.
+
+        Returns:
+            By result: int64[n] elements of the input, row-major, and int64[n] places of them in the
+            live tensor's storage, in elements of the input's size. An element of which the bytes
+            do not lie together is in none.
+        """
+        found = {}
+        for result, tensor in live.items():
+            if name in self._from.get(result, ()):
+                elements, places = self._places(name, result, tensor)
+                if len(elements):
+                    found[result] = elements, places
+        return found
+
+    def _places(self, name: str, result: str, live: Tensor) -> tuple[Tensor, Tensor]:
+        size, start = self._inputs[name].element_size(), self._starts[name]
+        line, begin = _laid_out(self._made[result], live, size)
+        rows = line.view(-1, size)
+        first = rows[:, 0].long()
+        whole = (rows == first[:, None] + torch.arange(size)).all(1)
+        whole &= (first >= start) & (first < start + _num_bytes(self._inputs[name]))
+        whole &= (first - start) % size == 0
+        return (first[whole] - start) // size, whole.nonzero().view(-1) + begin
+
+    def _sources(self, numbers: Tensor) -> set[str]:
+        """Names of the inputs of which a result has bytes."""
+        starts = torch.tensor(list(self._starts.values()))
+        moved = numbers[numbers >= 0].long()
+        counts = torch.bincount(torch.bucketize(moved, starts, right=True) - 1)
+        return {self._numbered[number] for number in counts.nonzero().view(-1).tolist()}
+
+
+def pieces_of(live: str, source: Tensor, target: Tensor) -> tuple[Piece, ...] | None:
+    """Pieces of a route from elements and places; None if too many are needed.
+
+    Args:
+        live: The live tensor's name.
+        source: int64[n] elements of a checkpoint tensor, rising.
+        target: int64[n] places of the same elements in the live tensor's storage.
+    """
+    both = torch.stack((source, target))
+    dims: list[tuple[int, int, int]] = []
+    while (count := both.shape[1]) > 1:
+        steps = both.diff(dim=1)
+        step = steps[:, :1]
+        other = (steps != step).any(0)
+        run = int(other.int().argmax()) + 1 if bool(other.any()) else count
+        rows = both.view(2, -1, run) if count % run == 0 else None
+        inside = both[:, :run] - both[:, :1]
+        if rows is None or bool((step <= 0).any()) or not _is_like(rows, inside):
+            return _runs(live, both, dims)
+        dims.insert(0, (run, int(step[0]), int(step[1])))
+        both = both[:, ::run]
+    return (_piece(live, both[:, 0].tolist(), dims),) if both.shape[1] else ()
+
+
+def _is_like(rows: Tensor, inside: Tensor) -> bool:
+    return bool((rows - rows[:, :, :1] == inside[:, None]).all())
+
+
+def _runs(
+    live: str, both: Tensor, dims: Sequence[tuple[int, int, int]]
+) -> tuple[Piece, ...] | None:
+    """Pieces of boxes that are not all at equal distances: one for each run of them that are."""
+    steps = both.diff(dim=1)
+    turns = (steps[:, 1:] != steps[:, :-1]).any(0).nonzero().view(-1).tolist()
+    if max(len(turns), int((steps <= 0).any(0).count_nonzero())) > 2 * _MOST_PIECES:
+        return None
+    pieces, begin, last = [], 0, both.shape[1] - 1
+    while begin <= last:
+        step = steps[:, begin].tolist() if begin < last else [0, 0]
+        after = bisect_left(turns, begin)
+        end = (turns[after] + 1 if after < len(turns) else last) if min(step) > 0 else begin
+        run = (end - begin + 1, step[0], step[1])
+        pieces.append(_piece(live, both[:, begin].tolist(), [run, *dims]))
+        begin = end + 1
+    found = joined(pieces)
+    return found if len(found) <= _MOST_PIECES else None
+
+
+def _piece(live: str, starts: Sequence[int], dims: Sequence[tuple[int, int, int]]) -> Piece:
+    return Piece.of(live, *unpaired(starts[0], starts[1], dims))
+
+
+def _numbers(process: Process, inputs: Tensors, starts: Mapping[str, int], total: int) -> Tensors:
+    """By result, int[bytes]: the number of the input's byte that is there, PADDING or COMPUTED."""
+    dtype = torch.int32 if total < 1 << 31 else torch.int64
+    first: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    is_padding: dict[str, Tensor] = {}
+    is_moved: dict[str, Tensor] = {}
+    for digit in range(max(1, -(-total.bit_length() // _DIGIT_BITS))):
+        straight, mirrored = (
+            {
+                name: _bytes(made)
+                for name, made in process(
+                    {n: _counting(one, starts[n], digit, mask) for n, one in inputs.items()}
+                ).items()
+            }
+            for mask in (0, _BASE - 1)
+        )
+        for name in straight.keys() & mirrored.keys():
+            one, other = straight[name], mirrored[name]
+            if digit == 0:
+                first[name], found[name] = one, torch.zeros(len(one), dtype=dtype)
+                is_padding[name] = is_moved[name] = torch.ones(len(one), dtype=torch.bool)
+            if name not in found or len(one) != len(found[name]) or len(one) != len(other):
+                found.pop(name, None)  # its shape depends on values
+                continue
+            found[name] += one.to(dtype) << _DIGIT_BITS * digit
+            is_padding[name] = is_padding[name] & (one == other) & (one == first[name])
+            is_moved[name] = is_moved[name] & (one == _BASE - 1 - other)
+    for name, numbers in found.items():
+        numbers[~is_moved[name] | (numbers >= total)] = COMPUTED
+        numbers[is_padding[name]] = PADDING
+    return found
+
+
+def _counting(like: Tensor, start: int, digit: int, mask: int) -> Tensor:
+    """A tensor whose bytes have a digit of their numbers, which begin at `start`."""
+    numbers = torch.arange(start, start + _num_bytes(like))
+    digits = (numbers >> _DIGIT_BITS * digit) & (_BASE - 1) ^ mask
+    return digits.to(torch.uint8).view(like.dtype).view(like.shape)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8[bytes] of the elements, row-major, on the CPU."""
+    return as_bits(tensor.detach()).to("cpu").contiguous().view(-1).view(torch.uint8)
+
+
+def _laid_out(numbers: Tensor, live: Tensor, size: int) -> tuple[Tensor, int]:
+    """The numbers of bytes as they lie in a live tensor's storage, and where they begin.
+
+    Args:
+        numbers: int[bytes], row-major.
+        live: The tensor.
+        size: Bytes; the result begins and ends at multiples of it, and counts in it.
+    """
+    own = live.element_size()
+    begin, last = extent_of(live)
+    ahead = begin * own % size
+    stop = _rounded_up(ahead + (last + 1 - begin) * own, size)
+    line = numbers.new_full((stop,), PADDING)
+    strides = [stride * own for stride in live.stride()]
+    line.as_strided((*live.shape, own), (*strides, 1), ahead).copy_(numbers.view(*live.shape, own))
+    return line, (begin * own - ahead) // size
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,183 @@
+"""Where engines move elements is learnt exactly; what they compute is never taken for a move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deltasync.delta.bits import as_bits
+from deltasync.delta.region import Region
+from deltasync.delta.routes.learning import Moves, pieces_of
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.bfloat16,
+    torch.float32,
+    torch.int32,
+    torch.int64,
+]
+Step = Callable[[Tensor], Tensor]
+
+
+def rows_in_blocks(tensor: Tensor) -> Tensor:
+    """As kernels of 128 rows by 4 columns want scales: a box in five dimensions."""
+    rows, cols = tensor.shape
+    tiles = tensor.view(rows // 32, 4, 8, cols // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(rows, cols)
+
+
+def interleaved(tensor: Tensor) -> Tensor:
+    """Rows of two halves in turn."""
+    halves = tensor.view(2, -1, tensor.shape[1])
+    return halves.transpose(0, 1).contiguous().view(tensor.shape)
+
+
+STEPS: dict[str, Step] = {
+    "as it is": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "transposed in memory": lambda t: t.t().contiguous(),
+    "padded": lambda t: as_bits_padded(t),
+    "swapped halves": lambda t: torch.cat([t[32:], t[:32]]),
+    "tiled": rows_in_blocks,
+    "interleaved": interleaved,
+    "seen as bytes": lambda t: t.contiguous().view(torch.uint8),
+    "a part of a larger one": lambda t: torch.cat([torch.ones_like(t), t], 1)[:, t.shape[1] :],
+}
+
+
+def as_bits_padded(tensor: Tensor) -> Tensor:
+    return pad(as_bits(tensor), (0, 4, 0, 32)).view(tensor.dtype)
+
+
+def random_bits(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = (like.numel() * like.element_size(),)
+    bits = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    return bits.view(like.dtype).view(like.shape)
+
+
+def written(moves: Moves, name: str, values: Tensor, live: dict[str, Tensor]) -> int:
+    """Write an input to where its elements are. How many there are."""
+    count = 0
+    for result, (elements, places) in moves.places(name, live).items():
+        order = elements.argsort()
+        pieces = pieces_of(result, elements[order], places[order])
+        assert pieces is not None
+        seen = torch.empty(0, dtype=values.dtype).set_(live[result].untyped_storage())
+        for piece in pieces:
+            target = as_bits(piece.target.view(seen))
+            target.copy_(as_bits(piece.source.view(values)).view(target.shape))
+            count += piece.source.numel
+    return count
+
+
+@given(
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3),
+    steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=3, max_size=3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_what_is_written_through_moves_is_what_the_engine_makes(
+    dtypes: list[torch.dtype], steps: list[str], seed: int
+) -> None:
+    inputs = {str(n): torch.empty(64, 8, dtype=dtype) for n, dtype in enumerate(dtypes)}
+
+    def process(loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            f"made {name}": STEPS[step](tensor)
+            for (name, tensor), step in zip(loaded.items(), steps, strict=False)
+        }
+
+    moves = Moves(process, inputs)
+    assert moves.computed() == set()
+    old, new = ({n: random_bits(t, seed + k) for n, t in inputs.items()} for k in (0, 1))
+    live = process({name: tensor.clone() for name, tensor in old.items()})
+    wanted = process({name: tensor.clone() for name, tensor in new.items()})
+    for name, values in new.items():
+        assert written(moves, name, values, live) == values.numel()
+    for name, tensor in wanted.items():
+        assert torch.equal(as_bits(live[name]), as_bits(tensor)), steps
+
+
+def of_nibbles(tensor: Tensor) -> Tensor:
+    bits = tensor.view(torch.uint8)
+    return (bits >> 4 | bits << 4).view(tensor.dtype)
+
+
+COMPUTED: dict[str, Step] = {
+    "doubled": lambda t: t * 2,
+    "its reciprocal": lambda t: 1 / t,
+    "clamped": lambda t: t.clamp(1e-10, 1e10),
+    "the largest": lambda t: t.max().expand(t.shape).contiguous(),
+    "rounded": lambda t: t.to(torch.float8_e4m3fn).to(t.dtype),
+    "sorted": lambda t: t.sort(dim=0).values,
+    "its magnitude": torch.abs,
+    "powers of two": lambda t: (t.view(torch.int32) >> 23 << 23).view(torch.float32),
+    "nibbles that change places": of_nibbles,
+    "two of them": lambda t: t + t.roll(1),
+    "its sum": lambda t: t.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_what_is_computed_has_no_place(how: str) -> None:
+    inputs = {"scale": torch.empty(64, 8), "weight": torch.empty(64, 8, dtype=torch.int8)}
+    moves = Moves(lambda t: {"s": COMPUTED[how](t["scale"]), "w": t["weight"]}, inputs)
+    assert moves.computed() == {"s"}
+    live = {"s": torch.empty(64, 8), "w": torch.empty(64, 8, dtype=torch.int8)}
+    found = moves.places("scale", live)
+    assert sum(len(elements) for elements, _ in found.values()) < 64 * 8
+    assert len(moves.places("weight", live)["w"][0]) == 64 * 8
+
+
+def test_elements_whose_bytes_are_torn_apart_have_no_place() -> None:
+    moves = Moves(
+        lambda t: {"out": t["in"].view(torch.uint8).view(-1, 4).t().contiguous()},
+        {"in": torch.empty(64, 8)},
+    )
+    assert moves.places("in", {"out": torch.empty(4, 512, dtype=torch.uint8)}) == {}
+    assert moves.computed() == set()
+
+
+def test_results_that_change_their_shape_with_values_are_left_out() -> None:
+    moves = Moves(lambda t: {"some": t["in"][t["in"] > 0], "all": t["in"]}, {"in": torch.empty(64)})
+    assert "some" not in moves.places("in", {"some": torch.empty(32), "all": torch.empty(64)})
+
+
+@given(st.integers(0, 1 << 30))
+def test_any_order_is_found_or_takes_too_many_pieces(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = 1 << int(torch.randint(0, 10, (1,), generator=generator))
+    order = torch.randperm(blocks, generator=generator)
+    target = torch.arange(4096).view(blocks, -1)[order].view(-1)
+    pieces = pieces_of("live", torch.arange(4096), target)
+    assert pieces is not None
+    assert len(pieces) <= blocks
+    found = torch.full((4096,), -1)
+    for piece in pieces:
+        count = torch.arange(piece.source.numel)
+        found[piece.source.places(count)] = piece.target.places(count)
+    assert torch.equal(found, target)
+
+
+def test_orders_without_any_rule_are_refused() -> None:
+    order = torch.randperm(1 << 14, generator=torch.Generator().manual_seed(0))
+    assert pieces_of("live", torch.arange(1 << 14), order) is None
+    assert pieces_of("live", torch.arange(1 << 14), torch.arange(1 << 14).flip(0)) is None
+
+
+def test_a_box_is_one_piece() -> None:
+    tensor = torch.arange(24).view(2, 3, 4)
+    places = torch.empty(24, dtype=torch.int64)
+    places[tensor.permute(2, 0, 1).reshape(-1)] = torch.arange(24)
+    [piece] = pieces_of("live", torch.arange(24), places) or ()
+    assert piece.source == Region.run(0, 24)
+    assert piece.target == Region(0, ((2, 3), (3, 1), (4, 6)))
