@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from deltasync.config import network_secret
 from deltasync.delta.routes.loading import Loader
+from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
@@ -23,14 +25,18 @@ from deltasync.errors import (
 )
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
+from deltasync.sync.target.learnt import LearntTarget
 from deltasync.sync.target.routed import RoutedTarget, Routes
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed
+
+logger = logging.getLogger(__name__)
 
 _TURN_S = 0.05
 _WELCOME_S = 1.0
@@ -44,7 +50,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._proved: dict[SentTensors, Upkeep | None] = {}
+        self._proved: dict[SentTensors, tuple[Upkeep | None, Recording | None]] = {}
         self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
         self._routes: dict[str, Routes] = {}  # proved ones, by checkpoint name
         self._is_as_started, self.is_written = True, False
@@ -112,21 +118,33 @@ class Worker:
         with self.proving():
             sent, checkpoint = trainer.sent(), trainer.checkpoint()
             if sent in self._proved:
-                target = RoutedTarget(model, checkpoint)
-                target.upkeep = self._proved[sent]
+                upkeep, learnt = self._proved[sent]
+                target = _routed(model, checkpoint, learnt)
+                target.upkeep = upkeep
                 target.parameters()
                 return target
             if self._is_as_started:
-                target = RoutedTarget(model, checkpoint)
-                target.verify_routes(
-                    started_on(),
-                    proof if trainer.unproved == "refuse" else None,
-                    keep=trainer.keep,
-                    routes=self._routes,
-                    is_written=self.is_written,
-                )
-                self._note_proved(sent, target)
-                return target
+
+                def verified(target: RoutedTarget) -> RoutedTarget:
+                    target.verify_routes(
+                        started_on(),
+                        proof if trainer.unproved == "refuse" else None,
+                        keep=trainer.keep,
+                        routes=self._routes,
+                        is_written=self.is_written,
+                    )
+                    self._note_proved(sent, target)
+                    return target
+
+                watched = RoutedTarget(model, checkpoint)
+                try:
+                    return verified(watched)
+                except ConfigError as error:
+                    learnt = _learnt(proof, checkpoint, watched, error)
+                    if learnt is None:
+                        raise
+                    logger.info("deltasync: the engine moves what it has loaded: %s", error)
+                return verified(LearntTarget(model, checkpoint, learnt))
             target = _Unproved(model, checkpoint, is_proved=self._holds_any)
             target.parameters()  # raises now if a tensor has no route
             if trainer.unproved == "refuse":
@@ -135,7 +153,7 @@ class Worker:
             return target
 
     def _note_proved(self, sent: SentTensors, target: RoutedTarget) -> None:
-        self._proved[sent] = target.upkeep
+        self._proved[sent] = target.upkeep, target.learnt
         self._routes |= target.routes()
 
     @contextmanager
@@ -276,6 +294,34 @@ class Worker:
         """End the connection, because something else loads weights that this worker cannot know."""
         self.disconnect()
         self._is_as_started = self._is_half_written = False
+
+
+def _routed(
+    model: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Recording | None
+) -> RoutedTarget:
+    """A target whose routes were learnt, or are recorded from the live engine's loader."""
+    if learnt is None:
+        return RoutedTarget(model, checkpoint)
+    return LearntTarget(model, checkpoint, learnt)
+
+
+def _learnt(
+    proof: Callable[[], Proof],
+    checkpoint: Sequence[CheckpointTensor],
+    watched: RoutedTarget,
+    error: ConfigError,
+) -> Recording | None:
+    """Routes that are not those of the live engine's loader; None if there are no others.
+
+    Raises ConfigError if the live engine cannot load a second time, and nothing can be learnt.
+    """
+    try:
+        found = learn_routes(proof(), checkpoint)
+    except ConfigError as reason:
+        if watched.pieces() is None and str(reason) not in str(error):
+            raise ConfigError(f"{error}; in a second instance of the model, {reason}") from reason
+        return None
+    return None if found.pieces == watched.pieces() else found
 
 
 class _Unproved(RoutedTarget):

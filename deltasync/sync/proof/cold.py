@@ -167,6 +167,35 @@ class ColdModel:
             self._startup.load(self.model, weights)
             self._startup.work_on(modules)
 
+    def process(
+        self,
+        roots: Sequence[tuple[str, nn.Module]],
+        stop: Collection[int],
+        modules: Sequence[nn.Module],
+        given: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Process modules as the engine does after loading, and return copies of their tensors.
+
+        Args:
+            roots, stop: As of `Reach`: what gets memory for this.
+            modules: What is processed.
+            given: By path, what was loaded. Nothing of it is kept.
+
+        Raises what the engine raises.
+        """
+        made = {path: found.alias for path, found in Reach(roots, stop=stop).tensors.items()}
+        own = {p: one.clone() for p, one in made.items() if p in given and not one.is_meta}
+        try:
+            for path in own:
+                as_bits(made[path]).copy_(as_bits(given[path]))
+            with self.given_memory(roots, stop, given), torch.no_grad(), Alone():
+                self._startup.work_on(modules)
+                after = Reach(roots, stop=stop).tensors
+                return {path: found.alias.clone() for path, found in after.items()}
+        finally:
+            for path, before in own.items():
+                as_bits(made[path]).copy_(as_bits(before))
+
     def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
         """The same tensor with memory, which shares storage as the original does."""
         size = tensor.untyped_storage().nbytes()

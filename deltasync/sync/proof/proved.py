@@ -210,12 +210,16 @@ def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
 def _recorded(
     proof: Proof, weights: Mapping[str, Tensor], given: Mapping[str, tuple[str, ...]]
 ) -> Recording:
-    """Where the second instance's loader puts weights."""
-    model = proof.cold.model
     checkpoint = [
         CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
         for name, one in weights.items()
     ]
+    return recorded(proof, checkpoint)
+
+
+def recorded(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
+    """Where the second instance's loader puts checkpoint tensors. Raises as `record` does."""
+    model = proof.cold.model
     with putting_back(Reach([("", model)])):
         return record(lambda given: proof.startup.load(model, given), checkpoint, named(model))
 

@@ -341,6 +341,23 @@ class Proof:
             }
         return fresh
 
+    def processed(self, scope: str, given: Bits) -> dict[str, Tensor]:
+        """What the engine's work after loading makes of what was loaded into a layer, by path.
+
+        Raises what the engine raises.
+        """
+        scopes = self._cold_scopes
+        modules = tuple(scopes.modules((scope,)).values())
+        return self.cold.process(scopes.roots((scope,)), scopes.stop((scope,)), modules, given)
+
+    def kind_of(self, scope: str) -> tuple[object, ...]:
+        """What is equal for layers of which the modules are of the same classes."""
+        modules = self._cold_scopes.modules((scope,))
+        return tuple(
+            (name.removeprefix(scope), type(one), type(getattr(one, "quant_method", None)))
+            for name, one in modules.items()
+        )
+
     def _started(self, group: Group, weights: Weights, kept: Kept) -> Fresh:
         """The part after its start; `values` has all that changed and differ from the live ones."""
         roots, stop = self._cold_scopes.roots(group.scopes), self._cold_scopes.stop(group.scopes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
@@ -60,7 +61,10 @@ class RoutedTarget:
     Attributes:
         upkeep: What must be updated after a sync; None for nothing. `verify_routes` finds it; set
             what it found for another target of this module and checkpoint.
+        learnt: Routes that were learnt, in the place of recorded ones; see `LearntTarget`.
     """
+
+    learnt: Recording | None = None
 
     def __init__(
         self,
@@ -165,6 +169,10 @@ class RoutedTarget:
         if proof is not None:
             self._prove(proof(), loaded)
 
+    def pieces(self) -> Mapping[str, Routes] | None:
+        """Return the routes that were recorded last, by name; None if none were."""
+        return None if self._known is None else self._known[1].pieces
+
     def routes(self) -> dict[str, Routes]:
         """Return where the elements of each of `parameters` are kept, by each of its names."""
         assert self._known is not None
@@ -232,13 +240,7 @@ class RoutedTarget:
         """The routes as of now. Raises ConfigError if a tensor has none."""
         if self._known is not None and self._known[0].is_unmoved():
             return self._known[1]
-        with self._kept():
-            try:
-                recording = record(self._load, self._checkpoint, self._live())
-            except ConfigError as error:
-                if error.__cause__ is None:  # no loader raised it, and reloading meets it too
-                    raise
-                raise ConfigError(f"{error}; {RELOAD}") from error
+        recording = self._watched()
         whys = {f"{name!r} {why}" for name, why in recording.refused.items()}
         whys |= {f"{name!r}: {why}" for name, why in recording.uncovered.items()}
         if self._checkpoint and not whys and not any(recording.pieces.values()):
@@ -253,6 +255,16 @@ class RoutedTarget:
             raise ConfigError(f"{len(whys)} tensors have no route: {shown}{more}; {RELOAD}")
         self._known = ModuleWatch(self._module), recording
         return recording
+
+    def _watched(self) -> Recording:
+        """What the loader does, or did. Raises ConfigError if it cannot be watched."""
+        with self._kept():
+            try:
+                return record(self._load, self._checkpoint, self._live())
+            except ConfigError as error:
+                if error.__cause__ is None:  # no loader raised it, and reloading meets it too
+                    raise
+                raise ConfigError(f"{error}; {RELOAD}") from error
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -290,9 +302,18 @@ def _misplaced(names: Sequence[str], *, is_written: bool) -> ConfigError:
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
     """Access to a whole checkpoint tensor, or to the parts of it that are held."""
+    dtype = torch_dtype(spec.dtype)
+    live = {piece.live: _seen_as(live[piece.live], dtype) for piece in pieces}
     if not spec.numel or [one.source for one in pieces] == [Region.run(0, spec.numel)]:
         return Flat.of(pieces[0].target.view(live[pieces[0].live]), name=spec.name)
     return Part.of(pieces, live, name=spec.name)
+
+
+def _seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A live tensor, or all of its storage in another dtype: kernels see bits as they like."""
+    if tensor.dtype == dtype:
+        return tensor
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _holds(live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:

@@ -1,0 +1,183 @@
+"""Routes to parameters that an engine replaces after loading, learnt in its second instance."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import identity
+from deltasync.delta.region import Region
+from deltasync.delta.routes.learning import Moves, pieces_of
+from deltasync.delta.routes.recorder import CheckpointTensor, Recording
+from deltasync.delta.routes.route import Piece
+from deltasync.errors import ConfigError
+from deltasync.sync.proof.cold import FAILURES
+from deltasync.sync.proof.proved import named, recorded
+from deltasync.sync.proof.proving import Proof, scope_of
+
+Pieces = tuple[Piece, ...]
+
+
+def learn_routes(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
+    """Record the loader of the second instance, and learn where its work after loading moves that.
+
+    The engine itself is not touched. Nothing of the result is proved.
+
+    Args:
+        proof: The proof of the engine.
+        checkpoint: What its loader is given, in order.
+
+    Returns:
+        Routes into the live engine's parameters and buffers. Tensors of which the engine computes
+        something else are refused.
+
+    Raises:
+        ConfigError: The loader itself does more than to copy, or cannot be watched.
+    """
+    recording = recorded(proof, checkpoint)
+    if why := {**recording.refused, **recording.uncovered}:
+        raise ConfigError(f"{min(why)!r} {why[min(why)]}")
+    return _Learning(proof, recording).recording()
+
+
+class _Learning:
+    """The learning of one engine's routes."""
+
+    def __init__(self, proof: Proof, recording: Recording) -> None:
+        self._proof, self._recording = proof, recording
+        live = named(proof.model)
+        first = {identity(tensor): name for name, tensor in reversed(list(live.items()))}
+        self._live = {n: t for n, t in live.items() if first[identity(t)] == n and t.numel()}
+        self._loaded = named(proof.cold.model)
+        self._layers: dict[str, _Layer] = {}
+        self._kinds: dict[object, _Layer] = {}
+        self._inputs: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for pieces in recording.pieces.values():
+            for piece in pieces:
+                self._inputs[scope_of(piece.live)][piece.live] = self._loaded[piece.live]
+
+    def recording(self) -> Recording:
+        pieces: dict[str, Pieces] = {}
+        refused: dict[str, str] = {}
+        for name, loaded in self._recording.pieces.items():
+            try:
+                pieces[name] = tuple(p for piece in loaded for p in self._moved(piece))
+            except ConfigError as error:
+                refused[name] = str(error)
+        found = replace(self._recording, pieces=pieces, refused=refused)
+        return replace(found, together=(), untouched=(), padding={})
+
+    def _moved(self, piece: Piece) -> Pieces:
+        """Where the elements of a piece are after the work. Raises ConfigError."""
+        scope = scope_of(piece.live)
+        if scope not in self._layers:
+            self._layers[scope] = self._layer(scope)
+        own = piece.live.removeprefix(scope)
+        moved = self._layers[scope].moved(own, piece.source, piece.target)
+        return tuple(replace(one, live=scope + one.live) for one in moved)
+
+    def _layer(self, scope: str) -> _Layer:
+        """What was learnt of a layer, or of one that looks like it: both are proved later."""
+        inputs = {n.removeprefix(scope): t for n, t in self._inputs[scope].items()}
+        live = {n.removeprefix(scope): t for n, t in self._live.items() if scope_of(n) == scope}
+        shapes = [
+            (name, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+            for tensors in (inputs, live)
+            for name, tensor in tensors.items()
+        ]
+        kind = (*shapes, self._proof.kind_of(scope))
+        if kind not in self._kinds:
+            self._kinds[kind] = self._learnt(scope, inputs, live)
+        return self._kinds[kind]
+
+    def _learnt(
+        self, scope: str, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
+    ) -> _Layer:
+        def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            made = self._proof.processed(scope, {scope + n: one for n, one in given.items()})
+            found = {name: made[scope + name] for name in live if scope + name in made}
+            return {n: t for n, t in found.items() if _is_like(t, live[n])}
+
+        try:
+            return _Layer(Moves(process, inputs), inputs, live)
+        except FAILURES as error:
+            raise ConfigError(
+                f"the engine's work after loading cannot be watched: it raised {error!r}"
+            ) from error
+
+
+class _Layer:
+    """What was learnt of a layer; names are without the layer's."""
+
+    def __init__(
+        self, moves: Moves, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
+    ) -> None:
+        self._inputs = inputs
+        self._names = list(live)
+        self._computes = bool(moves.computed())
+        self._places = {name: self._table(moves.places(name, live), name) for name in inputs}
+        self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
+
+    def moved(self, name: str, source: Region, target: Region) -> Pieces:
+        """Where elements of an input are, of which it is known where they come from.
+
+        Raises ConfigError.
+        """
+        key = name, source, target
+        if key not in self._known:
+            self._known[key] = self._found(name, source, target)
+        found = self._known[key]
+        if isinstance(found, str):
+            raise ConfigError(found)
+        return found
+
+    def _table(
+        self, places: Mapping[str, tuple[Tensor, Tensor]], name: str
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Where elements are: int16[n] numbers of live tensors, or -1, and int64[n] places there.
+
+        Also whether an element is in two places.
+        """
+        count = self._inputs[name].numel()
+        which, where = torch.full((count,), -1, dtype=torch.int16), torch.zeros(count).long()
+        total = 0
+        for live, (elements, there) in places.items():
+            which[elements], where[elements] = self._names.index(live), there
+            total += len(elements)
+        return which, where, total > int((which >= 0).count_nonzero())
+
+    def _found(self, name: str, source: Region, target: Region) -> Pieces | str:
+        which, where, is_twice = self._places[name]
+        loaded = self._inputs[name]
+        numbers = torch.arange(source.numel)
+        elements = target.places(numbers)
+        if Region.of(loaded) != Region.run(0, loaded.numel()):
+            order = torch.zeros(Region.of(loaded).stop, dtype=torch.int64)
+            Region.of(loaded).view(order).copy_(
+                torch.arange(loaded.numel()).view(Region.of(loaded).shape)
+            )
+            elements = order[elements]
+        held = which[elements]
+        if is_twice:
+            return "is kept twice by the engine, once as it was and once rearranged"
+        if (held < 0).any():
+            is_gone = bool((held < 0).all()) and not self._computes
+            return () if is_gone else "is computed by the engine's work after loading, not moved"
+        found: list[Piece] = []
+        for number, live in enumerate(self._names):
+            here = held == number
+            if not bool(here.any()):
+                continue
+            pieces = pieces_of(live, source.places(numbers[here]), where[elements[here]])
+            if pieces is None:
+                return "is rearranged after loading in too many pieces"
+            found += pieces
+        return tuple(found)
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
