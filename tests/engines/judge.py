@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from deltasync.integrations.trainer_info import WithoutRoutes
 from tests.engines.cold import cold, synced, write
 from tests.engines.reached import Seen, seen
 from tests.engines.toys import Specs, random_weights, touched
+
+Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 EQUAL, REFUSED, FAILED, WRONG = "equal", "refused", "failed", "WRONG"
 
@@ -42,13 +45,14 @@ class Verdict:
 class Versions:
     """What is sent, one after the other, and what the engine makes of each when it is started."""
 
-    def __init__(self, folder: Path, specs: Specs) -> None:
+    def __init__(self, folder: Path, specs: Specs, served: Served = dict) -> None:
+        """`served` makes of a trainer's weights what the engine's checkpoint has."""
         self.folder = folder
         self.names: set[str] = set()  # of parameters, as paths
         first, second = random_weights(specs, 0), random_weights(specs, 1)
         few = touched(second, 3, 2)
-        self.weights = [first, second, few, touched(few, 1, 3)]
-        self.cold = [self._cold(weights) for weights in (first, second, self.weights[-1])]
+        self.weights = [served(one) for one in (first, second, few, touched(few, 1, 3))]
+        self.cold = [self._cold(self.weights[number]) for number in (0, 1, -1)]
         again = self._cold(self.weights[-1])
         self.noise = {p for p, one in again.items() if _is_other(self.cold[-1].get(p), one)}
         self.noise |= again.keys() ^ self.cold[-1].keys()

@@ -1,6 +1,9 @@
 """A whole vLLM of several ranks, which prove and follow.
 
-python -m tests.engines.parallel FOLDER ARCHITECTURE {tensor,experts,pipeline} {refuse,reload}
+python -m tests.engines.parallel FOLDER ARCHITECTURE {one,tensor,experts,pipeline} {refuse,reload} \
+    [FORM]
+
+With a form, the checkpoint is quantized.
 """
 
 from __future__ import annotations
@@ -17,26 +20,34 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
+from tests.engines import quantized
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.offline import started, tokens
 from tests.engines.sleeping import make_known
 
 SETUPS: dict[str, dict[str, Any]] = {
+    "one": {},
     "tensor": {"tensor_parallel_size": 2},
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "pipeline": {"pipeline_parallel_size": 2},
 }
 
 
-def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> None:
+def main(
+    folder: Path, architecture: str, setup: str, mode: WithoutRoutes, form: str | None = None
+) -> None:
     make_known(folder)
     write_config(architecture, folder)
     old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
     middle = changed(old, 0.3, seed=1)
     new = changed(middle, 0.01, seed=2)
-    settings = {"distributed_executor_backend": "mp"} | SETUPS[setup]
+    settings: dict[str, Any] = {"distributed_executor_backend": "mp"} | SETUPS[setup]
     settings |= {"worker_extension_cls": "tests.engines.faults.Faults"}
-    generates = setup == "tensor"  # vLLM 0.32 crashes on CPUs where it does in the other setups
+    if form is not None:
+        old, middle, new = (quantized.served(form, one) for one in (old, middle, new))
+        settings["hf_overrides"] = {"quantization_config": quantized.CONFIGS[form]}
+    workers = 1 if setup == "one" else 2
+    generates = setup in ("one", "tensor")  # vLLM 0.32 crashes on CPUs in the other setups
     reference = started(folder, new, **settings)
     expected = tokens(reference) if generates else []
     held = reference.collective_rpc(bits_in)
@@ -46,13 +57,14 @@ def main(folder: Path, architecture: str, setup: str, mode: WithoutRoutes) -> No
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     link = shared_memory.Sender(folder / "socket")
     server = VllmServer(OfflineClient(llm))
-    with EngineSync(source, server, link, workers=2, without_routes=mode, timeout_s=100) as sync:
-        assert sync.send_weights().joined == 2
+    options: dict[str, Any] = {"workers": workers, "without_routes": mode, "timeout_s": 100}
+    with EngineSync(source, server, link, **options) as sync:
+        assert sync.send_weights().joined == workers
         for weights in (middle, new):
             source.take(weights)
             stats = sync.send_weights()
-            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 2, {}), stats
-        if mode == "refuse":
+            assert (stats.kind, stats.receivers, stats.lost) == ("delta", workers, {}), stats
+        if mode == "refuse" and form is None:
             a_rank_that_fails_leaves_the_answers_of_others_as_they_are(llm, sync, source)
             source.take(new)
             assert sync.send_weights().receivers == 2
@@ -98,4 +110,5 @@ def bits_in(worker: Any) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], cast("WithoutRoutes", sys.argv[4]))
+    mode = cast("WithoutRoutes", sys.argv[4])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], mode, *sys.argv[5:])
