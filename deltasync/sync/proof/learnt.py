@@ -118,7 +118,7 @@ class _Layer:
     ) -> None:
         self._inputs = inputs
         self._names = list(live)
-        self._computes = bool(moves.computed())
+        self._computes = bool(live.keys() - moves.explained())
         self._places = {name: self._table(moves.places(name, live), name) for name in inputs}
         self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
 
