@@ -81,6 +81,8 @@ class Worker:
             world: Number of workers in the replica.
             replica: Number of the replica in a data-parallel engine.
         """
+        if world == 1 and isinstance(target, RoutedTarget):
+            target.refuse_parts()
         first, *lanes = [a.receiver(device, secret=network_secret()) for a in trainer.addresses]
         receiver = WeightReceiver(
             target,

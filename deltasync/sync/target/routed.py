@@ -173,6 +173,17 @@ class RoutedTarget:
         """Return the routes that were recorded last, by name; None if none were."""
         return None if self._known is None else self._known[1].pieces
 
+    def refuse_parts(self) -> None:
+        """Raise ConfigError, by name, if the engine takes a part of a tensor. For a single rank."""
+        pieces = self.pieces() or {}
+        for one in self._checkpoint:
+            count = sum(piece.source.numel for piece in pieces.get(one.name, ()))
+            if 0 < count < one.numel:
+                raise ConfigError(
+                    f"{one.name!r}: the engine takes {count} of {one.numel} elements, and has no "
+                    "other rank: start it on a checkpoint of the trainer's model"
+                )
+
     def routes(self) -> dict[str, Routes]:
         """Return where the elements of each of `parameters` are kept, by each of its names."""
         assert self._known is not None
