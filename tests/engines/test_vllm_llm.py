@@ -217,12 +217,9 @@ def damage(model: Any) -> None:
 
 def refuse(folder: Path) -> None:
     """An engine that has packed its matrices away says so when the trainer connects."""
-    refused(folder, r"cannot be watched: at 'model.layers.0.mlp")
-
-
-def refuse_experts(folder: Path) -> None:
-    """One that has reordered its experts in place too: they are read back."""
-    refused(folder, r"experts.* not where the loader puts them.*without_routes='reload'")
+    refused(
+        folder, r"'model.layers.0.mlp.* is computed by the engine's work.*without_routes='reload'"
+    )
 
 
 def refuse_quantized(folder: Path) -> None:
@@ -329,7 +326,7 @@ RELOADED = {reload: "vLLM with packed matrices", reload_quantized: "vLLM with fp
         (follow_prefixes, "LlamaForCausalLM", False),
         (follow_ranks, "LlamaForCausalLM", False),
         (follow_checkpoints, "LlamaForCausalLM", False),
-        (refuse_experts, "Qwen3MoeForCausalLM", False),
+        (follow, "Qwen3MoeForCausalLM", False),  # whose experts are in tiles
         (heal, "LlamaForCausalLM", False),
         (refuse, "LlamaForCausalLM", True),
         (reload, "LlamaForCausalLM", True),
