@@ -27,7 +27,7 @@ def use_layouts_of_gpus() -> None:
     """Let SGLang load what it runs on GPUs alone, as GPUs keep it."""
     import sglang.srt.layers.quantization.fp8
 
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     sglang.srt.layers.quantization.fp8._is_cpu = False
 
 

@@ -51,10 +51,6 @@ class Moves:
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
 
-    def explained(self) -> set[str]:
-        """Names of results of which each byte was moved, or is padding."""
-        return {name for name, found in self._made.items() if bool((found != COMPUTED).all())}
-
     def places(self, name: str, live: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
         """Where the elements of an input are.
 

@@ -118,7 +118,6 @@ class _Layer:
     ) -> None:
         self._inputs = inputs
         self._names = list(live)
-        self._computes = bool(live.keys() - moves.explained())
         self._places = {name: self._table(moves.places(name, live), name) for name in inputs}
         self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
 
@@ -165,8 +164,7 @@ class _Layer:
         if is_twice:
             return "is kept twice by the engine, once as it was and once rearranged"
         if (held < 0).any():
-            is_gone = bool((held < 0).all()) and not self._computes
-            return () if is_gone else "is computed by the engine's work after loading, not moved"
+            return "is computed by the engine's work after loading, not moved"
         found: list[Piece] = []
         for number, live in enumerate(self._names):
             here = held == number
