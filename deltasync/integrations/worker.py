@@ -32,7 +32,7 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.learnt import LearntTarget
-from deltasync.sync.target.routed import RoutedTarget, Routes
+from deltasync.sync.target.routed import RoutedTarget, Routes, pieces_of, refuse_parts
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed
 
@@ -82,7 +82,7 @@ class Worker:
             replica: Number of the replica in a data-parallel engine.
         """
         if world == 1 and isinstance(target, RoutedTarget):
-            target.refuse_parts()
+            refuse_parts(target)
         first, *lanes = [a.receiver(device, secret=network_secret()) for a in trainer.addresses]
         receiver = WeightReceiver(
             target,
@@ -155,7 +155,8 @@ class Worker:
             return target
 
     def _note_proved(self, sent: SentTensors, target: RoutedTarget) -> None:
-        self._proved[sent] = target.upkeep, target.learnt
+        learnt = target.learnt if isinstance(target, LearntTarget) else None
+        self._proved[sent] = target.upkeep, learnt
         self._routes |= target.routes()
 
     @contextmanager
@@ -320,10 +321,10 @@ def _learnt(
     try:
         found = learn_routes(proof(), checkpoint)
     except ConfigError as reason:
-        if watched.pieces() is None and str(reason) not in str(error):
+        if pieces_of(watched) is None and str(reason) not in str(error):
             raise ConfigError(f"{error}; in a second instance of the model, {reason}") from reason
         return None
-    return None if found.pieces == watched.pieces() else found
+    return None if found.pieces == pieces_of(watched) else found
 
 
 class _Unproved(RoutedTarget):

@@ -31,7 +31,7 @@ class LearntTarget(RoutedTarget):
         self, module: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Recording
     ) -> None:
         super().__init__(module, checkpoint, load=lambda weights: None)
-        self.learnt = self._learnt = learnt
+        self.learnt = learnt
         self._layout = self._laid_out()
 
     def _watched(self) -> Recording:
@@ -40,7 +40,7 @@ class LearntTarget(RoutedTarget):
                 "the engine has laid out its parameters in another way since routes to them were "
                 "learnt: restart it"
             )
-        return self._learnt
+        return self.learnt
 
     def _laid_out(self) -> dict[str, tuple[object, ...]]:
         """What routes depend on, by parameter."""

@@ -61,10 +61,7 @@ class RoutedTarget:
     Attributes:
         upkeep: What must be updated after a sync; None for nothing. `verify_routes` finds it; set
             what it found for another target of this module and checkpoint.
-        learnt: Routes that were learnt, in the place of recorded ones; see `LearntTarget`.
     """
-
-    learnt: Recording | None = None
 
     def __init__(
         self,
@@ -168,21 +165,6 @@ class RoutedTarget:
             raise _misplaced(sorted(wrong.values()), is_written=is_written)
         if proof is not None:
             self._prove(proof(), loaded)
-
-    def pieces(self) -> Mapping[str, Routes] | None:
-        """Return the routes that were recorded last, by name; None if none were."""
-        return None if self._known is None else self._known[1].pieces
-
-    def refuse_parts(self) -> None:
-        """Raise ConfigError, by name, if the engine takes a part of a tensor. For a single rank."""
-        pieces = self.pieces() or {}
-        for one in self._checkpoint:
-            count = sum(piece.source.numel for piece in pieces.get(one.name, ()))
-            if 0 < count < one.numel:
-                raise ConfigError(
-                    f"{one.name!r}: the engine takes {count} of {one.numel} elements, and has no "
-                    "other rank: start it on a checkpoint of the trainer's model"
-                )
 
     def routes(self) -> dict[str, Routes]:
         """Return where the elements of each of `parameters` are kept, by each of its names."""
@@ -297,6 +279,23 @@ class RoutedTarget:
             raise ConfigError(
                 f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "
                 f"where it should fill them; {RELOAD}"
+            )
+
+
+def pieces_of(target: RoutedTarget) -> Mapping[str, Routes] | None:
+    """The routes that a target has recorded, by name; None before."""
+    return None if target._known is None else target._known[1].pieces
+
+
+def refuse_parts(target: RoutedTarget) -> None:
+    """Raise ConfigError, by name, if the engine takes a part of a tensor. For a single rank."""
+    pieces = pieces_of(target) or {}
+    for one in target._checkpoint:
+        count = sum(piece.source.numel for piece in pieces.get(one.name, ()))
+        if 0 < count < one.numel:
+            raise ConfigError(
+                f"{one.name!r}: the engine takes {count} of {one.numel} elements, and has no "
+                "other rank: start it on a checkpoint of the trainer's model"
             )
 
 
