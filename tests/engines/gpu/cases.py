@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltasync.quant.block_fp8 import BlockFp8
-from deltasync.quant.form import Form
+from deltasync.quant.config import forms_of_config
+from deltasync.quant.served import Forms
+from tests.engines.quantized import CONFIGS
 
 _GRAPHS: dict[str, Any] = {"enforce_eager": False}
 # The sizes for which there are kernels of latent attention.
@@ -16,15 +17,6 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-_BLOCKS: dict[str, Any] = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
-_PROJECTIONS = ("_proj.weight",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +29,7 @@ class Case:
         config: Added to the checkpoint's configuration.
         settings: Of vLLM's LLM.
         workers: GPUs that it takes.
-        form: How matrices are served; None for bfloat16.
+        form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
     """
 
     architecture: str
@@ -45,11 +37,12 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     workers: int = 1
-    form: Form | None = None
+    form: str = ""
 
-    def form_of(self, name: str, shape: tuple[int, ...]) -> Form | None:
-        """The form of a checkpoint tensor."""
-        return self.form if len(shape) == 2 and name.endswith(_PROJECTIONS) else None
+    @property
+    def forms(self) -> Forms:
+        """What trainers make of its `quantization_config`."""
+        return forms_of_config(CONFIGS[self.form])
 
 
 _TWO: dict[str, Any] = {"distributed_executor_backend": "mp"}
@@ -74,19 +67,10 @@ _ALL = [
         architecture="DeepseekV2ForCausalLM", setup="CUDA graphs", settings=_GRAPHS, config=_LATENT
     ),
     Case(architecture="LlamaForCausalLM", setup="LoRA", settings={"enable_lora": True}),
-    Case(
-        architecture="LlamaForCausalLM",
-        setup="block FP8",
-        config=_BLOCKS,
-        form=BlockFp8(),
-        settings=_GRAPHS,
-    ),
-    Case(
-        architecture="Qwen3MoeForCausalLM",
-        setup="block FP8",
-        config=_BLOCKS,
-        form=BlockFp8(),
-        settings=_GRAPHS,
+    *(
+        Case(architecture=architecture, setup=form, form=form, settings=_GRAPHS)
+        for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
+        for form in ("block FP8", "channel FP8", "channel INT8", "MXFP8", "NVFP4", "INT4")
     ),
     *(
         Case(architecture=architecture, setup=setup, settings=_TWO | settings, workers=2)

@@ -30,6 +30,7 @@ from deltasync.transports import collective, cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.gpu.cases import CASES, Case
 from tests.engines.offline import SHORT, started, tokens
+from tests.engines.quantized import CONFIGS
 from tests.engines.sleeping import make_known
 
 Held = list[dict[str, tuple[str, int]]]
@@ -46,7 +47,8 @@ class Trial:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        write_config(case.architecture, folder, case.config)
+        quantized = {"quantization_config": CONFIGS[case.form]} if case.form else {}
+        write_config(case.architecture, folder, case.config | quantized)
         old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
         middle = changed(old, 0.3, seed=1)
         self.versions = [old, middle, changed(middle, 0.01, seed=2)]
@@ -54,8 +56,8 @@ class Trial:
     def start(self, version: int) -> Any:
         """An engine that was started on a version, as a checkpoint of its form has it."""
         weights: dict[str, Tensor] = self.versions[version]
-        if self.case.form is not None:
-            weights = dict(served_weights(weights.items(), self.case.form_of))
+        if self.case.form:
+            weights = dict(served_weights(weights.items(), self.case.forms))
         return started(self.folder, weights, **_LEAST | self.case.settings)
 
     def run(self) -> dict[str, Any]:
@@ -89,8 +91,8 @@ class Trial:
         device = "cuda" if _IS_GPU else "cpu"
         mine = Weights({n: t.to(device, copy=True) for n, t in self.versions[0].items()})
         source: WeightSource = mine
-        if self.case.form is not None:
-            source = ServedSource(mine, self.case.form_of)
+        if self.case.form:
+            source = ServedSource(mine, self.case.forms)
         places = held(live)
         server = VllmServer(OfflineClient(live))
         with EngineSync(

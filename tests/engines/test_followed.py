@@ -1,0 +1,25 @@
+"""The cases of GPUs on a CPU: a whole vLLM follows a trainer, also one of quantized matrices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engines.environment import use_cpu
+from tests.engines.programs import Program
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM/eager", "LlamaForCausalLM/channel FP8"])
+def test_an_engine_holds_what_it_would_load(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor that Python can reach, and tokens."""
+    use_cpu(monkeypatch, packs=False)
+    with Program("-m", "tests.engines.gpu.follow", name, tmp_path) as program:
+        text = program.wait(timeout_s=480)
+    [found] = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
+    assert found["outcome"] == "routed", found
+    assert not found["moved"]
