@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 
 from deltasync.errors import EngineFailed, PeerLost
 from deltasync.integrations.http import Http
@@ -74,3 +75,9 @@ def wait_until_up(server: Http, program: Program) -> None:
             is_hopeless = not program.is_running() or time.monotonic() > deadline
             assert not is_hopeless, program.output()
             time.sleep(0.5)
+
+
+def objects(text: str, beginning: str) -> list[dict[str, Any]]:
+    """JSON objects of lines that begin so; what others print may stand behind them."""
+    decoder = json.JSONDecoder()
+    return [decoder.raw_decode(line)[0] for line in text.splitlines() if line.startswith(beginning)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.engines.environment import use_cpu
-from tests.engines.programs import Program
+from tests.engines.programs import Program, objects
 
 
 @pytest.mark.timeout(500)
@@ -20,6 +19,6 @@ def test_an_engine_holds_what_it_would_load(
     use_cpu(monkeypatch, packs=False)
     with Program("-m", "tests.engines.gpu.follow", name, tmp_path) as program:
         text = program.wait(timeout_s=480)
-    [found] = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
+    [found] = objects(text, '{"name"')
     assert found["outcome"] == "routed", found
     assert not found["moved"]

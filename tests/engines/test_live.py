@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.engines.environment import use_cpu
-from tests.engines.programs import Program
+from tests.engines.programs import Program, objects
 
 # Calls into the engine of an update in several, by the kind of engine.
 _SEVERAL = {"LLM": 8, "AsyncLLM": 10, "vllm serve": 9}
@@ -18,7 +16,7 @@ def test_updates_of_running_engines_take_one_call(monkeypatch: pytest.MonkeyPatc
     use_cpu(monkeypatch, packs=False)
     with Program("-m", "benchmarks", "engines", "--live", "--tiny", "--json") as program:
         text = program.wait(timeout_s=480)
-    records = [json.loads(line) for line in text.splitlines() if line.startswith('{"case"')]
+    records = objects(text, '{"case"')
     assert len(records) == 2 * len(_SEVERAL)
     for record in records:
         kind, parts = record["model"].split(", ")[1], record["parts"]
