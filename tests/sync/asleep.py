@@ -63,15 +63,15 @@ class Trainer:
         self._is_stopping.set()
         self._thread.join()
 
-    def send(self) -> None:
+    def send(self, patience_s: float) -> None:
         as_bits(self.source.get_parameter("w").data)[::97] ^= 1
         with suppress(DeltaSyncError):
-            self.sender.wait_for_receivers(1, timeout_s=0.05)
-            self.sender.send_weights(timeout_s=0.5)
+            self.sender.wait_for_receivers(1, timeout_s=patience_s / 10)
+            self.sender.send_weights(timeout_s=patience_s)
 
     def _run(self) -> None:
         while not self._is_stopping.is_set():
-            self.send()
+            self.send(0.5)
 
 
 def commit(staging: StagingThread, seconds: float) -> None:
@@ -104,7 +104,7 @@ def main(way: str, kind: str, seconds: float) -> None:
                 receiver.attach()
         trainer.stop()
         for _ in range(5):
-            sending = threading.Thread(target=trainer.send)
+            sending = threading.Thread(target=trainer.send, args=(20.0,))  # also on a busy machine
             sending.start()
             while sending.is_alive():
                 commit(staging, 0.05)
