@@ -178,7 +178,7 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         try:
-            emitter.send_buckets(self._send_bucket)
+            emitter.send_buckets(self._link.send if self._on_phase is None else self._send_bucket)
             self._packed()
             self._report_begun()
         except TransportError as error:
