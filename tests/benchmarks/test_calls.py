@@ -1,0 +1,23 @@
+"""A warm delta stays short: files that it runs through, and calls between them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(120)
+def test_a_warm_delta_takes_no_more_than_its_goal() -> None:
+    command = [sys.executable, "-m", "benchmarks.calls"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    counts = re.findall(r"(\d+) [a-z ]+\(at most (\d+)\)", done.stdout)
+    assert len(counts) == 4
+    assert all(int(number) <= int(most) for number, most in counts), done.stdout
