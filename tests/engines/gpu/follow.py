@@ -30,6 +30,7 @@ from deltasync.transports import collective, cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.gpu.cases import CASES, Case
 from tests.engines.offline import SHORT, started, tokens
+from tests.engines.parallel import stop
 from tests.engines.quantized import CONFIGS
 from tests.engines.sleeping import make_known
 
@@ -108,6 +109,7 @@ class Trial:
             seconds, stats = [], []
             for weights in self.versions[1:]:
                 mine.take(weights)
+                one_by_one(live)  # what is cached of its prompts is of the version before
                 began = time.perf_counter()
                 stats.append(sync.send_weights())
                 seconds.append(time.perf_counter() - began)
@@ -180,10 +182,6 @@ def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
         for path in sorted(paths)
         if now[rank].get(path, ("",))[0] != cold[rank][path][0]
     ]
-
-
-def stop(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
 
 
 def main(name: str, folder: Path) -> None:
