@@ -162,7 +162,7 @@ def _phases(run: Run, pair: Pair, ours: list[Synced], density: float) -> Iterato
             [getattr(s.stats, f"{phase}_s") for s in ours],
             whole,
             baseline="the whole sync",
-            **_sizes(pair, ours, density),
+            **sizes_of(pair, ours, density),
         )
 
 
@@ -183,7 +183,7 @@ def _over_dense(
         baseline=f"all weights packed, {how}, copied into parameters",
         bound_bytes=pair.weights_bytes,
         parts=parts_of([s.stats for s in ours]),
-        **_sizes(pair, ours, density),
+        **sizes_of(pair, ours, density),
     )
 
 
@@ -198,7 +198,7 @@ def _over_usual(
         ratio_is=SPEED_UP,
         baseline=f"nonzero and {how} a parameter, NaN-masked load_weights",
         parts={key: median(u.parts[key] for u in usual) for key in usual[0].parts},
-        **_sizes(pair, ours, density),
+        **sizes_of(pair, ours, density),
     )
 
 
@@ -217,7 +217,7 @@ def commit(run: Run) -> Iterator[Result]:
                 samples,
                 first,
                 baseline="the same in the smallest of these models",
-                **_sizes(pair, ours, density),
+                **sizes_of(pair, ours, density),
                 model=geometry,
             )
 
@@ -230,7 +230,7 @@ def moe(run: Run) -> Iterator[Result]:
         with open_pair(run.engine, geometry) as pair:
             done.append(run.syncs(pair, run.changes(pair, density)))
             pair.check()
-            sizes = _sizes(pair, done[-1], density) | {"model": geometry}
+            sizes = sizes_of(pair, done[-1], density) | {"model": geometry}
     few, many = done
     yield run.record(
         "moe_sync",
@@ -265,7 +265,7 @@ def memory(run: Run) -> Iterator[Result]:
 def _memory(
     run: Run, case: str, pair: Pair, done: Synced, density: float, num_bytes: int, bound: int
 ) -> Result:
-    result = run.record(case, [done.seconds], **_sizes(pair, [done], density))
+    result = run.record(case, [done.seconds], **sizes_of(pair, [done], density))
     return replace(
         result,
         ratio=num_bytes / bound,
@@ -305,7 +305,7 @@ def large(run: Run) -> Iterator[Result]:
             ratio_is=SPEED_UP,
             baseline="all weights packed, broadcast, copied into parameters" if dense else "",
             parts=parts_of([s.stats for s in ours]),
-            **_sizes(pair, ours, _TYPICAL_DENSITY),
+            **sizes_of(pair, ours, _TYPICAL_DENSITY),
             model=geometry,
         )
 
@@ -316,7 +316,8 @@ def parts_of(stats: Sequence[SyncStats]) -> dict[str, float]:
     return parts | {"pause_s": median(map(pause_s, stats))}
 
 
-def _sizes(pair: Pair, syncs: list[Synced], density: float) -> dict[str, Any]:
+def sizes_of(pair: Pair, syncs: list[Synced], density: float) -> dict[str, Any]:
+    """Fields of a record: of the model, and medians of what syncs changed and sent."""
     return {
         "numel": pair.numel,
         "parameters": pair.num_parameters,

@@ -56,7 +56,7 @@ class Geometry:
             values = torch.empty(shape, dtype=torch.bfloat16, device=device)
             values.normal_(0, 0.02, generator=generator)
             path, _, leaf = name.rpartition(".")
-            _submodule(root, path).register_parameter(leaf, nn.Parameter(values))
+            submodule(root, path).register_parameter(leaf, nn.Parameter(values))
         return root
 
     def _attention(self) -> Shapes:
@@ -87,7 +87,7 @@ class Geometry:
         return {"input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,)}
 
 
-def _submodule(root: nn.Module, path: str) -> nn.Module:
+def submodule(root: nn.Module, path: str) -> nn.Module:
     """The module at a dotted path, made of plain modules where it is not there yet."""
     module = root
     for part in path.split("."):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.cases import Run, parts_of
+from benchmarks.gpu.cases import Run, parts_of, sizes_of
 from benchmarks.gpu.engine import free_memory
 from benchmarks.gpu.kernels import copy_seconds, seconds
 from benchmarks.gpu.pair import open_pair
@@ -76,15 +76,8 @@ def _syncs(run: Run) -> Iterator[Result]:
         with open_pair(run.engine, run.setup.geometry, form=form) as pair:
             syncs = run.syncs(pair, run.changes(pair, _DENSITY))
             pair.check()
-            stats = [one.stats for one in syncs]
-            sizes = {
-                "numel": pair.numel,
-                "parameters": pair.num_parameters,
-                "density": _DENSITY,
-                "changed": stats[-1].nnz,
-                "bytes": stats[-1].payload_bytes,
-            }
-            done[form] = [one.seconds for one in syncs], sizes, parts_of(stats)
+            parts = parts_of([one.stats for one in syncs])
+            done[form] = [s.seconds for s in syncs], sizes_of(pair, syncs, _DENSITY), parts
     (theirs, other, _), (mine, sizes, parts) = done.values()
     yield run.record(
         "quant_sync",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from benchmarks.gpu.geometry import submodule
 from deltasync import ModuleSource
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
@@ -27,10 +28,6 @@ def served_module(module: nn.Module) -> nn.Module:
     root = nn.Module()
     for name, tensor in served_weights(module.state_dict().items(), forms):
         path, _, leaf = name.rpartition(".")
-        owner = root
-        for part in path.split("."):
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(leaf, nn.Parameter(tensor.clone(), requires_grad=False))
+        held = nn.Parameter(tensor.clone(), requires_grad=False)
+        submodule(root, path).register_parameter(leaf, held)
     return root

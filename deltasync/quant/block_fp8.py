@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ class BlockFp8:
 
     scale: Scale = "float32"
     arithmetic: Arithmetic = "deepgemm"
-    rows: int = _BLOCK
-    shares: bool = False
+    rows: ClassVar[int] = _BLOCK
+    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown, or cannot be matched bit for bit."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from deltasync.dtypes import Dtype
+from deltasync.errors import ConfigError
 
 Shape = tuple[int, int]
 
@@ -76,3 +77,12 @@ class Form(Protocol):
             whole: What `whole` has returned.
         """
         ...
+
+
+def check_columns(shape: Shape, block: int, form: str) -> None:
+    """Raises ConfigError if rows of a matrix do not consist of whole blocks."""
+    if 0 in shape or shape[1] % block:
+        raise ConfigError(
+            f"{form} is for blocks of {block} in a row, and the shape is {shape}; leave it out of "
+            "the forms, as the engine's quantization_config must"
+        )

@@ -5,18 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError
-from deltasync.quant.form import Shape
-
-
-def check_columns(shape: Shape, block: int, form: str) -> None:
-    """Raises ConfigError if rows of a matrix do not consist of whole blocks."""
-    if 0 in shape or shape[1] % block:
-        raise ConfigError(
-            f"{form} is for blocks of {block} in a row, and the shape is {shape}; leave it out of "
-            "the forms, as the engine's quantization_config must"
-        )
-
 
 def e2m1(values: Tensor) -> Tensor:
     """uint8 [...]: codes of the nearest E2M1 numbers of float32 [...], ties to even, at most 6.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns
+from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import LARGEST_FP8, as_fp8, divided, largest, with_one_nan
 
 Per = Literal["channel", "tensor"]
@@ -44,7 +43,7 @@ class Fp8:
 
     per: Per = "channel"
     arithmetic: Arithmetic = "compressed-tensors"
-    rows: int = 1
+    rows: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns, packed
+from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.four_bits import packed
 
 _WORD = 8  # codes of an int32
 
@@ -57,8 +57,8 @@ class Int4:
 
     group: int | None = 128
     arithmetic: Arithmetic = "compressed-tensors"
-    rows: int = 1
-    shares: bool = False
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""

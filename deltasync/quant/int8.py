@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns
+from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import divided, largest, with_one_nan
 
 
@@ -26,8 +26,8 @@ class Int8:
     (quantization/lifecycle/forward.py), symmetric, on the minimum and the maximum of a row.
     """
 
-    rows: int = 1
-    shares: bool = False
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

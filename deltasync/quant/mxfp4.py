@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns, e2m1, packed
+from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.four_bits import e2m1, packed
+from deltasync.quant.rounding import mx_exponent, power_of_two
 
 _BLOCK = 32
-_LACKING = 255  # of e8m0: NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class MxFp4:
     forward_helpers.py), `compress_mx_scale` (compressors/mx_utils.py), 0.17.
     """
 
-    rows: int = 1
-    shares: bool = False
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -50,11 +51,8 @@ class MxFp4:
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks = band.view(len(band), -1, _BLOCK)
-        amax = blocks.abs().amax(-1).view(torch.int16).int()
-        exponent = (amax + 0x20) >> 7  # mantissas of 1.75 carry
-        exponent = torch.where(exponent >= _LACKING, _LACKING, (exponent - 2).clamp(0))
-        scale = torch.where(exponent == 0, 2.0**-127, (exponent << 23).view(torch.float32))
-        codes = e2m1((blocks / scale.bfloat16().unsqueeze(-1)).float())
+        exponent = mx_exponent(blocks.abs().amax(-1), largest_power=2)
+        codes = e2m1((blocks / power_of_two(exponent).bfloat16().unsqueeze(-1)).float())
         return {
             "weight_packed": packed(codes.flatten(1)),
             "weight_scale": exponent.to(torch.uint8),

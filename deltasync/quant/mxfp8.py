@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns
+from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import (
     LARGEST_FP8,
+    NO_EXPONENT,
     as_fp8,
     divided,
     largest,
+    mx_exponent,
     power_of_two,
     power_of_two_above,
 )
 
 _BLOCK = 32
-_NAN = 255  # of e8m0
 
 Arithmetic = Literal["vllm", "compressed-tensors"]
 
@@ -51,8 +51,8 @@ class MxFp8:
     """
 
     arithmetic: Arithmetic = "vllm"
-    rows: int = 1
-    shares: bool = False
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is unknown."""
@@ -86,15 +86,9 @@ class MxFp8:
             scale = torch.where(amax.isnan(), torch.nan, power_of_two(exponent))
             scaled = blocks / scale
         else:
-            exponent = _exponent(amax)
-            lacking = exponent == _NAN
+            exponent = mx_exponent(amax, largest_power=8)
+            lacking = exponent == NO_EXPONENT
             scale = torch.where(lacking, torch.nan, power_of_two(exponent.clamp(max=254)))
             scaled = (blocks / scale.bfloat16()).add_(0).clamp_(-LARGEST_FP8, LARGEST_FP8)
         codes = as_fp8(scaled).view_as(band)
         return {"weight": codes, "weight_scale": exponent.squeeze(2).to(torch.uint8)}
-
-
-def _exponent(amax: Tensor) -> Tensor:
-    """int32: the biased exponents of scales for elements up to `amax`, bfloat16; 255 for none."""
-    exponent = (amax.view(torch.int16).int() + 0x20) >> 7  # carries from mantissas of 1.75
-    return torch.where(exponent >= 255, _NAN, (exponent - 8).clamp(0))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.quant.form import Part, Shape
-from deltasync.quant.four_bits import check_columns, e2m1, packed
+from deltasync.quant.form import Part, Shape, check_columns
+from deltasync.quant.four_bits import e2m1, packed
 
 _BLOCK = 16
 _LARGEST_CODE = 6.0
@@ -41,8 +42,8 @@ class CompressedNvfp4:
     (quant_args.py) and `pack_fp4_to_uint8` (compressors/nvfp4/helpers.py), with 0.17.
     """
 
-    rows: int = 1
-    shares: bool = True
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -92,8 +93,8 @@ class ModelOptNvfp4:
     it keeps scales at 2**-9 or above; `preprocess_linear_fusion` of export/quant_utils.py.
     """
 
-    rows: int = 1
-    shares: bool = True
+    rows: ClassVar[int] = 1
+    shares: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.weights import BatchedWeights, upload
@@ -70,18 +69,22 @@ class Matrices:
 
 
 def matrices_of(
-    quantized: Mapping[int, Computation], snapshot: BatchedWeights, first_block: NDArray[np.int64]
+    quantized: Mapping[int, Computation],
+    reads_of: Ints,
+    snapshot: BatchedWeights,
+    first_block: Ints,
 ) -> list[Matrices]:
     """Matrices by what kernels do with them.
 
     Args:
         quantized: How codes are computed, by parameter.
+        reads_of: int64[parameters], how kernels read them.
         snapshot: What they are compared with.
         first_block: int64[chunks], the first block of masks of each.
     """
     kinds: dict[tuple[int, bool], list[int]] = {}
     for parameter, computation in quantized.items():
-        kind = read_as(computation), computation.is_ue8m0
+        kind = int(reads_of[parameter]), computation.is_ue8m0
         kinds.setdefault(kind, []).append(parameter)
     return [
         _launch(read, is_ue8m0, {p: quantized[p] for p in here}, snapshot, first_block)

@@ -129,7 +129,7 @@ class BatchedSource:
         self.first_block, self.shifts, self.tile_chunk, self.tile_block = (
             column.to(torch.int32) for column in columns
         )
-        self.matrices = matrices_of(quantized, snapshot, first_block)
+        self.matrices = matrices_of(quantized, reads, snapshot, first_block)
         self.chunk_of = torch.repeat_interleave(
             chunks.to(torch.int32), repeats, output_size=self.num_blocks
         )

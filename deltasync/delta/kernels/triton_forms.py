@@ -107,7 +107,7 @@ def compare_block_fp8(
     row = here // wide * _BLOCK + tl.arange(0, 128)[:, None, None]
     begin = here % wide * _BLOCK + tl.arange(0, 4)[None, :, None] * 32
     lane = tl.arange(0, 32)[None, None, :]
-    there = (row < rows) & (begin < cols) & (lane < 32)
+    there = (row < rows) & (begin < cols)
     offsets = row * cols + begin + lane
     bits = _weights(weight, offsets, there, WIDE)
     largest = tl.max(tl.max(tl.max(bits & 0x7FFF, axis=2), axis=1), axis=0)

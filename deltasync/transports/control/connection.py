@@ -42,6 +42,7 @@ _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _READ_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 4  # in flight; two segments are, at most
+_INTERRUPTED = "an interrupt came while a message was on its way"
 _MESSAGE_OVERHEAD_BYTES = 256
 _MAX_DRAINED_BYTES = 1 << 20  # of what a connection still says when it is ended
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.00005, 0.001
@@ -157,9 +158,6 @@ def check_size(num_bytes: int, capabilities: Capabilities) -> None:
     limit = capabilities.max_payload_bytes
     if num_bytes < 0 or (limit is not None and num_bytes > limit):
         raise ConfigError(f"a payload of {num_bytes} bytes; this transport takes up to {limit}")
-
-
-_INTERRUPTED = "an interrupt came while a message was on its way"
 
 
 class _Seal:
