@@ -21,6 +21,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
+from deltasync.quant.rounding import divided
 
 _BLOCK = 16
 _LARGEST_CODE = 6.0
@@ -110,7 +111,7 @@ class ModelOptNvfp4:
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        return {"weight_scale_2": _peak(weights) / (_LARGEST_CODE * _LARGEST_SCALE)}
+        return {"weight_scale_2": divided(_peak(weights), _LARGEST_CODE * _LARGEST_SCALE)}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Ends of the walk: nothing that is a model's own lies behind them.
 _ENDS = (
@@ -77,6 +78,8 @@ def reached(root: object) -> dict[str, Tensor]:
             there = path + step
             if isinstance(value, np.ndarray) and value.dtype != object:
                 value = _as_tensor(value)
+            if isinstance(value, FakeTensor):  # of a compiled model: it has no memory
+                continue
             if isinstance(value, Tensor):
                 found[there] = value
             if isinstance(value, _ENDS) or id(value) in entered:

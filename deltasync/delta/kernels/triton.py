@@ -62,11 +62,13 @@ def read(address, offsets, mask, start, scales, width, TYPE: tl.constexpr, READ:
         READ: See `reads`.
     """
     if READ < _BLOCK_FP8:
-        return load(address, offsets, mask, TYPE, READ == _ROUNDED)
-    return block_fp8(
-        address, offsets, mask, start, tl.load(scales), tl.load(width),
-        (_WIDE & READ) != 0, (_NATIVE & READ) != 0,
-    )  # fmt: skip
+        bits = load(address, offsets, mask, TYPE, READ == _ROUNDED)
+    else:
+        bits = block_fp8(
+            address, offsets, mask, start, tl.load(scales), tl.load(width),
+            (_WIDE & READ) != 0, (_NATIVE & READ) != 0,
+        )  # fmt: skip
+    return bits
 
 
 @triton.jit

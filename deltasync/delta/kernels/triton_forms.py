@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltasync.delta.kernels.triton_base import popcount, rounded
+from deltasync.delta.kernels.triton_base import load, popcount
 
 _BLOCK = tl.constexpr(128)
 _LARGEST = tl.constexpr(448.0)
@@ -18,11 +18,7 @@ _LEAST = tl.constexpr(1e-4)
 @triton.jit
 def _weights(address, offsets, mask, WIDE: tl.constexpr):
     """uint32: bfloat16 bits of elements; WIDE reads float32."""
-    if WIDE:
-        raw = tl.load(address.to(tl.pointer_type(tl.uint32)) + offsets, mask=mask, other=0)
-        return rounded(raw).to(tl.uint32)
-    raw = tl.load(address.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
-    return raw.to(tl.uint32)
+    return load(address, offsets, mask, tl.uint16, WIDE).to(tl.uint32)
 
 
 @triton.jit
@@ -39,15 +35,17 @@ def e4m3(x, NATIVE: tl.constexpr):
     that are finite nothing is out of range. Otherwise as c10/util/Float8_e4m3fn.h of torch does.
     """
     if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    # An addition rounds what is too small for a normal number.
-    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-    normal = (bits + 0xC407FFFF + ((bits >> 20) & 1)) >> 20
-    code = tl.where(bits < 0x3C800000, small, normal)
-    return (tl.where(bits >= 0x43F00000, 0x7F, code) | sign).to(tl.uint8)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        bits = bits & 0x7FFFFFFF
+        # An addition rounds what is too small for a normal number.
+        small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True)
+        normal = (bits + 0xC407FFFF + ((bits >> 20) & 1)) >> 20
+        code = tl.where(bits < 0x3C800000, small - 0x46800000, normal)
+        code = (tl.where(bits >= 0x43F00000, 0x7F, code) | sign).to(tl.uint8)
+    return code
 
 
 @triton.jit

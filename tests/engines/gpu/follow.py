@@ -38,7 +38,13 @@ Held = list[dict[str, tuple[str, int]]]
 """Of each worker, by path: a digest of a tensor's bits, and its address."""
 
 _IS_GPU = torch.cuda.is_available()
-_LEAST: dict[str, Any] = {"gpu_memory_utilization": 0.05, "max_num_seqs": 8}
+# Engines that start side by side cannot measure what memory is left.
+_LEAST: dict[str, Any] = {
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+}
 _KERNELS = ("impl", "quant_method", "fp8_linear", "kernel", "experts_cls")
 _BACKENDS = ("fp8_backend", "unquantized_backend", "mxfp4_backend", "nvfp4_backend")
 

@@ -26,7 +26,8 @@ import torch
 from tests.engines.environment import ROOT
 from tests.engines.gpu.cases import CASES
 
-_SAID = 3000  # of what a failed case has printed
+_SETTINGS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING"}
+_SAID = 12000  # of what a failed case has printed
 
 
 def main() -> int:
@@ -58,7 +59,7 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.engines.gpu.follow", name, str(folder)],
         cwd=ROOT,
-        env=os.environ | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        env=os.environ | _SETTINGS,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
