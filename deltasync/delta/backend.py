@@ -7,7 +7,7 @@ GPU. A back end for another kind of device is one more package with a `Backend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -250,8 +250,8 @@ def backend_for(
 ) -> Backend:
     """Choose what works on these weights.
 
-    They are worked on in batches if they share a GPU and Triton is installed. Raises ConfigError if
-    batches are demanded ("triton") and not possible.
+    They are worked on in batches if they share a GPU, Triton is installed, and every element has an
+    address. Raises ConfigError if batches are demanded ("triton") and not possible.
 
     Args:
         flats: The weights by parameter. They must outlive the back end.
@@ -264,7 +264,7 @@ def backend_for(
     if readers:  # kernels reach pinned host memory, but not the memory of another GPU
         devices = {reader.device for reader in readers} | {d for d in devices if d.type != "cpu"}
     numel = sum(flat.numel for flat in flats.values())
-    device = _device_for_batches(devices, numel, kernels)
+    device = _device_for_batches(devices, numel, kernels, flats.values())
     if device is None:
         return HostBackend(flats, ledger)
     from deltasync.delta.batched.backend import BatchedBackend
@@ -288,7 +288,7 @@ def backend_for(
 
 
 def _device_for_batches(
-    devices: set[torch.device], numel: int, kernels: Kernels
+    devices: set[torch.device], numel: int, kernels: Kernels, flats: Iterable[Live]
 ) -> torch.device | None:
     if kernels == "torch" or (kernels == "auto" and {d.type for d in devices} != {"cuda"}):
         return None
@@ -299,6 +299,8 @@ def _device_for_batches(
         problem = f"the weights live on {len(devices)} devices"
     elif not numel:
         problem = "there are no elements"
+    elif any(flat.numel and not flat.is_contiguous and not flat.boxes() for flat in flats):
+        problem = "weights have elements without an address"
     if problem is None:
         return devices.pop()
     if kernels == "triton":

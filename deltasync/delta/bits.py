@@ -142,7 +142,8 @@ class Live(Protocol):
     def boxes(self) -> list[tuple[Region, Tensor]]:
         """(positions, view): all that is held, in boxes; elements in the order of their positions.
 
-        Empty boxes are left out. Views are not owned.
+        Empty boxes are left out. Views are not owned. There are none if elements have no address,
+        because their bits are in several places.
         """
         ...
 

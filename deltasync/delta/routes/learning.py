@@ -5,6 +5,9 @@ tensor is found without reading it: it runs on tensors of which every byte carri
 256, of its own number, once for each digit. It runs again on the complements of all digits. A byte
 that comes back with the same number both times was moved; one that is always alike is padding;
 anything else was computed.
+
+Kernels of 4 bits move half bytes. What they do is learnt in the same way, from tensors of which
+every half byte carries a digit in base 16.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from deltasync.delta.region import unpaired
 from deltasync.delta.routes.route import Piece, joined
 
 PADDING, COMPUTED = -1, -2
-_ALIGNED = 16  # bytes; at least the largest element
-_BASE, _DIGIT_BITS = 256, 8
+_ALIGNED = 32  # bytes or half bytes; at least the largest element
+_BYTE, CODE_BITS = 8, 4
+_BLOCK = 1 << 24  # fields that are looked at together
 _MOST_PIECES = 1024  # of one tensor: beyond, writes would be slow
 
 Tensors = Mapping[str, Tensor]
@@ -36,18 +40,20 @@ class Moves:
         process: The function. It is called several times, with other bits, and must not keep what
             it is given.
         inputs: What it takes; shapes and dtypes alone are read.
+        bits: 8, or 4 for codes of 4 bits. These are then the elements below. They count from the
+            low bits of an element, and of each byte.
 
     Raises what `process` raises.
     """
 
-    def __init__(self, process: Process, inputs: Tensors) -> None:
-        self._inputs = dict(inputs)
+    def __init__(self, process: Process, inputs: Tensors, bits: int = _BYTE) -> None:
+        self._inputs, self._bits = dict(inputs), bits
         self._starts: dict[str, int] = {}
         total = 0
         for name, tensor in inputs.items():
             self._starts[name] = total
-            total = _rounded_up(total + _num_bytes(tensor), _ALIGNED)
-        self._made = _numbers(process, self._inputs, self._starts, total)
+            total = _rounded_up(total + self._count(tensor), _ALIGNED)
+        self._made = _numbers(process, self._inputs, self._starts, total, bits)
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
 
@@ -73,21 +79,28 @@ class Moves:
         return found
 
     def _places(self, name: str, result: str, live: Tensor) -> tuple[Tensor, Tensor]:
-        size, start = self._inputs[name].element_size(), self._starts[name]
-        line, begin = _laid_out(self._made[result], live, size)
+        start, count = self._starts[name], self._count(self._inputs[name])
+        size = self._inputs[name].element_size() if self._bits == _BYTE else 1
+        own = live.element_size() * _BYTE // self._bits
+        line, begin = _laid_out(self._made[result], live, own, size)
         rows = line.view(-1, size)
         first = rows[:, 0].long()
         whole = (rows == first[:, None] + torch.arange(size)).all(1)
-        whole &= (first >= start) & (first < start + _num_bytes(self._inputs[name]))
+        whole &= (first >= start) & (first < start + count)
         whole &= (first - start) % size == 0
         return (first[whole] - start) // size, whole.nonzero().view(-1) + begin
 
     def _sources(self, numbers: Tensor) -> set[str]:
         """Names of the inputs of which a result has bytes."""
-        starts = torch.tensor(list(self._starts.values()))
-        moved = numbers[numbers >= 0].long()
-        counts = torch.bincount(torch.bucketize(moved, starts, right=True) - 1)
-        return {self._numbered[number] for number in counts.nonzero().view(-1).tolist()}
+        starts = torch.tensor(list(self._starts.values()), dtype=numbers.dtype)
+        found: set[int] = set()
+        for block in torch.split(numbers, _BLOCK):
+            which = torch.bucketize(block[block >= 0], starts, right=True) - 1
+            found.update(torch.bincount(which).nonzero().view(-1).tolist())
+        return {self._numbered[number] for number in found}
+
+    def _count(self, tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size() * _BYTE // self._bits
 
 
 def pieces_of(live: str, source: Tensor, target: Tensor) -> tuple[Piece, ...] | None:
@@ -142,22 +155,29 @@ def _piece(live: str, starts: Sequence[int], dims: Sequence[tuple[int, int, int]
     return Piece.of(live, *unpaired(starts[0], starts[1], dims))
 
 
-def _numbers(process: Process, inputs: Tensors, starts: Mapping[str, int], total: int) -> Tensors:
-    """By result, int[bytes]: the number of the input's byte that is there, PADDING or COMPUTED."""
-    dtype = torch.int32 if total < 1 << 31 else torch.int64
+def _numbers(
+    process: Process, inputs: Tensors, starts: Mapping[str, int], total: int, bits: int
+) -> Tensors:
+    """By result, int[fields]: the number of the input's field that is there, PADDING or COMPUTED.
+
+    A field is so many bits. There is a digit beyond the numbers' own, which is 0 in all fields, so
+    that code which turns bits does not look as if it moved fields.
+    """
+    dtype, largest = torch.int32 if total < 1 << 31 else torch.int64, (1 << bits) - 1
+    digits = max(1, -(-total.bit_length() // bits))
     first: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
     is_padding: dict[str, Tensor] = {}
     is_moved: dict[str, Tensor] = {}
-    for digit in range(max(1, -(-total.bit_length() // _DIGIT_BITS))):
+    for digit in range(digits + 1):
         straight, mirrored = (
             {
-                name: _bytes(made)
+                name: _fields(made, bits)
                 for name, made in process(
-                    {n: _counting(one, starts[n], digit, mask) for n, one in inputs.items()}
+                    {n: _counting(t, starts[n], digit, mask, bits) for n, t in inputs.items()}
                 ).items()
             }
-            for mask in (0, _BASE - 1)
+            for mask in (0, largest)
         )
         for name in straight.keys() & mirrored.keys():
             one, other = straight[name], mirrored[name]
@@ -167,36 +187,45 @@ def _numbers(process: Process, inputs: Tensors, starts: Mapping[str, int], total
             if name not in found or len(one) != len(found[name]) or len(one) != len(other):
                 found.pop(name, None)  # its shape depends on values
                 continue
-            found[name] += one.to(dtype) << _DIGIT_BITS * digit
+            if digit < digits:
+                found[name] += one.to(dtype) << bits * digit
+            else:
+                is_moved[name] = is_moved[name] & (one == 0)
             is_padding[name] = is_padding[name] & (one == other) & (one == first[name])
-            is_moved[name] = is_moved[name] & (one == _BASE - 1 - other)
+            is_moved[name] = is_moved[name] & (one == largest - other)
     for name, numbers in found.items():
-        numbers[~is_moved[name] | (numbers >= total)] = COMPUTED
+        numbers[~is_moved[name] | (numbers < 0) | (numbers >= total)] = COMPUTED
         numbers[is_padding[name]] = PADDING
     return found
 
 
-def _counting(like: Tensor, start: int, digit: int, mask: int) -> Tensor:
-    """A tensor whose bytes have a digit of their numbers, which begin at `start`."""
-    numbers = torch.arange(start, start + _num_bytes(like))
-    digits = (numbers >> _DIGIT_BITS * digit) & (_BASE - 1) ^ mask
-    return digits.to(torch.uint8).view(like.dtype).view(like.shape)
+def _counting(like: Tensor, start: int, digit: int, mask: int, bits: int) -> Tensor:
+    """A tensor whose fields have a digit of their numbers, which begin at `start`."""
+    count = like.numel() * like.element_size() * _BYTE // bits
+    numbers = torch.arange(start, start + count)
+    digits = ((numbers >> bits * digit) & ((1 << bits) - 1) ^ mask).to(torch.uint8)
+    if bits == CODE_BITS:
+        digits = digits[::2] | digits[1::2] << CODE_BITS
+    return digits.view(like.dtype).view(like.shape)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """uint8[bytes] of the elements, row-major, on the CPU."""
-    return as_bits(tensor.detach()).to("cpu").contiguous().view(-1).view(torch.uint8)
+def _fields(tensor: Tensor, bits: int) -> Tensor:
+    """uint8[fields] of the elements, row-major, on the CPU."""
+    found = as_bits(tensor.detach()).to("cpu").contiguous().view(-1).view(torch.uint8)
+    if bits == CODE_BITS:
+        found = torch.stack((found & 15, found >> CODE_BITS), 1).view(-1)
+    return found
 
 
-def _laid_out(numbers: Tensor, live: Tensor, size: int) -> tuple[Tensor, int]:
-    """The numbers of bytes as they lie in a live tensor's storage, and where they begin.
+def _laid_out(numbers: Tensor, live: Tensor, own: int, size: int) -> tuple[Tensor, int]:
+    """The numbers of fields as they lie in a live tensor's storage, and where they begin.
 
     Args:
-        numbers: int[bytes], row-major.
+        numbers: int[fields], row-major.
         live: The tensor.
-        size: Bytes; the result begins and ends at multiples of it, and counts in it.
+        own: Fields of each of its elements.
+        size: Fields; the result begins and ends at multiples of it, and counts in it.
     """
-    own = live.element_size()
     begin, last = extent_of(live)
     ahead = begin * own % size
     stop = _rounded_up(ahead + (last + 1 - begin) * own, size)
@@ -204,10 +233,6 @@ def _laid_out(numbers: Tensor, live: Tensor, size: int) -> tuple[Tensor, int]:
     strides = [stride * own for stride in live.stride()]
     line.as_strided((*live.shape, own), (*strides, 1), ahead).copy_(numbers.view(*live.shape, own))
     return line, (begin * own - ahead) // size
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _rounded_up(number: int, step: int) -> int:

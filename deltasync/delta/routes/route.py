@@ -32,11 +32,14 @@ class Piece:
         live: The live tensor's name.
         source: The elements in the checkpoint tensor, in its order.
         target: The same elements, in the same order, in the live tensor's storage.
+        code: Which 4 bits of each element these are, the low ones first, where an engine moves
+            codes of 4 bits apart; `target` counts in these then. None for whole elements.
     """
 
     live: str
     source: Region
     target: Region
+    code: int | None = None
 
     @classmethod
     def of(cls, live: str, source: Region, target: Region) -> Self:

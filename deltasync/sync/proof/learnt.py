@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from deltasync.delta.bits import identity
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import Moves, pieces_of
+from deltasync.delta.routes.learning import CODE_BITS, Moves, Process, pieces_of
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError
@@ -20,6 +21,8 @@ from deltasync.sync.proof.proved import named, recorded
 from deltasync.sync.proof.proving import Proof, scope_of
 
 Pieces = tuple[Piece, ...]
+_BYTE = 8  # bits
+_COMPUTED = "is computed by the engine's work after loading, not moved"
 
 
 def learn_routes(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
@@ -102,24 +105,36 @@ class _Learning:
             found = {name: made[scope + name] for name in live if scope + name in made}
             return {n: t for n, t in found.items() if _is_like(t, live[n])}
 
-        try:
-            return _Layer(Moves(process, inputs), inputs, live)
-        except FAILURES as error:
-            raise ConfigError(
-                f"the engine's work after loading cannot be watched: it raised {error!r}"
-            ) from error
+        return _Layer(process, inputs, live)
 
 
 class _Layer:
     """What was learnt of a layer; names are without the layer's."""
 
     def __init__(
-        self, moves: Moves, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
+        self, process: Process, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
     ) -> None:
-        self._inputs = inputs
-        self._names = list(live)
-        self._places = {name: self._table(moves.places(name, live), name) for name in inputs}
+        self._process, self._inputs, self._live = process, inputs, live
+        self._tables = self._learnt(_BYTE)
         self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
+
+    @cached_property
+    def _codes(self) -> dict[str, _Table]:
+        """Where codes of 4 bits are, which count as elements do."""
+        return self._learnt(CODE_BITS)
+
+    def _learnt(self, bits: int) -> dict[str, _Table]:
+        try:
+            moves = Moves(self._process, self._inputs, bits)
+        except FAILURES as error:
+            raise ConfigError(
+                f"the engine's work after loading cannot be watched: it raised {error!r}"
+            ) from error
+        return {
+            name: _Table(moves.places(name, self._live), loaded.numel() * _fields(loaded, bits))
+            for name, loaded in self._inputs.items()
+            if bits == _BYTE or not loaded.is_floating_point()  # floats are no codes
+        }
 
     def moved(self, name: str, source: Region, target: Region) -> Pieces:
         """Where elements of an input are, of which it is known where they come from.
@@ -134,23 +149,7 @@ class _Layer:
             raise ConfigError(found)
         return found
 
-    def _table(
-        self, places: Mapping[str, tuple[Tensor, Tensor]], name: str
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Where elements are: int16[n] numbers of live tensors, or -1, and int64[n] places there.
-
-        Also whether an element is in two places.
-        """
-        count = self._inputs[name].numel()
-        which, where = torch.full((count,), -1, dtype=torch.int16), torch.zeros(count).long()
-        total = 0
-        for live, (elements, there) in places.items():
-            which[elements], where[elements] = self._names.index(live), there
-            total += len(elements)
-        return which, where, total > int((which >= 0).count_nonzero())
-
     def _found(self, name: str, source: Region, target: Region) -> Pieces | str:
-        which, where, is_twice = self._places[name]
         loaded = self._inputs[name]
         numbers = torch.arange(source.numel)
         elements = target.places(numbers)
@@ -160,21 +159,65 @@ class _Layer:
                 torch.arange(loaded.numel()).view(Region.of(loaded).shape)
             )
             elements = order[elements]
-        held = which[elements]
-        if is_twice:
+        numbers = source.places(numbers)
+        found = self._tables[name].pieces(numbers, elements)
+        if found != _COMPUTED or loaded.is_floating_point():
+            return found
+        pieces: list[Piece] = []
+        count = _fields(loaded, CODE_BITS)
+        for code in range(count):
+            found = self._codes[name].pieces(numbers, elements * count + code)
+            if isinstance(found, str):
+                return found
+            pieces += [replace(piece, code=code) for piece in found]
+        return tuple(pieces)
+
+
+class _Table:
+    """Where the elements of an input are.
+
+    Args:
+        places: By live tensor, int64[n] elements and int64[n] places of them there.
+        count: Elements of the input.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[Tensor, Tensor]], count: int) -> None:
+        self._names = list(places)
+        self._which = torch.full((count,), -1, dtype=torch.int16)  # numbers of live tensors
+        self._where = torch.zeros(count, dtype=torch.int64)
+        total = 0
+        for number, (elements, there) in enumerate(places.values()):
+            self._which[elements], self._where[elements] = number, there
+            total += len(elements)
+        self._is_twice = total > int((self._which >= 0).count_nonzero())
+
+    def pieces(self, numbers: Tensor, elements: Tensor) -> Pieces | str:
+        """Where some elements are, or why there is no route.
+
+        Args:
+            numbers: int64[n]: which elements of a checkpoint tensor they are, rising.
+            elements: int64[n]: which elements of the input they are.
+        """
+        held = self._which[elements]
+        if self._is_twice:
             return "is kept twice by the engine, once as it was and once rearranged"
         if (held < 0).any():
-            return "is computed by the engine's work after loading, not moved"
+            return _COMPUTED
         found: list[Piece] = []
         for number, live in enumerate(self._names):
             here = held == number
             if not bool(here.any()):
                 continue
-            pieces = pieces_of(live, source.places(numbers[here]), where[elements[here]])
+            pieces = pieces_of(live, numbers[here], self._where[elements[here]])
             if pieces is None:
                 return "is rearranged after loading in too many pieces"
             found += pieces
         return tuple(found)
+
+
+def _fields(tensor: Tensor, bits: int) -> int:
+    """What is moved of an element: all of it, or its codes of so many bits."""
+    return 1 if bits == _BYTE else tensor.element_size() * _BYTE // bits
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:

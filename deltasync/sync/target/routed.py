@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
 from deltasync.delta.region import Region
+from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.loading import RELOAD, Loader
 from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
@@ -291,7 +292,8 @@ def refuse_parts(target: RoutedTarget) -> None:
     """Raise ConfigError, by name, if the engine takes a part of a tensor. For a single rank."""
     pieces = pieces_of(target) or {}
     for one in target._checkpoint:
-        count = sum(piece.source.numel for piece in pieces.get(one.name, ()))
+        here = pieces.get(one.name, ())
+        count = sum(piece.source.numel for piece in here if not piece.code)
         if 0 < count < one.numel:
             raise ConfigError(
                 f"{one.name!r}: the engine takes {count} of {one.numel} elements, and has no "
@@ -312,6 +314,8 @@ def _misplaced(names: Sequence[str], *, is_written: bool) -> ConfigError:
 
 def _access(pieces: Sequence[Piece], live: Mapping[str, Tensor], spec: ParameterSpec) -> Live:
     """Access to a whole checkpoint tensor, or to the parts of it that are held."""
+    if any(piece.code is not None for piece in pieces):
+        return Codes(pieces, live, spec.dtype, spec.numel)
     dtype = torch_dtype(spec.dtype)
     live = {piece.live: _seen_as(live[piece.live], dtype) for piece in pieces}
     if not spec.numel or [one.source for one in pieces] == [Region.run(0, spec.numel)]:

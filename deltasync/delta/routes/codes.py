@@ -1,0 +1,177 @@
+"""Tensors of 4-bit codes that an engine keeps in another order than the checkpoint.
+
+Kernels of 4-bit weights move single codes from one word to another. So an element of the checkpoint
+has no address: its codes are in several words, and these have codes of other elements too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import INTEGERS
+from deltasync.delta.region import Region
+from deltasync.delta.routes.learning import CODE_BITS
+from deltasync.delta.routes.route import Piece
+from deltasync.dtypes import Dtype
+
+_BLOCK = 1 << 18  # elements at once: some 400 bytes for each that has 8 codes
+_MASK = (1 << CODE_BITS) - 1
+
+
+class Codes:
+    """Elements whose 4-bit codes are written one by one: see `delta.bits.Live`.
+
+    A write adds the difference of each code to the word that has it. Differences of several codes
+    in one word add up, in any order, to exactly what changes the word; codes that are not written
+    stay as they are.
+
+    Args:
+        pieces: Where the codes are. All pieces have one; each element has all of its codes.
+        live: The live tensors that they name. Not owned.
+        dtype: Of the elements.
+        numel: Elements of the checkpoint tensor, some of which may be held elsewhere.
+
+    Attributes:
+        dtype: The same.
+        numel: Elements held.
+        line: int[0], on the device where the codes are.
+        is_contiguous: False.
+    """
+
+    is_contiguous = False
+
+    def __init__(
+        self, pieces: Sequence[Piece], live: Mapping[str, Tensor], dtype: Dtype, numel: int
+    ) -> None:
+        boxes: dict[tuple[object, ...], list[Piece]] = {}
+        for piece in pieces:
+            key = piece.live, piece.source, piece.target.dims
+            boxes.setdefault(key, []).append(piece)
+        self._boxes = [_Box.of(alike, live[alike[0].live]) for alike in boxes.values()]
+        self._sources = [piece.source for piece in pieces if piece.code == 0]
+        self.dtype = dtype
+        self.numel = sum(source.numel for source in self._sources)
+        self.line = self._boxes[0].words.new_empty(0, dtype=INTEGERS[dtype.item_size])
+        self._is_whole = self._sources == [Region.run(0, numel)]
+
+    def boxes(self) -> list[tuple[Region, Tensor]]:
+        """None: no element has an address."""
+        return []
+
+    def held(self, start: int, stop: int) -> Tensor | None:
+        if self._is_whole:
+            return None
+        found = [torch.empty(0, dtype=torch.int64, device=self.line.device)]
+        for begin in range(start, stop, _BLOCK):
+            positions = self._numbers(begin, min(begin + _BLOCK, stop))
+            found.append(positions[self._kept(positions)])
+        return torch.cat(found)
+
+    def keeps(self, positions: Tensor) -> Tensor | None:
+        return None if self._is_whole else self._kept(positions)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        positions = self.held(start, stop)
+        return self.gather(self._numbers(start, stop) if positions is None else positions)
+
+    def write(self, start: int, bits: Tensor) -> None:
+        positions = self.held(start, start + len(bits))
+        if positions is None:
+            self.scatter(self._numbers(start, start + len(bits)), bits)
+        else:
+            self.scatter(positions, bits[positions - start])
+
+    def gather(self, positions: Tensor) -> Tensor:
+        bits = self.line.new_zeros(len(positions))
+        for part, into in zip(
+            torch.split(positions, _BLOCK), torch.split(bits, _BLOCK), strict=True
+        ):
+            for box in self._boxes:
+                inside, numbers = self._inside(box, part)
+                found = box.gather(numbers, into.dtype)
+                if inside is None:
+                    into |= found
+                else:
+                    into[inside] |= found
+        return bits
+
+    def scatter(self, positions: Tensor, bits: Tensor) -> None:
+        for part, new in zip(
+            torch.split(positions, _BLOCK), torch.split(bits, _BLOCK), strict=True
+        ):
+            for box in self._boxes:
+                inside, numbers = self._inside(box, part)
+                box.scatter(numbers, new if inside is None else new[inside])
+
+    def _inside(self, box: _Box, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(bool[n], int64[k]): which positions a box has, None for all, and their numbers there."""
+        if box.source == Region.run(0, box.source.numel) and self._is_whole:
+            return None, positions
+        inside, numbers = box.source.find(positions)
+        return inside, numbers[inside]
+
+    def _kept(self, positions: Tensor) -> Tensor:
+        kept = torch.zeros_like(positions, dtype=torch.bool)
+        for source in self._sources:
+            kept |= source.find(positions)[0]
+        return kept
+
+    def _numbers(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.line.device)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Some codes of some elements, all of them equally far apart in every element.
+
+    Attributes:
+        source: The elements.
+        target: Where the first code of each is, in codes of the storage.
+        apart: int64[codes]: how much farther each code is than the first.
+        order: int64[codes]: which code of its element each is.
+        words: int[...]: the storage. Not owned.
+    """
+
+    source: Region
+    target: Region
+    apart: Tensor
+    order: Tensor
+    words: Tensor
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], live: Tensor) -> _Box:
+        """Of pieces that differ in their codes and where these begin."""
+        storage, first = live.untyped_storage(), pieces[0]
+        dtype = torch.uint8 if storage.nbytes() % 4 else torch.int32
+        words = torch.empty(0, dtype=dtype, device=live.device).set_(storage)
+        columns = [(one.target.start - first.target.start, one.code) for one in pieces]
+        apart, order = torch.tensor(columns, device=live.device).unbind(1)
+        return cls(first.source, first.target, apart, order, words)
+
+    def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """int[n]: the codes of int64[n] elements, each at its place in the element."""
+        word, shift = self._places(numbers)
+        codes = self._codes(word, shift).to(dtype)
+        return (codes << (self.order * CODE_BITS).to(dtype)).sum(1, dtype=dtype)
+
+    def scatter(self, numbers: Tensor, bits: Tensor) -> None:
+        """Overwrite the codes of int64[n] distinct elements with those of int[n]."""
+        word, shift = self._places(numbers)
+        new = (bits[:, None] >> (self.order * CODE_BITS).to(bits.dtype)) & _MASK
+        change = (new.to(torch.int32) - self._codes(word, shift)) << shift
+        self.words.index_add_(0, word.view(-1), change.view(-1).to(self.words.dtype))
+
+    def _places(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(int64, int32)[n, codes]: the word of each code, and where it begins there, in bits."""
+        places = self.target.places(numbers)[:, None] + self.apart
+        count = 2 * self.words.element_size()
+        return places.div(count, rounding_mode="floor"), ((places % count) * CODE_BITS).int()
+
+    def _codes(self, word: Tensor, shift: Tensor) -> Tensor:
+        """int32[n, codes]: what is there."""
+        words = self.words.index_select(0, word.view(-1)).view(word.shape)
+        return (words.to(torch.int32) >> shift) & _MASK

@@ -1,0 +1,314 @@
+"""Engines that repack codes of 4 bits are written in place, code by code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from deltasync import ReceiverOptions
+from deltasync.delta.backend import backend_for
+from deltasync.delta.bits import as_bits
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.routes.codes import Codes
+from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.delta.shard import whole
+from deltasync.errors import ConfigError, SyncAborted, TargetMoved
+from deltasync.sync.proof.learnt import learn_routes
+from deltasync.sync.target.learnt import LearntTarget
+from tests.engines.checkpoints import Weights
+from tests.sync.harness import Fleet, fleet, until
+from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS, COLS, GROUP = 64, 96, 32  # of each of two fused matrices
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """Codes of int32[rows, words], as int32[rows, 8 * words]; the low ones first."""
+    codes = words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32)
+    return (codes & 15).flatten(1)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """The words of int32[..., 8 * words] codes."""
+    eight = codes.reshape(*codes.shape[:-1], -1, 8)
+    return (eight << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+
+def tiles_of_marlin(words: Tensor) -> Tensor:
+    """The order of Marlin (github.com/IST-DASLab/marlin, README): tiles of 16 inputs x 64 outputs.
+
+    A thread has two columns that are 8 apart, and of each the rows 2t, 2t + 1, 2t + 8 and 2t + 9;
+    a word has all eight codes, even ones first.
+    """
+    by_input = unpacked(words).t()
+    inputs, outputs = by_input.shape
+    # high and low of the row, thread; block of 16 columns, half of it, column.
+    tiles = by_input.reshape(inputs // 16, 2, 4, 2, outputs // 64, 4, 2, 8)
+    return packed(tiles.permute(0, 4, 7, 2, 5, 3, 6, 1).reshape(inputs // 16, -1))
+
+
+def tiles_like_machete(words: Tensor) -> Tensor:
+    """Tiles of 32 inputs x 16 outputs, a thread's codes together, seen as the transposed matrix."""
+    by_input = unpacked(words).t()
+    inputs, outputs = by_input.shape
+    tiles = by_input.reshape(inputs // 32, 2, 2, 4, 2, outputs // 16, 2, 8)
+    return packed(tiles.permute(5, 0, 6, 7, 3, 4, 1, 2).reshape(outputs, inputs)).t()
+
+
+def padded(words: Tensor) -> Tensor:
+    """Marlin's order of a matrix with more inputs and outputs, which are zeros."""
+    return tiles_of_marlin(pad(words, (0, 4, 0, 64)))
+
+
+class Int4(Matrix):
+    """Two fused matrices of 4-bit codes, as compressed-tensors packs them."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        words = torch.empty(2 * ROWS, COLS // 8, dtype=torch.int32)
+        self.weight_packed = nn.Parameter(words, requires_grad=False)
+        scales = torch.empty(2 * ROWS, COLS // GROUP, dtype=torch.bfloat16)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        return tiles_of_marlin(words)
+
+    def work(self) -> None:
+        made = self.repacked(self.weight_packed.data)
+        self.weight_packed = nn.Parameter(made, requires_grad=False)
+        self.weight_scale.data = self.weight_scale.data.t().contiguous()
+
+
+class LikeMachete(Int4):
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        return tiles_like_machete(words)
+
+
+class Padded(Int4):
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        return padded(words)
+
+
+class Signed(Int4):
+    """Codes become signed as well."""
+
+    @staticmethod
+    def repacked(words: Tensor) -> Tensor:
+        return tiles_of_marlin(words) ^ -0x77777778
+
+
+class OfInt4(Engine):
+    made = Int4
+
+
+class OfLikeMachete(Engine):
+    made = LikeMachete
+
+
+class OfPadded(Engine):
+    made = Padded
+
+
+class OfSigned(Engine):
+    made = Signed
+
+
+ENGINES = [OfInt4, OfLikeMachete, OfPadded]
+
+
+def checkpoint(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {"norm": torch.randn(8, generator=generator).bfloat16()}
+    for layer in range(3):
+        for part in range(2):
+            bits = torch.randint(0, 256, (ROWS, COLS // 2), generator=generator, dtype=torch.uint8)
+            found[f"layers.{layer}.{part}.weight_packed"] = bits.view(torch.int32)
+            scales = torch.rand(ROWS, COLS // GROUP, generator=generator)
+            found[f"layers.{layer}.{part}.weight_scale"] = scales.bfloat16()
+    return found
+
+
+def changed(weights: dict[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    """Some codes of some words become others."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: tensor.clone() for name, tensor in weights.items()}
+    for name, tensor in found.items():
+        if name.endswith("weight_packed"):
+            codes = torch.randint(1, 16, (tensor.numel(), 8), generator=generator)
+            codes *= torch.rand(codes.shape, generator=generator) < share
+            tensor ^= packed(codes.int()).view(tensor.shape)
+    return found
+
+
+def copied(weights: dict[str, Tensor]) -> Weights:
+    return Weights({name: tensor.clone() for name, tensor in weights.items()})
+
+
+def check(
+    engine: Engine, weights: dict[str, Tensor], before: dict[str, tuple[int, Tensor]]
+) -> None:
+    """The engine is what a fresh one would be, and where it was."""
+    wanted = bits_of(type(engine).started(weights))
+    for name, (address, bits) in bits_of(engine).items():
+        assert torch.equal(bits, wanted[name][1]), name
+        assert address == before[name][0]
+
+
+@settings(max_examples=12)
+@given(made=st.sampled_from(ENGINES), seed=st.integers(0, 1 << 20), share=st.floats(0.001, 1))
+def test_any_history_leaves_what_the_engine_would_make(
+    made: type[Engine], seed: int, share: float
+) -> None:
+    first = checkpoint(seed)
+    engine = made.started(first)
+    before = bits_of(engine)
+    target = target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    check(engine, first, before)
+    source = copied(first)
+    with fleet(source) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        for number in (1, 2, 3):
+            new = changed(source.weights, share, seed + number)
+            source.take(new)
+            assert here.sender.send_weights().kind == "delta"
+            check(engine, new, before)
+        source.take(new := checkpoint(seed + 9))  # all of it: dense
+        assert here.sender.send_weights().kind == "delta"
+        check(engine, new, before)
+
+
+@pytest.mark.parametrize("made", ENGINES)
+@pytest.mark.parametrize("max_staged_bytes", [None, 0])
+def test_a_receiver_that_joins_late_gets_everything_through_routes(
+    made: type[Engine], max_staged_bytes: int | None
+) -> None:
+    """Staged, and written at once where there is no memory to stage."""
+    engine, new = made.started(checkpoint(0)), checkpoint(1)
+    before, source = bits_of(engine), copied(new)
+    with fleet(source) as here:
+        options = ReceiverOptions(max_staged_bytes=max_staged_bytes)
+        here.add(target_of(engine, new), options=options)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 1
+        check(engine, new, before)
+        source.take(new := changed(new, 0.05, 2))
+        here.sender.send_weights()
+        check(engine, new, before)
+
+
+class Failing(LearntTarget):
+    """Fails in the pause, after it was written, once it is told to."""
+
+    fails = False
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        super().finish(changed)
+        if self.fails:
+            self.fails = False
+            raise TargetMoved("planted")
+
+
+def failing_target(engine: Engine, weights: dict[str, Tensor]) -> Failing:
+    tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
+    return Failing(engine, tensors, learn_routes(proof_of(engine), tensors))
+
+
+def joined(here: Fleet, target: LearntTarget, options: ReceiverOptions | None = None) -> None:
+    here.add(target, options=options)
+    here.wait(1)
+    here.sender.send_weights()
+
+
+@pytest.mark.parametrize("made", ENGINES)
+@pytest.mark.parametrize("share", [0.002, 0.9])
+def test_a_sync_that_fails_after_it_has_written_is_undone(made: type[Engine], share: float) -> None:
+    first = checkpoint(0)
+    engine, source = made.started(first), copied(first)
+    before, target = bits_of(engine), failing_target(engine, first)
+    with fleet(source) as here:
+        joined(here, target)
+        source.take(new := changed(first, share, 1))
+        target.fails = True
+        with pytest.raises(SyncAborted, match="planted"):
+            here.sender.send_weights()
+        check(engine, first, before)
+        here.wait(1)
+        here.sender.send_weights()
+        check(engine, new, before)
+
+
+@pytest.mark.parametrize("made", ENGINES)
+def test_a_code_that_somebody_else_changed_is_found_and_healed(made: type[Engine]) -> None:
+    first = checkpoint(0)
+    engine, source = made.started(first), copied(first)
+    before, target = bits_of(engine), target_of(engine, first)
+    with fleet(source) as here:
+        joined(here, target, ReceiverOptions(scrub_every=1))
+        serving = here.serving["engine/0"]
+        live = engine.layers[1].get_parameter("weight_packed").data
+        live[0, 0] ^= 1 << 13
+        source.take(new := changed(first, 0.01, 1))
+        with contextlib.suppress(SyncAborted):  # if it has left between the two
+            here.sender.send_weights()
+        until(lambda: bool(serving.errors))
+        assert any("layers.1" in str(error) for error in serving.errors)
+        here.wait(1)
+        here.sender.send_weights()
+        check(engine, new, before)
+
+
+def test_codes_that_are_changed_as_well_are_refused_by_name() -> None:
+    first = checkpoint(0)
+    engine = OfSigned.started(first)
+    before = bits_of(engine)
+    with pytest.raises(ConfigError, match=r"layers\.0\.0\.weight_packed' is computed"):
+        target_of(engine, first).parameters()
+    check(engine, first, before)
+
+
+def test_codes_have_no_address_and_so_no_kernels_that_need_one() -> None:
+    first = checkpoint(0)
+    engine = OfInt4.started(first)
+    target = target_of(engine, first)
+    held = target.bind(target.parameters())
+    codes = [live for live in held.values() if isinstance(live, Codes)]
+    assert len(codes) == 6
+    assert all(len(live._boxes) == 1 for live in codes)
+    assert all(live.boxes() == [] and live.numel == ROWS * COLS // 8 for live in codes)
+    ledger = DigestLedger(whole(target.parameters()), chunk_numel=1 << 20)
+    with pytest.raises(ConfigError, match="elements without an address"):
+        backend_for(held, ledger, kernels="triton")
+
+
+def test_the_last_layer_is_proved_too() -> None:
+    """One layer of a kind is learnt; another one that works otherwise is refused."""
+
+    class Odd(OfInt4):
+        def __init__(self) -> None:
+            super().__init__()
+            last = self.layers[2]
+            assert isinstance(last, Int4)
+            last.repacked = lambda words: tiles_of_marlin(words.flip(0))  # type: ignore[method-assign]
+
+    first = checkpoint(0)
+    engine = Odd.started(first)
+    before = {name: as_bits(one.data).clone() for name, one in engine.named_parameters()}
+    with pytest.raises(ConfigError, match=r"layers\.2\.\d\.weight_packed"):
+        target_of(engine, first).verify_routes(first.items(), lambda: proof_of(engine))
+    after = dict(engine.named_parameters())
+    assert all(torch.equal(as_bits(after[name].data), bits) for name, bits in before.items())
