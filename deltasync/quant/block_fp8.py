@@ -58,6 +58,7 @@ class BlockFp8:
     scale: Scale = "float32"
     arithmetic: Arithmetic = "deepgemm"
     rows: ClassVar[int] = _BLOCK
+    cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -77,12 +78,16 @@ class BlockFp8:
         whose = "" if self.arithmetic == "deepgemm" else f" of {self.arithmetic}"
         return f"block FP8{whose} with {self.scale} scales"
 
+    def fills(self, shape: tuple[int, ...]) -> bool:
+        """Whether no block has an element for what it lacks."""
+        return self.arithmetic != "nemo-rl" or not any(length % _BLOCK for length in shape)
+
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
         blocks = -(-rows // _BLOCK), -(-cols // _BLOCK)
         return {
             "weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1),
-            "weight_scale_inv": Part(blocks, dtypes.BY_NAME["float32"], _BLOCK),
+            "weight_scale_inv": Part(blocks, dtypes.BY_NAME["float32"], _BLOCK, _BLOCK),
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:

@@ -22,12 +22,14 @@ class Part:
         shape: Its shape.
         dtype: Its dtype.
         rows: Rows of the matrix that one row of it stands for; None if it is of the whole matrix.
+        cols: Columns of the matrix that one column of it stands for.
         elements: Its integers, if the shape of the matrix alone determines them.
     """
 
     shape: tuple[int, ...]
     dtype: Dtype
     rows: int | None
+    cols: int = 1
     elements: tuple[int, ...] | None = None
 
 
@@ -40,6 +42,7 @@ class Form(Protocol):
     Attributes:
         name: What it is called in messages.
         rows: Rows that are quantized together. Blocks never reach across a multiple of it.
+        cols: The same for columns; None for all columns of the matrix.
         shares: Whether matrices that an engine fuses have the result of `whole` in common.
     """
 
@@ -50,10 +53,15 @@ class Form(Protocol):
     def rows(self) -> int: ...
 
     @property
+    def cols(self) -> int | None: ...
+
+    @property
     def shares(self) -> bool: ...
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         """What is kept of a matrix, by what follows the layer's name: "weight", "weight_scale".
+
+        The codes come first.
 
         Raises ConfigError if matrices of this shape cannot be kept in this form.
         """
@@ -61,6 +69,9 @@ class Form(Protocol):
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
         """The parts that depend on whole matrices: those without `rows` and `elements`.
+
+        If the form `shares`, they depend on the largest magnitude alone, so that a matrix which has
+        no other element gives them too.
 
         Args:
             weights: [rows, cols] bfloat16 of every matrix that shares them. Each may be released
@@ -70,6 +81,9 @@ class Form(Protocol):
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The other parts, of some rows.
+
+        Apart from `whole`, an element's code depends on nothing but the element, and the largest
+        magnitude of its block of `rows` x `cols`; a block's scale on that magnitude alone.
 
         Args:
             band: [n, cols] bfloat16, rows of the matrix that begin at a multiple of `rows`, and end

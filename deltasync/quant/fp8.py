@@ -60,13 +60,18 @@ class Fp8:
         return f"FP8 per {self.per} of {self.arithmetic}"
 
     @property
+    def cols(self) -> int | None:
+        return None if self.per == "channel" else 1
+
+    @property
     def shares(self) -> bool:
         return self.per == "tensor"
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, 1, self.name)
         dtype = dtypes.BY_NAME["float32" if self.arithmetic == "vllm" else "bfloat16"]
-        scale = Part((shape[0], 1), dtype, 1) if self.per == "channel" else Part((1,), dtype, None)
+        per_channel = Part((shape[0], 1), dtype, 1, shape[1])
+        scale = per_channel if self.per == "channel" else Part((1,), dtype, None)
         return {"weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1), "weight_scale": scale}
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:

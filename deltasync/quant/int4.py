@@ -14,6 +14,7 @@ from deltasync import dtypes
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import packed
+from deltasync.quant.rounding import largest, with_one_nan
 
 _WORD = 8  # codes of an int32
 
@@ -71,6 +72,10 @@ class Int4:
             raise ConfigError(f"INT4 of groups of {self.group} columns; give 1 or more, or None")
 
     @property
+    def cols(self) -> int | None:
+        return self.group
+
+    @property
     def name(self) -> str:
         of = "rows" if self.group is None else f"groups of {self.group}"
         return f"INT4 of {of} ({self.arithmetic})"
@@ -78,10 +83,10 @@ class Int4:
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, self.group or 1, self.name)
         rows, cols = shape
-        groups = 1 if self.group is None else cols // self.group
+        group = cols if self.group is None else self.group
         return {
-            "weight_packed": Part((rows, -(-cols // _WORD)), dtypes.BY_NAME["int32"], 1),
-            "weight_scale": Part((rows, groups), dtypes.BY_NAME["bfloat16"], 1),
+            "weight_packed": Part((rows, -(-cols // _WORD)), dtypes.BY_NAME["int32"], 1, _WORD),
+            "weight_scale": Part((rows, cols // group), dtypes.BY_NAME["bfloat16"], 1, group),
             "weight_shape": Part((2,), dtypes.BY_NAME["int64"], None, elements=shape),
         }
 
@@ -91,7 +96,7 @@ class Int4:
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         groups = band.view(len(band), -1, self.group or band.shape[1])
-        amax = groups.abs().amax(-1, keepdim=True)
+        amax = largest(groups, -1)
         if self.arithmetic == "slime":
             scale = (amax.float() * _SEVENTH).clamp(_LEAST)
             codes, scale = groups.float().div_(scale).round_(), scale.bfloat16()
@@ -99,6 +104,6 @@ class Int4:
             scale = amax / 7.5
             scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
             codes = (groups / scale).clamp(-8, 7).round()
-        unsigned = codes.add_(8).to(torch.uint8).flatten(1)
+        unsigned = codes.add_(8).nan_to_num_(nan=0).to(torch.uint8).flatten(1)
         words = packed(pad(unsigned, (0, -band.shape[1] % _WORD))).view(torch.int32)
-        return {"weight_packed": words, "weight_scale": scale.squeeze(-1)}
+        return {"weight_packed": words, "weight_scale": with_one_nan(scale.squeeze(-1))}

@@ -27,6 +27,7 @@ class Int8:
     """
 
     rows: ClassVar[int] = 1
+    cols: ClassVar[None] = None
     shares: ClassVar[bool] = False
 
     @property
@@ -37,7 +38,7 @@ class Int8:
         check_columns(shape, 1, self.name)
         return {
             "weight": Part(shape, dtypes.BY_NAME["int8"], 1),
-            "weight_scale": Part((shape[0], 1), dtypes.BY_NAME["bfloat16"], 1),
+            "weight_scale": Part((shape[0], 1), dtypes.BY_NAME["bfloat16"], 1, shape[1]),
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:

@@ -31,6 +31,7 @@ class MxFp4:
     """
 
     rows: ClassVar[int] = 1
+    cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = False
 
     @property
@@ -41,8 +42,8 @@ class MxFp4:
         check_columns(shape, _BLOCK, self.name)
         rows, cols = shape
         return {
-            "weight_packed": Part((rows, cols // 2), dtypes.BY_NAME["uint8"], 1),
-            "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1),
+            "weight_packed": Part((rows, cols // 2), dtypes.BY_NAME["uint8"], 1, 2),
+            "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1, _BLOCK),
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:

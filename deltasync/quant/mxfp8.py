@@ -52,6 +52,7 @@ class MxFp8:
 
     arithmetic: Arithmetic = "vllm"
     rows: ClassVar[int] = 1
+    cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class MxFp8:
         check_columns(shape, _BLOCK, self.name)
         return {
             "weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1),
-            "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1),
+            "weight_scale": Part((rows, cols // _BLOCK), dtypes.BY_NAME["uint8"], 1, _BLOCK),
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:

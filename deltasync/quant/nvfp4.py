@@ -21,7 +21,7 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
-from deltasync.quant.rounding import divided
+from deltasync.quant.rounding import as_fp8, divided, with_one_nan
 
 _BLOCK = 16
 _LARGEST_CODE = 6.0
@@ -44,6 +44,7 @@ class CompressedNvfp4:
     """
 
     rows: ClassVar[int] = 1
+    cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = True
 
     @property
@@ -54,8 +55,8 @@ class CompressedNvfp4:
         check_columns(shape, _BLOCK, self.name)
         rows, cols = shape
         return {
-            "weight_packed": Part((rows, cols // 2), _UINT8, 1),
-            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1),
+            "weight_packed": Part((rows, cols // 2), _UINT8, 1, 2),
+            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1, _BLOCK),
             "weight_global_scale": Part((1,), _FLOAT32, None),
         }
 
@@ -68,13 +69,13 @@ class CompressedNvfp4:
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_global_scale"]
         scale = total * (blocks.abs().amax(-1) / _LARGEST_CODE)  # the quotient is bfloat16
-        stored = scale.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+        stored = as_fp8(scale.clamp(max=_LARGEST_SCALE))
         divisor = stored.float()
         divisor = torch.where(divisor == 0, 0.125, divisor)
         codes = e2m1(blocks.float().div_((divisor / total).unsqueeze(-1)))
         return {
             "weight_packed": packed(codes.flatten(1)),
-            "weight_scale": divisor.to(torch.float8_e4m3fn),
+            "weight_scale": as_fp8(divisor),
         }
 
 
@@ -95,6 +96,7 @@ class ModelOptNvfp4:
     """
 
     rows: ClassVar[int] = 1
+    cols: ClassVar[int] = _BLOCK
     shares: ClassVar[bool] = True
 
     @property
@@ -105,8 +107,8 @@ class ModelOptNvfp4:
         check_columns(shape, _BLOCK, self.name)
         rows, cols = shape
         return {
-            "weight": Part((rows, cols // 2), _UINT8, 1),
-            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1),
+            "weight": Part((rows, cols // 2), _UINT8, 1, 2),
+            "weight_scale": Part((rows, cols // _BLOCK), _E4M3, 1, _BLOCK),
             "weight_scale_2": Part((), _FLOAT32, None),
         }
 
@@ -116,9 +118,7 @@ class ModelOptNvfp4:
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
         scale = blocks.abs().amax(-1).float() / (_LARGEST_CODE * total)
-        stored = (
-            torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn)
-        )
+        stored = as_fp8(torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE))
         codes = e2m1(blocks.float().div_((stored.float() * total).unsqueeze(-1)))
         return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
 
@@ -126,4 +126,4 @@ class ModelOptNvfp4:
 def _peak(weights: Iterable[Tensor]) -> Tensor:
     """float32 []: the largest magnitude in any of some matrices; NaN if there is one."""
     extremes = [torch.stack(torch.aminmax(weight)) for weight in weights]
-    return torch.stack(extremes).abs().amax().float()
+    return with_one_nan(torch.stack(extremes).abs().amax().float())

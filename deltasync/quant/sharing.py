@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
+from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
+from deltasync.quant.rounding import largest
+from deltasync.sync.source.tensors import Maxima, Place
 
 Fused: TypeAlias = Sequence[tuple[str, ...]]
 """Names of layers beside each other that an engine computes as one."""
@@ -44,22 +48,51 @@ def siblings(name: str, fused: Fused = FUSED) -> tuple[str, ...]:
 class Shared:
     """What `Form.whole` gives of the matrices that share it, computed once for each version."""
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
+    def __init__(self, form: Form, names: tuple[str, ...] = ()) -> None:
+        """`names` are those of the matrices that a model may have of them."""
+        self._form, self._names = form, names
         self._weights: list[Callable[[], Tensor]] = []
+        self._has_parts = False
+        self._agreed: Tensor | None = None
         self._parts: Mapping[str, Tensor] | None = None
 
-    def add(self, weight: Callable[[], Tensor]) -> None:
+    def add(self, weight: Callable[[], Tensor], *, is_part: bool = False) -> None:
         """Count a matrix in; `weight` returns [rows, cols] bfloat16 of it as it is now."""
         self._weights.append(weight)
+        self._has_parts |= is_part
         self.changed()
+
+    def maxima(self, device: torch.device) -> Maxima:
+        """Their largest magnitude, if the form `shares`."""
+        crosses = self._has_parts or len(self._weights) < len(self._names)
+        return Maxima(
+            Place(f"{self._names[0]}/{self._form.name}", 1, 0, 1, crosses),
+            device,
+            own=self._peak,
+            agree=self._agree,
+        )
+
+    def _peak(self) -> Tensor:
+        """bfloat16[1]."""
+        peaks = [largest(weight(), (0, 1)) for weight in self._weights]
+        return largest(torch.cat(peaks), (0, 1)).flatten()
+
+    def _agree(self, peak: Tensor) -> None:
+        self._agreed, self._parts = peak.clone().view(1, 1), None
 
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
-        self._parts = None
+        self._agreed = self._parts = None
 
     def parts(self) -> Mapping[str, Tensor]:
-        """The parts without rows, for every one of the matrices."""
-        if self._parts is None:
+        """The parts without rows, for every one of the matrices.
+
+        Raises ConfigError if ranks have not agreed on what this takes.
+        """
+        if self._parts is None and self._form.shares and self._agreed is not None:
+            self._parts = self._form.whole([self._agreed])
+        elif self._parts is None:
+            if self._form.shares and self._has_parts:
+                raise ConfigError(f"{self._names[0]}: ranks have not agreed on its maximum")
             self._parts = self._form.whole(weight() for weight in self._weights)
         return self._parts

@@ -19,9 +19,9 @@ from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int8 import Int8
+from deltasync.quant.matrices import Matrix, ServedReader
 from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.rounding import power_of_two, power_of_two_above
-from deltasync.quant.served import Matrix, ServedReader
 from tests.quant.kinds import FINITE, KINDS, bits_of, cases, digest, matrix
 
 BLOCKS: dict[Form, tuple[int, int]] = {

@@ -13,7 +13,7 @@ from deltasync.delta.bits import as_bits, torch_dtype
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.quant.block_fp8 import BlockFp8
-from deltasync.quant.served import Matrix, ServedReader
+from deltasync.quant.matrices import Matrix, ServedReader
 from deltasync.wire.messages import ParameterSpec
 
 pytestmark = pytest.mark.timeout(120)

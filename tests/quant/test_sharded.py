@@ -10,7 +10,7 @@ from torch import nn
 
 from deltasync import ModuleTarget, WeightReceiver, WeightSender
 from deltasync.delta.shard import ShardSpec, placed
-from deltasync.errors import ConfigError, SyncAborted
+from deltasync.errors import SyncAborted
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.int4 import Int4
@@ -48,25 +48,25 @@ def held(ways: dict[str, list[int]], name: str, shape: tuple[int, ...], rank: in
 
 
 WAYS = [
+    {"up": [0, 171, 512], "down": [0, 150, 300], "small": [0, 64, 128]},
+    {"up": [0, 1, 512], "down": [0, 299, 300], "small": [0, 100, 128]},
     {"up": [0, 256, 512], "down": [0, 256, 300], "small": [0, 128, 128]},
     {"up": [0, 512, 512], "down": [0, 0, 300]},
     {"up": [0, 128, 512]},  # replicas of the others
 ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     ways=st.sampled_from(WAYS),
-    form=st.sampled_from([BlockFp8(), BlockFp8("ue8m0"), Int4(32)]),
+    form=st.sampled_from([BlockFp8(), BlockFp8("ue8m0"), Int4(32), CompressedNvfp4()]),
     shares=st.lists(st.sampled_from([0, 0.01, 0.5, 1]), min_size=1, max_size=3),
 )
 def test_ranks_send_what_a_gather_would_give(
     ways: dict[str, list[int]], form: Form, shares: list[float]
 ) -> None:
     source = model()
-    shapes = {name: tuple(tensor.shape) for name, tensor in source.named_parameters()}
-    boxes = [{n: held(ways, n, shape, rank) for n, shape in shapes.items()} for rank in range(2)]
-    parts = [Sharded(source, one) for one in boxes]
+    parts = parts_of(source, ways)
 
     def cold() -> dict[str, torch.Tensor]:
         return dict(served_weights(source.state_dict().items(), lambda *a: forms(form, *a)))
@@ -90,33 +90,58 @@ def test_ranks_send_what_a_gather_would_give(
         trainer.close()
 
 
-@pytest.mark.parametrize(
-    ("form", "box"),
-    [
-        (BlockFp8(), ShardSpec((512, 64), (0, 0), (200, 64))),
-        (BlockFp8(), ShardSpec((512, 64), (64, 0), (448, 64))),
-        (BlockFp8(), ShardSpec((512, 64), (0, 0), (512, 32))),
-        (Int4(32), ShardSpec((512, 64), (0, 32), (512, 32))),
-        (CompressedNvfp4(), ShardSpec((512, 64), (0, 0), (256, 64))),
-    ],
-)
-def test_parts_that_are_not_quantized_alone_are_refused(form: Form, box: ShardSpec) -> None:
-    source = Sharded(model(), {"up.weight": box})
-    with pytest.raises(ConfigError, match=r"up\.weight: this rank holds .* gather them"):
-        ServedSource(source, lambda *a: forms(form, *a)).tensors()
+def parts_of(source: nn.Module, ways: dict[str, list[int]]) -> list[Sharded]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.named_parameters()}
+    boxes = [{n: held(ways, n, shape, rank) for n, shape in shapes.items()} for rank in range(2)]
+    return [Sharded(source, one) for one in boxes]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_hold_one_each_of_what_shares_a_scale_are_refused(rank: int) -> None:
-    """As FSDP of two ranks holds fused gate and up, which `name_map` splits."""
-    made = nn.ModuleDict({f"{one}_proj": nn.Linear(64, 32, bias=False) for one in ("gate", "up")})
-    ways = {"gate_proj": [0, 32, 32], "up_proj": [0, 0, 32]}
-    boxes = {name: held(ways, name, (32, 64), rank) for name, _ in made.named_parameters()}
-    source = ServedSource(Sharded(made, boxes), lambda *_: CompressedNvfp4())
-    with pytest.raises(ConfigError, match=r"_proj\.weight: it shares its scale with .* gather"):
-        source.tensors()
-    alone = ServedSource(Sharded(made, boxes), lambda *_: CompressedNvfp4(), fused=())
-    assert len(alone.tensors()) == 3
+@pytest.mark.parametrize("crosses", [False, True])
+def test_ranks_exchange_maxima_only_where_blocks_cross(crosses: bool) -> None:
+    source = model()
+    parts = parts_of(source, WAYS[0] if crosses else WAYS[2])
+    trainer = Trainer([ServedSource(part, lambda *a: forms(BlockFp8(), *a)) for part in parts])
+    asked: list[str] = []
+    trainer.hub.before = lambda order: asked.append(order.kind)
+    weights = dict(served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a)))
+    try:
+        trainer.add(engine(weights))
+        trainer.wait(1)
+        trainer.send()
+        assert ("measure" in asked) == crosses
+        asked.clear()
+        trainer.send()
+    finally:
+        trainer.close()
+    assert asked == ["measure"] * crosses + ["compare", "send", "decide", "done"]
+
+
+def test_a_rank_whose_source_fails_as_maxima_are_exchanged_ends_the_sync() -> None:
+    source = model()
+    parts = parts_of(source, WAYS[0])
+    trainer = Trainer([ServedSource(part, lambda *a: forms(BlockFp8(), *a)) for part in parts])
+    weights = dict(served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a)))
+    replica = engine(weights)
+    try:
+        trainer.add(replica)
+        trainer.wait(1)
+        trainer.send()
+        for failing in (0, 1):
+            source.get_parameter("up.weight").data *= 1.5
+            for part in parts:
+                part.step()
+            parts[failing].fails = RuntimeError("planted")
+            outcomes = trainer.outcomes()
+            assert "planted" in str(outcomes[failing])
+            assert isinstance(outcomes[1 - failing], SyncAborted)
+            assert_holds(replica, weights)
+            parts[failing].fails = None
+            trainer.settle(1)
+            expected = served_weights(source.state_dict().items(), lambda *a: forms(BlockFp8(), *a))
+            weights = dict(expected)
+            assert_holds(replica, weights)
+    finally:
+        trainer.close()
 
 
 def test_what_fsdp_cuts_evenly_is_as_before() -> None:

@@ -15,7 +15,14 @@ from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, Frame, SendTransport
 from deltasync.wire.frame import encode
 
-A = TypeVar("A", orders.Declared, orders.SnapshotState, orders.Compared, orders.Sent)
+A = TypeVar(
+    "A",
+    orders.Declared,
+    orders.Measured,
+    orders.SnapshotState,
+    orders.Compared,
+    orders.Sent,
+)
 
 
 class TrainerGroup(Closing):

@@ -15,7 +15,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
-from deltasync.sync.source.tensors import NamedTensor, held_of
+from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
 
@@ -28,18 +28,21 @@ class Declaration:
         specs: In the dtypes that its source has.
         boxes: What it holds of each parameter, by canonical name.
         trained: Names of the parameters that the optimizer changes.
+        maxima: What it knows of maxima.
     """
 
     specs: tuple[ParameterSpec, ...]
     boxes: dict[str, ShardSpec]
     trained: frozenset[str]
+    maxima: tuple[Place, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[NamedTensor]) -> Declaration:
         """Of a source. Raises ConfigError for tensors that cannot be sent."""
         boxes = {entry.name: held_of(entry)[0] for entry in tensors}
         trained = frozenset(entry.name for entry in tensors if entry.tensor.requires_grad)
-        return cls(source_specs(tensors), boxes, trained)
+        maxima = tuple(one.place for one in maxima_of(tensors).values())
+        return cls(source_specs(tensors), boxes, trained, maxima)
 
     @classmethod
     def told(cls, said: orders.Declared) -> Declaration:
@@ -47,7 +50,8 @@ class Declaration:
         specs = parameter_specs(said.parameters)
         boxes = {spec.name: ShardSpec(*box) for spec, box in zip(specs, said.boxes, strict=True)}
         named = zip(specs, said.trained, strict=True)
-        return cls(specs, boxes, frozenset(spec.name for spec, is_trained in named if is_trained))
+        trained = frozenset(spec.name for spec, is_trained in named if is_trained)
+        return cls(specs, boxes, trained, tuple(Place(*one) for one in said.maxima))
 
     def said(self) -> orders.Declared:
         """As a message for rank 0."""
@@ -55,6 +59,7 @@ class Declaration:
             parameters=entries(self.specs),
             boxes=tuple((box.shape, box.offset, box.size) for box in self.boxes.values()),
             trained=tuple(spec.name in self.trained for spec in self.specs),
+            maxima=tuple((p.name, p.size, p.begin, p.count, p.crosses) for p in self.maxima),
         )
 
 
@@ -67,14 +72,19 @@ def all_specs(declarations: Iterable[Declaration]) -> tuple[ParameterSpec, ...]:
 
 
 def capture_order(
-    declarations: Sequence[Declaration], specs: tuple[ParameterSpec, ...], *, call: int, name: str
+    declarations: Sequence[Declaration],
+    specs: tuple[ParameterSpec, ...],
+    *,
+    call: int,
+    name: str,
+    agreed: str = "",
 ) -> tuple[dict[str, ShardSpec], orders.Capture]:
     """Share out what ranks hold, so that each element is sent once.
 
     Args:
         declarations: Of all ranks.
         specs: The layout.
-        call, name: Of the order.
+        call, name, agreed: Of the order.
 
     Returns what rank 0 sends, by canonical name, and the order to the others.
     """
@@ -94,6 +104,7 @@ def capture_order(
         parameters=entries(specs),
         shares=parts,
         withheld=tuple(map(orders.runs_of, withheld)),
+        agreed=agreed,
     )
     return shares[0], order
 

@@ -56,13 +56,34 @@ class Declare(_Order):
 class Declared(_Said):
     """Names, shapes and dtypes of tensors; for each, what is held of it and whether it is trained.
 
-    `boxes` has the shape, offset and size of a `ShardSpec`.
+    `boxes` has the shape, offset and size of a `ShardSpec`, `maxima` name, size, begin, count and
+    crosses of each `Maxima`.
     """
 
     kind: Literal["declared"] = "declared"
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     boxes: Annotated[tuple[tuple[Dims, Dims, Dims], ...], FailFast()]
     trained: Annotated[tuple[bool, ...], FailFast()]
+    maxima: Annotated[tuple[tuple[str, Count, Count, Count, bool], ...], FailFast()]
+
+
+class Measure(_Order):
+    """Report maxima of the weights as they are now: (name, size), or those of the last time.
+
+    The answer has those that the rank knows something of, in the order in which it has declared
+    them; `agreed` of later orders has all, in the order of `maxima`. Both are words of two bytes,
+    the bits of bfloat16, as base64.
+    """
+
+    kind: Literal["measure"] = "measure"
+    maxima: tuple[tuple[str, Count], ...] | None
+
+
+class Measured(_Said):
+    """What an order to measure has asked for."""
+
+    kind: Literal["measured"] = "measured"
+    found: str
 
 
 class Capture(_Order):
@@ -78,6 +99,7 @@ class Capture(_Order):
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
     withheld: Annotated[tuple[CopyRuns, ...], FailFast()]
+    agreed: str
 
 
 class Ask(_Order):
@@ -102,6 +124,7 @@ class Compare(_Order):
 
     kind: Literal["compare"] = "compare"
     base_version: Version
+    agreed: str
 
 
 class Compared(_Said):
@@ -165,8 +188,8 @@ class Failed(_Said):
     reason: Text
 
 
-Order = Declare | Capture | Ask | Compare | Send | Decide | Done
-Answer = Declared | SnapshotState | Compared | Sent | Failed
+Order = Declare | Measure | Capture | Ask | Compare | Send | Decide | Done
+Answer = Declared | Measured | SnapshotState | Compared | Sent | Failed
 Said = Here | Order | Answer
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
 

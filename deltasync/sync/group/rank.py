@@ -18,11 +18,12 @@ from deltasync.errors import (
     VersionGap,
 )
 from deltasync.sync.group import orders
+from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller
-from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
@@ -76,6 +77,7 @@ class TrainerRank(Closing):
         self._call = self._num_parameters = 0
         self._next: orders.Order | None = None  # of a later call, and already received
         self._declared: Declaration | None = None
+        self._agreement = Agreement()
         self._captured: str | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
         self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
@@ -202,13 +204,17 @@ class TrainerRank(Closing):
         match order:
             case orders.Declare():
                 self._declared = Declaration.of(self._weights.source.tensors())
+                self._agreement = Agreement()
                 return self._declared.said()
+            case orders.Measure():
+                return self._measure(order)
             case orders.Capture():
                 self._capture(order)
                 return self._holding(())
             case orders.Ask():
                 return self._holding(order.copies)
             case orders.Compare():
+                self._agree(order)
                 return self._compare(order.base_version)
             case orders.Send():
                 return self._send(order)
@@ -221,9 +227,25 @@ class TrainerRank(Closing):
         match order:
             case orders.Declare() | orders.Capture():
                 return not self._trains_meanwhile
-            case orders.Compare():
+            case orders.Measure() if order.maxima is not None:  # for a capture
+                return not self._trains_meanwhile
+            case orders.Measure() | orders.Compare():
                 return not self._weights.is_released
         return True
+
+    def _measure(self, order: orders.Measure) -> orders.Measured:
+        if self._declared is None or (order.maxima is None and self._captured is None):
+            raise SyncAborted("this rank was restarted, and has not declared what it holds")
+        if order.maxima is None:
+            now = self._weights.maxima()
+        else:
+            self._agreement = Agreement(order.maxima)
+            now = maxima_of(self._weights.source.tensors())
+        return orders.Measured(found=text_of(self._agreement.found(self._declared.maxima, now)))
+
+    def _agree(self, order: orders.Compare) -> None:
+        if self._agreement.runs:
+            self._agreement.give(words_of(order.agreed), self._weights.maxima())
 
     def _capture(self, order: orders.Capture) -> None:
         if self._declared is None:
@@ -231,7 +253,8 @@ class TrainerRank(Closing):
         self._captured = self._delta = self._base = None
         specs, boxes = share_of_rank(order, self._rank, self._declared)
         self._num_parameters = len(specs)
-        self._weights.capture_as(specs, boxes)
+        agreed = words_of(order.agreed)
+        self._weights.capture_as(specs, boxes, lambda now: self._agreement.give(agreed, now))
         self._captured = order.capture
 
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
-from deltasync.errors import SyncAborted
+from deltasync.errors import SourceChanged, SyncAborted
 from deltasync.sync.group import orders
+from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
 from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.group.model import (
     Declaration,
@@ -23,6 +27,7 @@ from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
+from deltasync.sync.source.tensors import Maxima, maxima_of
 from deltasync.sync.source.weights import OwnWeights, coverage_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -95,9 +100,11 @@ class GroupWeights:
         self._own, self._group = own, group
         self._layout: SentLayout | None = None
         self._declared: list[Declaration] = []
+        self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
         self._attempt = self._offered = 0
         self._others = OtherRanks()
+        self._agreement = Agreement()
 
     @property
     def layout(self) -> SentLayout | None:
@@ -126,6 +133,9 @@ class GroupWeights:
             said = self._group.answers(orders.Declared)
             others = (Declaration.told(said[rank]) for rank in range(1, self._group.world))
             self._declared = [own, *others]
+            self._agreement = Agreement.of([one.maxima for one in self._declared])
+            positions = self._agreement.positions
+            self._positions = [positions(one.maxima) for one in self._declared]
         return all_specs(self._declared)
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
@@ -133,16 +143,28 @@ class GroupWeights:
             self._declared = []
         specs = specs_of(self.declared(), held, self._own.options.wire_dtypes)
         self._layout, self._capture = None, uuid.uuid4().hex
-        own, order = capture_order(self._declared, specs, call=self._group.call, name=self._capture)
-        self._group.order(order)
-        self._own.capture_as(specs, own)
         try:
-            self._others.hold([None], self._group.answers(orders.SnapshotState))
-        except SyncAborted:  # a rank may have been replaced since it declared
+            self._take(specs)
+        except (SourceChanged, SyncAborted):  # a rank may have been replaced since it declared
             self._declared = []
             raise
         self._group.captures = dict.fromkeys(self._others.snapshots, self._capture)
         self._layout = SentLayout(specs)
+
+    def _take(self, specs: tuple[ParameterSpec, ...]) -> None:
+        """Have all ranks take their snapshots."""
+        source = self._own.source
+        agreed = self._agreed(lambda: maxima_of(source.tensors()), self._agreement.runs)
+        own, order = capture_order(
+            self._declared,
+            specs,
+            call=self._group.call,
+            name=self._capture,
+            agreed=text_of(agreed),
+        )
+        self._group.order(order)
+        self._own.capture_as(specs, own, lambda now: self._agreement.give(agreed, now))
+        self._others.hold([None], self._group.answers(orders.SnapshotState))
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Ask the other ranks for digests of these copies, now and in each later answer."""
@@ -152,11 +174,34 @@ class GroupWeights:
             self._others.hold(asked, self._group.answers(orders.SnapshotState))
 
     def delta(self, base_version: int) -> Delta:
-        self._group.order(orders.Compare(call=self._group.call, base_version=base_version))
+        agreed = self._agreed(self._own.maxima)
+        compare = orders.Compare(
+            call=self._group.call, base_version=base_version, agreed=text_of(agreed)
+        )
+        self._group.order(compare)
+        if self._agreement.runs:
+            self._agreement.give(agreed, self._own.maxima())
         own = self._own.delta(base_version)
         changed = self._own.changed_by(own)
         found = self._group.answers(orders.Compared).values()
         return GroupDelta(own, changed, self._others, found, self._decided)
+
+    def _agreed(
+        self,
+        own: Callable[[], Mapping[str, Maxima]],
+        runs: tuple[tuple[str, int], ...] | None = None,
+    ) -> Words:
+        """The maxima of all ranks' weights as they are now; `own` gives those of this rank.
+
+        Ranks are asked for these `runs`, or for what they were asked for the last time.
+        """
+        if not self._agreement.runs:
+            return NOTHING
+        self._group.order(orders.Measure(call=self._group.call, maxima=runs))
+        found = [self._agreement.found(self._declared[0].maxima, own())]
+        said = self._group.answers(orders.Measured)
+        found += (words_of(said[rank].found) for rank in range(1, self._group.world))
+        return self._agreement.largest(self._positions, found)
 
     def full(self) -> Plan:
         own = self._own.full(ways=self._group.world)

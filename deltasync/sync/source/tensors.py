@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Reader, check_plain, dtype_of
@@ -21,12 +22,52 @@ NameMap: TypeAlias = Callable[[str, tuple[int, ...]], Mapping[str, Index] | None
 """Maps the name and full shape of a parameter to the checkpoint tensors that it contains."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which maxima a rank knows something of.
+
+    Attributes:
+        name: Of a run of maxima, the same on all ranks.
+        size: How many they are.
+        begin, count: Those that this rank knows something of.
+        crosses: Whether other ranks may know more of them; if none may, there is nothing to agree.
+    """
+
+    name: str
+    size: int
+    begin: int
+    count: int
+    crosses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Maxima:
+    """Largest magnitudes that a computed tensor depends on, and ranks hold parts of.
+
+    Attributes:
+        place: Which.
+        device: Where they are.
+        own: Computes bfloat16[count] of what is held here, as it is now. NaN is above all others.
+        agree: Takes bfloat16[count], the largest of all ranks'. Not owned. It holds until `tensors`
+            is called the next time.
+    """
+
+    place: Place
+    device: torch.device
+    own: Callable[[], Tensor]
+    agree: Callable[[Tensor], None]
+
+
 class Computed(Reader, Protocol):
     """Reads a checkpoint tensor that is computed from another one, such as its quantized codes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor, or of the part of it that is computed here."""
+        ...
+
+    def maxima(self) -> Sequence[Maxima]:
+        """What ranks have to agree on before it is read. Not repeated by others of its source."""
         ...
 
     def check(self) -> None:
@@ -85,6 +126,12 @@ class NamedTensor:
         if self.computed is not None:
             return self.computed.dtype
         return dtype_of(self.tensor, name=self.name)
+
+
+def maxima_of(tensors: Iterable[NamedTensor]) -> dict[str, Maxima]:
+    """What ranks have to agree on before these are read, by name."""
+    computed = (entry.computed for entry in tensors if entry.computed is not None)
+    return {one.place.name: one for reader in computed for one in reader.maxima()}
 
 
 def held_of(entry: NamedTensor) -> tuple[ShardSpec, Tensor]:

@@ -15,7 +15,6 @@ from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import PartReader, Reader, WidenedReader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.region import Region
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
@@ -30,8 +29,11 @@ from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
-from deltasync.sync.source.tensors import NamedTensor, WeightSource, held_of
+from deltasync.sync.source.tensors import Maxima, NamedTensor, WeightSource, held_of, maxima_of
 from deltasync.wire.messages import ParameterSpec
+
+Agree = Callable[[Mapping[str, Maxima]], None]
+"""Tells computed tensors what ranks have agreed on."""
 
 
 class Weights(Protocol):
@@ -171,12 +173,25 @@ class OwnWeights(LocalWeights):
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         self.capture_as(specs_of(self.declared(), held, self.options.wire_dtypes))
 
+    def maxima(self) -> dict[str, Maxima]:
+        """What ranks have to agree on before `delta`, of the weights as they are now.
+
+        Raises SourceChanged.
+        """
+        assert self.layout is not None
+        if not self._is_looked_up:
+            self.refresh_source()
+        return maxima_of(self.layout.tensors)
+
     def capture_as(
-        self, specs: Sequence[ParameterSpec], boxes: Mapping[str, ShardSpec] | None = None
+        self,
+        specs: Sequence[ParameterSpec],
+        boxes: Mapping[str, ShardSpec] | None = None,
+        agree: Agree = lambda maxima: None,
     ) -> None:
         """Start from the source as it is. Arguments as of `SourceLayout`."""
         self._is_looked_up = False
-        layout = SourceLayout(self.source, specs, boxes)
+        layout = SourceLayout(self.source, specs, boxes, agree)
         last, self._snapshot, self.layout = self._snapshot, None, None
         devices = [reader.device for reader in layout.readers]
         if last is not None and (last.ledger.shares, self._devices) == (layout.sent, devices):
@@ -240,6 +255,7 @@ class SourceLayout(SentLayout):
     Attributes:
         sent: What is compared and sent here: all of `specs`, or what a rank has of them.
         readers: The live source in that order; rebuilt where storage was replaced.
+        tensors: What the source has returned last.
     """
 
     def __init__(
@@ -247,6 +263,7 @@ class SourceLayout(SentLayout):
         source: WeightSource,
         specs: Sequence[ParameterSpec],
         boxes: Mapping[str, ShardSpec] | None = None,
+        agree: Agree = lambda maxima: None,
     ) -> None:
         """Look up where everything is.
 
@@ -254,16 +271,18 @@ class SourceLayout(SentLayout):
             source: Where the parameters are.
             specs: The layout.
             boxes: What to send, by canonical name; None for everything.
+            agree: Called with what ranks have to agree on, before anything is read.
         """
         super().__init__(specs)
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
-        self._tensors: list[NamedTensor] = []
+        self.tensors: list[NamedTensor] = []
         self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
         tensors = source.tensors()
         self._names = [entry.names for entry in tensors]
         self.sent = self._shares(tensors)
+        agree(maxima_of(tensors))
         self._read(tensors)
         for entry in tensors:
             if entry.computed is not None:
@@ -272,7 +291,7 @@ class SourceLayout(SentLayout):
     def refresh(self) -> None:
         """Look at the source again. Raises SourceChanged if it is not the same model any more."""
         tensors = self._source.tensors()
-        if tensors is not self._tensors and [t.names for t in tensors] != self._names:
+        if tensors is not self.tensors and [t.names for t in tensors] != self._names:
             raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
         self._read(tensors)
 
@@ -304,7 +323,7 @@ class SourceLayout(SentLayout):
         return sorted(here, key=lambda entry: self._numbers[entry.name])
 
     def _read(self, tensors: list[NamedTensor]) -> None:
-        if tensors is self._tensors:
+        if tensors is self.tensors:
             return
         known, self._known = self._known, {}
         for entry in self._in_order(tensors):
@@ -315,7 +334,7 @@ class SourceLayout(SentLayout):
                 readers = self._readers_of(entry, held, local)
             self._known[entry.name] = now, readers
         self.readers = [reader for _, readers in self._known.values() for reader in readers]
-        self._tensors = tensors
+        self.tensors = tensors
 
     def _readers_of(
         self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
@@ -335,7 +354,8 @@ class SourceLayout(SentLayout):
                 f"{spec.name}: its sharding has changed; make new senders on all ranks"
             )
         if entry.computed is not None:
-            return [_part(_computed(entry, spec), held, region) for _, region in rows_of(box)]
+            computed = _computed(entry, spec)
+            return [_part(computed, held, box, index) for index, _ in rows_of(box)]
         local = narrowed(local, held, box)
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
@@ -348,7 +368,7 @@ class SourceLayout(SentLayout):
 
     def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        trained = [entry.tensor.requires_grad for entry in self._tensors]
+        trained = [entry.tensor.requires_grad for entry in self.tensors]
         return coverage_of(trained, changed, full=full)
 
 
@@ -365,14 +385,21 @@ def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
     return entry.computed
 
 
-def _part(computed: Reader, held: ShardSpec, region: Region) -> Reader:
-    """What is computed here of a box of whole rows, or a run of that. Raises ConfigError."""
-    if not region.is_run:
-        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
-    if region.numel == computed.numel:
+def _part(
+    computed: Reader, held: ShardSpec, box: ShardSpec, index: tuple[int | slice, ...]
+) -> Reader:
+    """What is computed here of `box[index]`, see `rows_of`: rows of what is held.
+
+    Raises ConfigError for a part of rows.
+    """
+    if box == held and not index:
         return computed
-    first = held.offset[0] * prod(held.shape[1:]) if held.offset else 0
-    return PartReader(computed, region.start - first, region.numel)
+    if box.size[1:] != held.size[1:]:
+        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
+    rows = range(box.size[0])[index[0]] if index else range(box.size[0])
+    rows = range(rows, rows + 1) if isinstance(rows, int) else rows
+    length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
+    return PartReader(computed, (first + rows.start) * length, len(rows) * length)
 
 
 class _Kept(WeightSource):

@@ -1,0 +1,189 @@
+"""Trainers that torch shards, in processes of their own, and engines that serve quantized weights.
+
+Borders of ranks lie within blocks, so that ranks agree on maxima in each sync.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from deltasync import ModuleSource, ModuleTarget, TrainerGroup, WeightReceiver, WeightSender
+from deltasync.delta.bits import as_bits
+from deltasync.errors import SyncAborted
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4
+from deltasync.quant.served import ServedSource, served_weights
+from deltasync.sync.group import agreement
+from deltasync.sync.group.rank import TrainerRank
+from deltasync.transports import shared_memory
+from tests.quant.test_served import engine
+from tests.ranks import free_port, run_ranks
+from tests.sync.harness import Serving
+
+WIDTH, HIDDEN = 160, 416
+FORMS: dict[str, Form] = {
+    "block": BlockFp8(),
+    "channel": Fp8("channel"),
+    "tensor": Fp8("tensor"),
+    "int4": Int4(32),
+    "nvfp4": CompressedNvfp4(),
+}
+KINDS = {2: ["fsdp", "tensor"], 3: ["fsdp"], 4: ["both", "replicated"]}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
+        return out
+
+
+def sharded(kind: str, world: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = Net()
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    grid = line
+    if world == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    if kind in ("tensor", "both"):
+        ways: dict[str, ParallelStyle] = {"down_proj": RowwiseParallel()}
+        ways |= {name: ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        parallelize_module(model, grid["tensor"] if kind == "both" else line, ways)
+    if kind != "tensor":
+        fully_shard(model, mesh=grid["data"] if kind == "both" else grid)
+    return model
+
+
+def forms(form: Form) -> Callable[[str, tuple[int, ...]], Form | None]:
+    return lambda name, shape: form if len(shape) == 2 else None
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint, on every rank."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().bfloat16()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_engines_hold_what_a_gather_would_give_them(world: int, tmp_path: Path) -> None:
+    run_ranks(train, world, world, free_port(), tmp_path, timeout_s=150)
+
+
+def train(rank: int, world: int, port: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    started(rank, world, port)
+    for kind in KINDS[world]:
+        for name, form in FORMS.items():
+            (folder / kind / name).mkdir(exist_ok=True, parents=True)
+            follow(rank, world, folder / kind / name, sharded(kind, world), form)
+            dist.barrier()
+    os._exit(0)  # at times torch aborts the process when it destroys groups of gloo
+
+
+def started(rank: int, world: int, port: int) -> None:
+    import torch.distributed as dist
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+
+
+def follow(rank: int, world: int, folder: Path, model: nn.Module, form: Form) -> None:
+    sender, replica, serving = joined(rank, world, folder, model, form)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for number in range(3):
+        torch.manual_seed(number)
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = sender.send_weights(timeout_s=30)
+        expected = dict(served_weights(gather(model).items(), forms(form)))
+        if replica is not None:
+            assert stats.lost == {}
+            for name, tensor in replica.state_dict().items():
+                assert torch.equal(as_bits(tensor), as_bits(expected[name])), name
+    if serving is not None:
+        serving.stop()
+    sender.close()
+
+
+def joined(
+    rank: int, world: int, folder: Path, model: nn.Module, form: Form
+) -> tuple[WeightSender | TrainerRank, nn.Module | None, Serving | None]:
+    """A rank's sender; on rank 0 also an engine that has greeted it."""
+    import torch.distributed as dist
+
+    gathered = gather(model)
+    source = ServedSource(ModuleSource(model), forms(form))
+    lane = shared_memory.Sender(folder / f"lane{rank}")
+    dist.barrier()  # all listen
+    if rank:
+        link = shared_memory.Receiver(folder / "group")
+        return TrainerRank(source, lane, link, rank=rank, world=world), None, None
+    group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
+    sender = WeightSender(source, lane, group=group)
+    replica = engine(dict(served_weights(gathered.items(), forms(form))))
+    first, *lanes = [shared_memory.Receiver(folder / f"lane{n}") for n in range(world)]
+    serving = Serving(WeightReceiver(ModuleTarget(replica), first, lanes=lanes)).start()
+    sender.wait_for_receivers(1)
+    return sender, replica, serving
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_rank_that_dies_while_maxima_are_exchanged_ends_the_sync(
+    dying: int, turn: int, tmp_path: Path
+) -> None:
+    """At the first sync, where snapshots are taken, and at a later one."""
+    run_ranks(lose, 2, free_port(), tmp_path, dying, turn, timeout_s=90)
+
+
+def lose(rank: int, port: int, folder: Path, dying: int, turn: int) -> None:
+    started(rank, 2, port)
+    model = sharded("fsdp", 2)
+    sender, replica, serving = joined(rank, 2, folder, model, BlockFp8())
+    for _ in range(turn):
+        sender.send_weights(timeout_s=30)
+    before = {} if replica is None else {n: t.clone() for n, t in replica.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    if rank == dying:
+        die = lambda *_: os._exit(0)  # noqa: E731
+        agreement.Agreement.found = die  # type: ignore[method-assign]
+    with pytest.raises(SyncAborted, match=r"trainer is gone|rank 1"):
+        sender.send_weights(timeout_s=20)
+    if replica is not None:
+        for name, tensor in replica.state_dict().items():
+            assert torch.equal(as_bits(tensor), as_bits(before[name])), name
+    if serving is not None:
+        serving.stop()
+    os._exit(0)
