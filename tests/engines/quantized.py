@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tests.engines.repacked import use_repacking
+
 _FP8 = torch.float8_e4m3fn
 _BLOCK = 128
 Parts = dict[str, Tensor]
@@ -159,22 +161,30 @@ def use_kernels(kernels: Collection[str], experts: str = "") -> None:
 
     Args:
         kernels: Classes of kernels of matrices.
-        experts: A backend of FP8 experts; "" for those of CPUs.
+        experts: A backend of FP8 or INT4 experts; "" for those of CPUs.
     """
     from vllm.model_executor.kernels import linear
-    from vllm.model_executor.layers.fused_moe.oracle import fp8
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16
     from vllm.platforms import PlatformEnum
 
+    use_repacking()
     for name in (one for one in dir(linear) if one.startswith("_POSSIBLE_")):
         table = getattr(linear, name)
         chosen = [one for one in table[PlatformEnum.CUDA] if one.__name__ in kernels]
         for kernel in chosen:
             kernel.is_supported = kernel.can_implement = classmethod(lambda *_, **__: (True, None))
         table[PlatformEnum.CPU] = chosen or table.get(PlatformEnum.CPU, [])
-    if not experts:
-        return
-    backend = fp8.Fp8MoeBackend[experts]
-    found = backend, fp8.backend_to_kernel_cls(backend)[0]
+    for oracle, backends, choose in (
+        (fp8, fp8.Fp8MoeBackend, "select_fp8_moe_backend"),
+        (int_wna16, int_wna16.WNA16MoEBackend, "select_wna16_moe_backend"),
+    ):
+        if experts in backends.__members__:
+            found = backends[experts], oracle.backend_to_kernel_cls(backends[experts])[0]
+            _replace(choose, lambda *_, found=found, **__: found)
+
+
+def _replace(function: str, by: Callable[..., Any]) -> None:
+    """In all modules of vLLM that have it by this name."""
     for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:
-        if "select_fp8_moe_backend" in vars(module):
-            vars(module)["select_fp8_moe_backend"] = lambda *_, **__: found
+        if function in vars(module):
+            vars(module)[function] = by

@@ -32,12 +32,15 @@ ROUTED: list[Case] = [
     ("MXFP8", "FlashInferCutlassMxfp8LinearKernel", "", "LlamaForCausalLM"),  # scales in tiles
     ("MXFP8", "FlashInferCutedslMxfp8LinearKernel", "", "LlamaForCausalLM"),  # and transposed
     ("MXFP4", "EmulationMxfp4LinearKernel", "", "LlamaForCausalLM"),
+    ("INT4", "", "", "LlamaForCausalLM"),  # codes change places, as in all that follow
+    ("INT4", "MarlinLinearKernel", "", "LlamaForCausalLM"),
+    ("INT4", "MacheteLinearKernel", "", "LlamaForCausalLM"),
+    ("INT4", "MarlinLinearKernel", "MARLIN", "Qwen3MoeForCausalLM"),
 ]
 COMPUTED: list[tuple[Case, str]] = [
     (("block FP8", TRITON, "FLASHINFER_CUTLASS", "Qwen3MoeForCausalLM"), "weight_scale_inv"),
     (("NVFP4", "EmulationNvFp4LinearKernel", "", "LlamaForCausalLM"), "weight_global_scale"),
     (("MXFP8", "EmulationMxfp8LinearKernel", "", "LlamaForCausalLM"), r"\.weight'"),
-    (("INT4", "", "", "LlamaForCausalLM"), "weight_shape"),
 ]
 
 

@@ -23,45 +23,13 @@ from deltasync.errors import ConfigError, SyncAborted, TargetMoved
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
+from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin
 from tests.sync.harness import Fleet, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
 
 pytestmark = pytest.mark.timeout(120)
 
 ROWS, COLS, GROUP = 64, 96, 32  # of each of two fused matrices
-
-
-def unpacked(words: Tensor) -> Tensor:
-    """Codes of int32[rows, words], as int32[rows, 8 * words]; the low ones first."""
-    codes = words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32)
-    return (codes & 15).flatten(1)
-
-
-def packed(codes: Tensor) -> Tensor:
-    """The words of int32[..., 8 * words] codes."""
-    eight = codes.reshape(*codes.shape[:-1], -1, 8)
-    return (eight << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
-
-
-def tiles_of_marlin(words: Tensor) -> Tensor:
-    """The order of Marlin (github.com/IST-DASLab/marlin, README): tiles of 16 inputs x 64 outputs.
-
-    A thread has two columns that are 8 apart, and of each the rows 2t, 2t + 1, 2t + 8 and 2t + 9;
-    a word has all eight codes, even ones first.
-    """
-    by_input = unpacked(words).t()
-    inputs, outputs = by_input.shape
-    # high and low of the row, thread; block of 16 columns, half of it, column.
-    tiles = by_input.reshape(inputs // 16, 2, 4, 2, outputs // 64, 4, 2, 8)
-    return packed(tiles.permute(0, 4, 7, 2, 5, 3, 6, 1).reshape(inputs // 16, -1))
-
-
-def tiles_like_machete(words: Tensor) -> Tensor:
-    """Tiles of 32 inputs x 16 outputs, a thread's codes together, seen as the transposed matrix."""
-    by_input = unpacked(words).t()
-    inputs, outputs = by_input.shape
-    tiles = by_input.reshape(inputs // 32, 2, 2, 4, 2, outputs // 16, 2, 8)
-    return packed(tiles.permute(5, 0, 6, 7, 3, 4, 1, 2).reshape(outputs, inputs)).t()
 
 
 def padded(words: Tensor) -> Tensor:
@@ -78,6 +46,14 @@ class Int4(Matrix):
         self.weight_packed = nn.Parameter(words, requires_grad=False)
         scales = torch.empty(2 * ROWS, COLS // GROUP, dtype=torch.bfloat16)
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        shape = torch.empty(2, dtype=torch.int64)
+        self.weight_shape = nn.Parameter(shape, requires_grad=False)
+
+    def load(self, which: str, part: int, tensor: Tensor) -> None:
+        if which == "weight_shape":  # that of the last part stays
+            self.weight_shape.data.copy_(tensor)
+        else:
+            super().load(which, part, tensor)
 
     @staticmethod
     def repacked(words: Tensor) -> Tensor:
@@ -96,6 +72,11 @@ class LikeMachete(Int4):
 
 
 class Padded(Int4):
+    def __init__(self) -> None:
+        super().__init__()
+        shape = torch.empty(2, dtype=torch.bfloat16)  # as vLLM's mixtures have it
+        self.weight_shape = nn.Parameter(shape, requires_grad=False)
+
     @staticmethod
     def repacked(words: Tensor) -> Tensor:
         return padded(words)
@@ -137,6 +118,7 @@ def checkpoint(seed: int) -> dict[str, Tensor]:
             found[f"layers.{layer}.{part}.weight_packed"] = bits.view(torch.int32)
             scales = torch.rand(ROWS, COLS // GROUP, generator=generator)
             found[f"layers.{layer}.{part}.weight_scale"] = scales.bfloat16()
+            found[f"layers.{layer}.{part}.weight_shape"] = torch.tensor([ROWS + part, COLS])
     return found
 
 
@@ -198,11 +180,12 @@ def test_a_receiver_that_joins_late_gets_everything_through_routes(
     made: type[Engine], max_staged_bytes: int | None
 ) -> None:
     """Staged, and written at once where there is no memory to stage."""
-    engine, new = made.started(checkpoint(0)), checkpoint(1)
-    before, source = bits_of(engine), copied(new)
+    first, new = checkpoint(0), checkpoint(1)
+    engine = made.started(first)
+    before, source, target = bits_of(engine), copied(new), target_of(engine, new)
+    target.verify_routes(first.items())
     with fleet(source) as here:
-        options = ReceiverOptions(max_staged_bytes=max_staged_bytes)
-        here.add(target_of(engine, new), options=options)
+        here.add(target, options=ReceiverOptions(max_staged_bytes=max_staged_bytes))
         here.wait(1)
         assert here.sender.send_weights().full_synced == 1
         check(engine, new, before)
@@ -240,6 +223,7 @@ def test_a_sync_that_fails_after_it_has_written_is_undone(made: type[Engine], sh
     first = checkpoint(0)
     engine, source = made.started(first), copied(first)
     before, target = bits_of(engine), failing_target(engine, first)
+    target.verify_routes(first.items())
     with fleet(source) as here:
         joined(here, target)
         source.take(new := changed(first, share, 1))
@@ -257,6 +241,7 @@ def test_a_code_that_somebody_else_changed_is_found_and_healed(made: type[Engine
     first = checkpoint(0)
     engine, source = made.started(first), copied(first)
     before, target = bits_of(engine), target_of(engine, first)
+    target.verify_routes(first.items())
     with fleet(source) as here:
         joined(here, target, ReceiverOptions(scrub_every=1))
         serving = here.serving["engine/0"]
@@ -312,3 +297,40 @@ def test_the_last_layer_is_proved_too() -> None:
         target_of(engine, first).verify_routes(first.items(), lambda: proof_of(engine))
     after = dict(engine.named_parameters())
     assert all(torch.equal(as_bits(after[name].data), bits) for name, bits in before.items())
+
+
+@pytest.mark.parametrize("made", ENGINES)
+def test_shapes_that_are_loaded_over_each_other_may_not_change(made: type[Engine]) -> None:
+    first = checkpoint(0)
+    engine, source = made.started(first), copied(first)
+    before, target = bits_of(engine), target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    assert set(target.learnt.fixed) == {name for name in first if name.endswith("shape")}
+    with fleet(source) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        new = changed(first, 0.01, 1) | {"layers.1.0.weight_shape": torch.tensor([1, COLS])}
+        source.take(new)
+        with pytest.raises(SyncAborted, match=r"'layers\.1\.0\.weight_shape' may not change"):
+            here.sender.send_weights()
+        check(engine, first, before)
+        source.take(new := new | {"layers.1.0.weight_shape": first["layers.1.0.weight_shape"]})
+        here.wait(1)
+        here.sender.send_weights()
+        check(engine, new, before)
+
+
+def test_an_engine_that_was_started_on_other_shapes_takes_no_weights() -> None:
+    first = checkpoint(0)
+    engine = OfInt4.started(first)
+    target = target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    other = first | {"layers.2.0.weight_shape": torch.tensor([1, COLS])}
+    before = bits_of(engine)
+    with fleet(copied(other)) as here:
+        here.add(target)
+        here.wait(1)
+        with pytest.raises(SyncAborted, match=r"'layers\.2\.0\.weight_shape' may not change"):
+            here.sender.send_weights()
+        check(engine, first, before)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -81,6 +81,8 @@ class Recording:
         uncovered: By live name, why it does not follow the checkpoint alone.
         untouched: Names of live tensors that the loader does nothing with.
         padding: By live name, what of its storage the loader fills with a constant.
+        fixed: By name, copies of tensors that may not change, because the engine does not keep each
+            of them. Pieces of these lead to tensors beside the engine.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
@@ -91,6 +93,7 @@ class Recording:
     uncovered: dict[str, str]
     untouched: tuple[str, ...]
     padding: dict[str, tuple[Region, ...]]
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.cold import FAILURES
+from deltasync.sync.proof.fixed import fixed_in, with_fixed
 from deltasync.sync.proof.proved import named, recorded
 from deltasync.sync.proof.proving import Proof, scope_of
 
@@ -36,15 +37,17 @@ def learn_routes(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Record
 
     Returns:
         Routes into the live engine's parameters and buffers. Tensors of which the engine computes
-        something else are refused.
+        something else are refused. Small ones that the loader puts on top of each other are fixed.
 
     Raises:
         ConfigError: The loader itself does more than to copy, or cannot be watched.
     """
     recording = recorded(proof, checkpoint)
+    if fixed := fixed_in(recording, checkpoint):
+        recording = recorded(proof, [one for one in checkpoint if one not in fixed])
     if why := {**recording.refused, **recording.uncovered}:
         raise ConfigError(f"{min(why)!r} {why[min(why)]}")
-    return _Learning(proof, recording).recording()
+    return with_fixed(_Learning(proof, recording).recording(), fixed)
 
 
 class _Learning:

@@ -461,12 +461,13 @@ def _is_copy(tensor: Tensor, weights: Iterable[Tensor]) -> bool:
 
 def groups_of(recording: Recording, scopes: Sequence[str]) -> list[Group]:
     """Group the layers, and the checkpoint tensors that go there. Layers that share a tensor form
-    one group. Tensors that the recording refuses go to the layer of their own name, if any.
+    one group. Tensors that the recording refuses go to the layer of their own name, if any. Fixed
+    tensors are in none.
     """
     touched = {
         name: {scope_of(piece.live) for piece in pieces}
         for name, pieces in recording.pieces.items()
-        if pieces
+        if pieces and name not in recording.fixed
     }
     for name in recording.refused:
         touched[name] = {scope_of(name) if scope_of(name) in scopes else ""}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import ConfigError
+from deltasync.sync.proof.fixed import beside, live_name
 from deltasync.sync.target.routed import RoutedTarget
 
 
@@ -16,7 +19,8 @@ class LearntTarget(RoutedTarget):
 
     Its routes were learnt in a second instance of the model. They lead to where the engine keeps
     its parameters now, which is where everything is written: a full sync too. What the engine pads
-    stays as it is.
+    stays as it is. Fixed tensors are kept beside the engine; they must have the values that it was
+    started on.
 
     Args:
         module: The engine's model. Its parameters must stay where they are.
@@ -32,7 +36,38 @@ class LearntTarget(RoutedTarget):
     ) -> None:
         super().__init__(module, checkpoint, load=lambda weights: None)
         self.learnt = learnt
+        device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        self._beside = beside(learnt.fixed, device)
         self._layout = self._laid_out()
+
+    def verify_routes(
+        self, weights: Iterable[tuple[str, Tensor]], *args: Any, **options: Any
+    ) -> None:
+        """As of `RoutedTarget`. Fixed tensors get the values of these weights."""
+        super().verify_routes(self._fixing(weights), *args, **options)
+
+    def _fixing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        fixed = self.learnt.fixed
+        own = {other: name for name in fixed for other in self.learnt.given[name]}
+        for name, tensor in weights:
+            if name in own and tensor.shape == fixed[own[name]].shape:
+                fixed[own[name]].copy_(tensor)
+                self._beside[live_name(own[name])].copy_(tensor)
+            yield name, tensor
+
+    def finish(self, changed: Collection[int] | None = None) -> None:
+        """As of `RoutedTarget`. Raises ConfigError, by name, if a fixed tensor has changed."""
+        names = self._names.values() if changed is None else [self._names[n] for n in changed]
+        for name in self.learnt.fixed.keys() & set(names):
+            if not torch.equal(self._beside[live_name(name)].cpu(), self.learnt.fixed[name]):
+                raise ConfigError(
+                    f"{name!r} may not change, because the engine does not keep it by itself: "
+                    "restart the engine on a checkpoint of the trainer's model"
+                )
+        super().finish(changed)
+
+    def _live(self) -> dict[str, Tensor]:
+        return super()._live() | self._beside
 
     def _watched(self) -> Recording:
         if self._laid_out() != self._layout:
