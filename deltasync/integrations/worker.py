@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deltasync.config import network_secret
 from deltasync.delta.routes.loading import Loader
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording
+from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
@@ -27,6 +27,7 @@ from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.proving import Proof, Upkeep
+from deltasync.sync.proof.recomputed import Learnt
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
@@ -50,9 +51,10 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._proved: dict[SentTensors, tuple[Upkeep | None, Recording | None]] = {}
+        self._proved: dict[SentTensors, tuple[Upkeep | None, Learnt | None]] = {}
         self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
         self._routes: dict[str, Routes] = {}  # proved ones, by checkpoint name
+        self._beside: dict[str, Tensor] = {}  # what is kept for a `LearntTarget`
         self._is_as_started, self.is_written = True, False
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = False
@@ -142,7 +144,7 @@ class Worker:
                 try:
                     return verified(watched)
                 except ConfigError as error:
-                    learnt = _learnt(proof, checkpoint, watched, error)
+                    learnt = _learnt(proof, checkpoint, watched, error, self._beside)
                     if learnt is None:
                         raise
                     logger.info("deltasync: the engine moves what it has loaded: %s", error)
@@ -300,7 +302,7 @@ class Worker:
 
 
 def _routed(
-    model: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Recording | None
+    model: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Learnt | None
 ) -> RoutedTarget:
     """A target whose routes were learnt, or are recorded from the live engine's loader."""
     if learnt is None:
@@ -313,13 +315,14 @@ def _learnt(
     checkpoint: Sequence[CheckpointTensor],
     watched: RoutedTarget,
     error: ConfigError,
-) -> Recording | None:
+    beside: dict[str, Tensor],
+) -> Learnt | None:
     """Routes that are not those of the live engine's loader; None if there are no others.
 
     Raises ConfigError if the live engine cannot load a second time, and nothing can be learnt.
     """
     try:
-        found = learn_routes(proof(), checkpoint)
+        found = learn_routes(proof(), checkpoint, beside)
     except ConfigError as reason:
         if pieces_of(watched) is None and str(reason) not in str(error):
             raise ConfigError(f"{error}; in a second instance of the model, {reason}") from reason

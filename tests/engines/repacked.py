@@ -45,7 +45,8 @@ def use_repacking() -> None:
     """Let vLLM repack codes without a GPU, for layers that load and do not run."""
     from vllm import _custom_ops as ops
 
-    def repack(words: Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> Tensor:
+    def repack(b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> Tensor:
+        words = b_q_weight
         assert (len(words) * 8, words.shape[1], num_bits) == (size_k, size_n, 4)
         return tiles_of_marlin(_by_output(words))
 

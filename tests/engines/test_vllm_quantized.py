@@ -37,9 +37,13 @@ ROUTED: list[Case] = [
     ("INT4", "MacheteLinearKernel", "", "LlamaForCausalLM"),
     ("INT4", "MarlinLinearKernel", "MARLIN", "Qwen3MoeForCausalLM"),
 ]
+RECOMPUTED: list[Case] = [
+    ("NVFP4", "EmulationNvFp4LinearKernel", "", "LlamaForCausalLM"),  # inverse scales, products
+    ("NVFP4", "CutlassNvFp4LinearKernel", "", "LlamaForCausalLM"),  # and scales in tiles
+    ("NVFP4", "MarlinNvFp4LinearKernel", "", "LlamaForCausalLM"),  # scales of another format
+    ("block FP8", TRITON, "FLASHINFER_CUTLASS", "Qwen3MoeForCausalLM"),  # clamped scales
+]
 COMPUTED: list[tuple[Case, str]] = [
-    (("block FP8", TRITON, "FLASHINFER_CUTLASS", "Qwen3MoeForCausalLM"), "weight_scale_inv"),
-    (("NVFP4", "EmulationNvFp4LinearKernel", "", "LlamaForCausalLM"), "weight_global_scale"),
     (("MXFP8", "EmulationMxfp8LinearKernel", "", "LlamaForCausalLM"), r"\.weight'"),
 ]
 
@@ -64,8 +68,8 @@ def judged(folder: Path, case: Case, mode: WithoutRoutes = "refuse") -> Verdict:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ROUTED, ids=" ".join)
-def test_what_is_moved_after_loading_is_written_in_place(
+@pytest.mark.parametrize("case", ROUTED + RECOMPUTED, ids=" ".join)
+def test_what_is_moved_or_computed_of_scales_after_loading_is_written_in_place(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every sync each tensor is what a fresh engine has, and where it was."""

@@ -140,15 +140,6 @@ def test_a_receiver_that_joins_late_gets_everything_through_routes() -> None:
         assert all(torch.equal(bits, wanted[n][1]) for n, (_, bits) in bits_of(engine).items())
 
 
-class Rounded(Matrix):
-    """Its scales become powers of two."""
-
-    def work(self) -> None:
-        super().work()
-        bits = self.scale.data.view(torch.int32) >> 23 << 23
-        self.scale = nn.Parameter(bits.view(torch.float32), requires_grad=False)
-
-
 class Merged(Matrix):
     """One scale for both matrices, which are quantized with it again."""
 
@@ -157,15 +148,6 @@ class Merged(Matrix):
         super().work()
         again = (both / self.scale.data.max()).to(FP8).view(16, 8)
         self.weight = nn.Parameter(again.view(torch.int32), requires_grad=False)
-
-
-class Twice(Matrix):
-    """Keeps its scales a second time, transposed."""
-
-    def work(self) -> None:
-        kept = self.scale.data.t().contiguous()
-        super().work()
-        self.other = nn.Parameter(kept, requires_grad=False)
 
 
 class Nibbles(Matrix):
@@ -208,9 +190,7 @@ class Failing(Matrix):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (Rounded, r"layers\.0\.0\.scale' is computed"),
         (Merged, r"layers\.0\.0\.weight' is computed"),
-        (Twice, r"layers\.0\.0\.scale' is kept twice"),
         (Nibbles, r"layers\.0\.0\.weight' is computed"),
         (Sorted, r"layers\.\d\.\d\.weight"),
         (Beside, r"layers\.\d\.made\.sum"),

@@ -71,12 +71,15 @@ class ColdModel:
         startup: How it is made.
         device: The device on which its parts get memory.
 
+    Attributes:
+        device: The same.
+
     Raises:
         ConfigError: It cannot be made without memory.
     """
 
     def __init__(self, startup: Startup, device: torch.device) -> None:
-        self._startup, self._device = startup, device
+        self._startup, self.device = startup, device
         try:
             try:
                 self.model = self._made(_UNFILLED)
@@ -167,14 +170,15 @@ class ColdModel:
             self._startup.load(self.model, weights)
             self._startup.work_on(modules)
 
-    def process(
+    @contextmanager
+    def processing(
         self,
         roots: Sequence[tuple[str, nn.Module]],
         stop: Collection[int],
         modules: Sequence[nn.Module],
         given: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Process modules as the engine does after loading, and return copies of their tensors.
+    ) -> Iterator[Reach]:
+        """Process modules as the engine does after loading, and yield what is reached then.
 
         Args:
             roots, stop: As of `Reach`: what gets memory for this.
@@ -190,8 +194,7 @@ class ColdModel:
                 as_bits(made[path]).copy_(as_bits(given[path]))
             with self.given_memory(roots, stop, given), torch.no_grad(), Alone():
                 self._startup.work_on(modules)
-                after = Reach(roots, stop=stop).tensors
-                return {path: found.alias.clone() for path, found in after.items()}
+                yield Reach(roots, stop=stop)
         finally:
             for path, before in own.items():
                 as_bits(made[path]).copy_(as_bits(before))
@@ -200,9 +203,9 @@ class ColdModel:
         """The same tensor with memory, which shares storage as the original does."""
         size = tensor.untyped_storage().nbytes()
         base = storages.setdefault(
-            storage_of(tensor), torch.zeros(size, dtype=torch.uint8, device=self._device)
+            storage_of(tensor), torch.zeros(size, dtype=torch.uint8, device=self.device)
         )
-        plain = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        plain = torch.empty(0, dtype=tensor.dtype, device=self.device)
         plain.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         real: Tensor = torch.Tensor._make_subclass(type(tensor), plain, tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from deltasync.delta.region import Region
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.delta.routes.route import Piece
 
+Routes = TypeVar("Routes", bound=Recording)
 _MOST = 8  # elements of such a tensor
 
 
@@ -40,7 +42,7 @@ def fixed_in(
     ]
 
 
-def with_fixed(recording: Recording, fixed: Sequence[CheckpointTensor]) -> Recording:
+def with_fixed(recording: Routes, fixed: Sequence[CheckpointTensor]) -> Routes:
     """A recording that keeps these tensors beside the engine, as zeros on the host at first."""
     return replace(
         recording,

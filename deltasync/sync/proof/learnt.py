@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -20,24 +20,34 @@ from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.fixed import fixed_in, with_fixed
 from deltasync.sync.proof.proved import named, recorded
 from deltasync.sync.proof.proving import Proof, scope_of
+from deltasync.sync.proof.recomputed import Learnt, with_recomputed
 
 Pieces = tuple[Piece, ...]
 _BYTE = 8  # bits
 _COMPUTED = "is computed by the engine's work after loading, not moved"
 
 
-def learn_routes(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
+def learn_routes(
+    proof: Proof,
+    checkpoint: Sequence[CheckpointTensor],
+    beside: MutableMapping[str, Tensor] | None = None,
+) -> Learnt:
     """Record the loader of the second instance, and learn where its work after loading moves that.
+
+    Small tensors of which that work computes something have routes to copies beside the engine.
 
     The engine itself is not touched. Nothing of the result is proved.
 
     Args:
         proof: The proof of the engine.
         checkpoint: What its loader is given, in order.
+        beside: What was kept beside the engine for other tensors, by name. It is used on, and what
+            is new is added.
 
     Returns:
-        Routes into the live engine's parameters and buffers. Tensors of which the engine computes
-        something else are refused. Small ones that the loader puts on top of each other are fixed.
+        Routes into the live engine's parameters and buffers, and beside it. Large tensors of which
+        the engine computes something else are refused. Small ones that the loader puts on top of
+        each other are fixed.
 
     Raises:
         ConfigError: The loader itself does more than to copy, or cannot be watched.
@@ -47,7 +57,9 @@ def learn_routes(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Record
         recording = recorded(proof, [one for one in checkpoint if one not in fixed])
     if why := {**recording.refused, **recording.uncovered}:
         raise ConfigError(f"{min(why)!r} {why[min(why)]}")
-    return with_fixed(_Learning(proof, recording).recording(), fixed)
+    moved = _Learning(proof, recording).recording()
+    learnt = with_recomputed(proof, recording, moved, {} if beside is None else beside)
+    return with_fixed(learnt, fixed)
 
 
 class _Learning:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
-from deltasync.errors import ConfigError, DirtyReceiver
+from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.sync.proof.cold import FAILURES, Alone
 from deltasync.sync.proof.other_weights import other_bits
 from deltasync.sync.proof.proving import (
@@ -28,6 +28,7 @@ from deltasync.sync.proof.proving import (
     under,
 )
 from deltasync.sync.proof.reach import Reach, settle
+from deltasync.sync.proof.recomputed import KeptBeside, Recomputed
 from deltasync.wire.messages import ParameterSpec
 
 _SHOWN = 3
@@ -46,7 +47,9 @@ def read_whole(live: Live, spec: ParameterSpec) -> Tensor:
     return whole
 
 
-def prove_routes(proof: Proof, recording: Recording, held: HeldTensors) -> Upkeep:
+def prove_routes(
+    proof: Proof, recording: Recording, held: HeldTensors, recomputed: Recomputed | None = None
+) -> Upkeep:
     """Prove that what is written through routes reaches everything that the engine computes with.
 
     The weights must be those that the engine was started on. They are restored at the end.
@@ -55,9 +58,10 @@ def prove_routes(proof: Proof, recording: Recording, held: HeldTensors) -> Upkee
         proof: The proof of the engine.
         recording: What its loader does with the checkpoint tensors.
         held: Where those tensors are kept.
+        recomputed: What is computed again after each write.
 
     Returns:
-        What must follow each write of weights.
+        What must follow each write of weights, besides.
 
     Raises:
         ConfigError: Something would be stale; the message names the path.
@@ -67,7 +71,7 @@ def prove_routes(proof: Proof, recording: Recording, held: HeldTensors) -> Upkee
     with proof.apart():
         for group in groups_of(recording, proof.scopes.names()):
             if group.names:
-                _Routed(proof, recording, held, upkeep, group).prove()
+                _Routed(proof, recording, held, upkeep, group, recomputed).prove()
     return upkeep
 
 
@@ -75,21 +79,29 @@ class _Routed:
     """The proof of one group."""
 
     def __init__(
-        self, proof: Proof, recording: Recording, held: HeldTensors, upkeep: Upkeep, group: Group
+        self,
+        proof: Proof,
+        recording: Recording,
+        held: HeldTensors,
+        upkeep: Upkeep,
+        group: Group,
+        recomputed: Recomputed | None,
     ) -> None:
         self._proof, self._held, self._upkeep, self._group = proof, held, upkeep, group
         self._live_names = {
             name: tuple({piece.live: None for piece in recording.pieces[name]})
             for name in group.names
         }
-        self._weights = {live for names in self._live_names.values() for live in names}
         live = named(proof.model)
+        self._weights = {n for names in self._live_names.values() for n in names if n in live}
+        self._recomputed = recomputed
+        self._beside = None if recomputed is None else recomputed.keep(group.scopes)
         self._kept = proof.keep(group.scopes, [live[name] for name in self._weights])
 
     def prove(self) -> None:
         names = self._group.names
         others = {name: other_bits(self._read(name), name) for name in names}
-        with putting_back(self._kept):
+        with putting_back(self._kept, *([] if self._beside is None else [self._beside])):
             fresh = self._proof.started(
                 self._group,
                 self._upkeep.given,
@@ -129,11 +141,24 @@ class _Routed:
         self._kept.put_back()
         for name, tensor in others.items():
             self._held[name][0].write(0, as_bits(tensor).view(-1))
-        if (stale := self._after(step, fresh.tensors, fresh.values)) or step == Step():
+        self._recompute()
+        stale = self._after(step, fresh.tensors, fresh.values)
+        if stale or (step == Step() and self._beside is None):
             return stale
         for path in self._weights:
             as_bits(self._kept.founds[path].alias).copy_(as_bits(self._kept.bits[path]))
+        if self._beside is not None:
+            self._beside.put_back_tensors()
+        self._recompute()
         return self._after(step, None, {path: self._kept.values[path] for path in fresh.values})
+
+    def _recompute(self) -> None:
+        """Raises ConfigError."""
+        if self._recomputed is not None:
+            try:
+                self._recomputed.run(self._read, self._group.names)
+            except EngineFailed as error:
+                raise ConfigError(str(error)) from error
 
     def _after(self, step: Step, expected: Bits | None, values: Mapping[str, Any]) -> list[str]:
         if step == Step():
@@ -297,7 +322,7 @@ def in_place(model: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def putting_back(*kept: Kept | Reach) -> Iterator[None]:
+def putting_back(*kept: Kept | Reach | KeptBeside) -> Iterator[None]:
     """Restore everything at the end. Raises DirtyReceiver if that fails."""
     try:
         yield
@@ -310,7 +335,7 @@ def putting_back(*kept: Kept | Reach) -> Iterator[None]:
             ) from error
 
 
-def _put_back(kept: Sequence[Kept | Reach]) -> None:
+def _put_back(kept: Sequence[Kept | Reach | KeptBeside]) -> None:
     """Restore all. An interrupt is raised only after all was restored from the beginning."""
     try:
         for one in kept:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +63,18 @@ class Scopes:
         """The outermost modules of some layers, by name."""
         return [(n, m) for n, m in self._modules.items() if n in scopes]
 
+    def below(self, name: str) -> dict[str, nn.Module]:
+        """A module and those below it that are in its layer, by name."""
+        inside, above = self.modules((scope_of(name),)), f"{name}." if name else ""
+        return {n: m for n, m in inside.items() if n == name or n.startswith(above)}
+
     def stop(self, scopes: Collection[str]) -> set[int]:
         """`id`s of all other modules."""
-        return self._stop - {id(module) for module in self.modules(scopes).values()}
+        return self.stop_but(self.modules(scopes).values())
+
+    def stop_but(self, modules: Iterable[nn.Module]) -> set[int]:
+        """`id`s of all modules but these."""
+        return self._stop - {id(module) for module in modules}
 
 
 class Kept:
@@ -346,9 +355,17 @@ class Proof:
 
         Raises what the engine raises.
         """
+        with self.processing(scope, given) as after:
+            return {path: found.alias.clone() for path, found in after.tensors.items()}
+
+    def processing(self, module: str, given: Bits) -> AbstractContextManager[Reach]:
+        """As `ColdModel.processing`, for a module and what is below it in its layer."""
         scopes = self._cold_scopes
-        modules = tuple(scopes.modules((scope,)).values())
-        return self.cold.process(scopes.roots((scope,)), scopes.stop((scope,)), modules, given)
+        inside = scopes.below(module)
+        roots = [(name, one) for name, one in inside.items() if name == module]
+        return self.cold.processing(
+            roots, scopes.stop_but(inside.values()), tuple(inside.values()), given
+        )
 
     def kind_of(self, scope: str) -> tuple[object, ...]:
         """What is equal for layers of which the modules are of the same classes."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.bits import Live, as_bits, torch_dtype
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.fixed import beside, live_name
+from deltasync.sync.proof.recomputed import Learnt, Recomputed
 from deltasync.sync.target.routed import RoutedTarget
+from deltasync.wire.messages import ParameterSpec
 
 
 class LearntTarget(RoutedTarget):
@@ -19,8 +22,10 @@ class LearntTarget(RoutedTarget):
 
     Its routes were learnt in a second instance of the model. They lead to where the engine keeps
     its parameters now, which is where everything is written: a full sync too. What the engine pads
-    stays as it is. Fixed tensors are kept beside the engine; they must have the values that it was
-    started on.
+    stays as it is. Small tensors of which the engine computes something are written beside it, and
+    what it computes of them is computed again after that, by its own code: all of it before any is
+    copied to the engine. Fixed tensors are kept beside the engine, too; they must have the values
+    that it was started on.
 
     Args:
         module: The engine's model. Its parameters must stay where they are.
@@ -32,12 +37,13 @@ class LearntTarget(RoutedTarget):
     """
 
     def __init__(
-        self, module: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Recording
+        self, module: nn.Module, checkpoint: Sequence[CheckpointTensor], learnt: Learnt
     ) -> None:
         super().__init__(module, checkpoint, load=lambda weights: None)
         self.learnt = learnt
         device = next((one.device for one in module.parameters()), torch.device("cpu"))
         self._beside = beside(learnt.fixed, device)
+        self._recomputed: Recomputed = learnt.recomputed
         self._layout = self._laid_out()
 
     def verify_routes(
@@ -67,7 +73,24 @@ class LearntTarget(RoutedTarget):
         super().finish(changed)
 
     def _live(self) -> dict[str, Tensor]:
-        return super()._live() | self._beside
+        return super()._live() | self._beside | self._recomputed.beside
+
+    def bind(self, layout: Sequence[ParameterSpec]) -> Mapping[int, Live]:
+        """As of `RoutedTarget`. Notes what the engine has lost of what it computed."""
+        found = super().bind(layout)
+        self._recomputed.look()
+        return found
+
+    def _takes(self, live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
+        """Fills what is kept beside the engine."""
+        pieces = self.learnt.pieces[spec.name]
+        if any(piece.live in self._recomputed.beside for piece in pieces):
+            wanted = tensor.to(live.line.device, torch_dtype(spec.dtype)).contiguous()
+            live.write(0, as_bits(wanted).view(-1))
+        return super()._takes(live, tensor, spec)
+
+    def _verify_computed(self) -> None:
+        self._recomputed.verify(self._read)
 
     def _watched(self) -> Recording:
         if self._laid_out() != self._layout:

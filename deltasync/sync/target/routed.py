@@ -28,6 +28,7 @@ from deltasync.sync.proof.proved import (
 )
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.proof.reach import Reach
+from deltasync.sync.proof.recomputed import Recomputed
 from deltasync.sync.target.base import match_parameters, refuse_missing, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
 
@@ -76,6 +77,7 @@ class RoutedTarget:
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
         self._finish = finish
         self.upkeep: Upkeep | None = None
+        self._recomputed: Recomputed | None = None
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
         self._watch = ModuleWatch(module)
@@ -155,7 +157,7 @@ class RoutedTarget:
                 others.append(name)
                 continue
             missing.pop(number, None)
-            if number in right or _holds(held[number], tensor, layout[number]):
+            if number in right or self._takes(held[number], tensor, layout[number]):
                 right.add(number)
             else:
                 wrong.setdefault(number, name)
@@ -164,8 +166,16 @@ class RoutedTarget:
         refuse_missing(missing.values(), others)
         if wrong:
             raise _misplaced(sorted(wrong.values()), is_written=is_written)
+        self._verify_computed()
         if proof is not None:
             self._prove(proof(), loaded)
+
+    def _takes(self, live: Live, tensor: Tensor, spec: ParameterSpec) -> bool:
+        """Whether a tensor that the engine was started on is where its route leads."""
+        return _holds(live, tensor, spec)
+
+    def _verify_computed(self) -> None:
+        """Raise ConfigError if what is computed again after writes is not what the engine has."""
 
     def routes(self) -> dict[str, Routes]:
         """Return where the elements of each of `parameters` are kept, by each of its names."""
@@ -177,7 +187,7 @@ class RoutedTarget:
     @refusing_failures()
     def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:
         refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
-        self.upkeep = prove_routes(proof, self._recorded(), self._held)
+        self.upkeep = prove_routes(proof, self._recorded(), self._held, self._recomputed)
 
     @refusing_failures()
     def verify_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
@@ -189,7 +199,7 @@ class RoutedTarget:
         recording = self._recorded()
         written = {piece.live for pieces in recording.pieces.values() for piece in pieces}
         refuse_unfilled(proof, written, keep)
-        self.upkeep = prove_routes(proof, recording, self._held)
+        self.upkeep = prove_routes(proof, recording, self._held, self._recomputed)
 
     def check_unmoved(self) -> None:
         """Raise TargetMoved if a tensor's address, size, strides or dtype has changed."""
@@ -215,10 +225,15 @@ class RoutedTarget:
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what is derived. Raises TargetMoved if that moves the weights."""
         self._finish()
+        names = None if changed is None else {self._names[n] for n in changed}
+        if self._recomputed is not None:
+            self._recomputed.run(self._read, names)
         if self.upkeep is not None:
-            names = None if changed is None else {self._names[n] for n in changed}
-            self.upkeep.run(lambda name: read_whole(*self._held[name]), names)
+            self.upkeep.run(self._read, names)
         self.check_unmoved()
+
+    def _read(self, name: str) -> Tensor:
+        return read_whole(*self._held[name])
 
     def _live(self) -> dict[str, Tensor]:
         return named(self._module)

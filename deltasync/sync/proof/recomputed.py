@@ -1,0 +1,346 @@
+"""What an engine computed of small tensors after loading, computed again by its own code.
+
+Scales that the engine has merged, inverted or rounded are not to be found in it any more. They are
+kept beside it as its loader fills them, and written there by routes like all weights. After a write
+the engine's work runs in the second instance of each module that is touched, on these alone, and
+what it makes of them is copied to where the engine has it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.bits import as_bits
+from deltasync.delta.kernels import KERNELS
+from deltasync.delta.routes.recorder import Recording
+from deltasync.delta.routes.route import Piece
+from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
+from deltasync.sync.proof.cold import FAILURES
+from deltasync.sync.proof.proving import Proof, same_bits, scope_of
+from deltasync.sync.proof.reach import Found
+from deltasync.sync.proof.units import Unit, made_alone, small_of, units_of
+from deltasync.wire.digest import seed
+
+Read = Callable[[str], Tensor]
+"""Returns the live value of a checkpoint tensor."""
+
+_AS_LOADED = " (as loaded)"  # after the name of a tensor that is kept beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt(Recording):
+    """Routes that were learnt.
+
+    Attributes:
+        recomputed: What has to be computed again after writes.
+    """
+
+    recomputed: Recomputed
+
+
+class Recomputed:
+    """What an engine computes of small tensors.
+
+    Args:
+        proof: The proof of the engine. Its second instance is kept.
+        units: The modules that compute.
+        beside: By name, tensors as the loader fills them, of which the engine has no copy.
+        sources: By name of a loaded tensor, the checkpoint tensors that fill it, and how.
+
+    Attributes:
+        beside: The same. Written through routes.
+    """
+
+    def __init__(
+        self,
+        proof: Proof,
+        units: Sequence[Unit],
+        beside: Mapping[str, Tensor],
+        sources: Mapping[str, Sequence[tuple[str, Piece]]],
+    ) -> None:
+        self.beside = dict(beside)
+        self._proof, self._units, self._sources = proof, tuple(units), sources
+        self._loaded = {
+            name: tensor
+            for name, tensor in _named_in(proof.cold.model, sources.keys()).items()
+            if as_loaded(name) not in beside
+        }
+        self._names = {
+            unit: {source for name in unit.given for source, _ in sources[name]} for unit in units
+        }
+        self._live: dict[Unit, dict[str, Found]] = {}
+        for unit in units:
+            reached = proof.scopes.reach((scope_of(unit.module),)).tensors
+            self._live[unit] = {path: reached[path] for path in unit.made}
+        # Of what each unit's results were computed, and what they were then: digests.
+        self._state: dict[Unit, tuple[int, int]] = {}
+
+    def run(self, read: Read, changed: Collection[str] | None = None) -> None:
+        """Compute again what follows from tensors that were written, and copy it to the engine.
+
+        Nothing is copied before all is computed.
+
+        Args:
+            read: Returns the live value of a checkpoint tensor.
+            changed: Names of the tensors that were written; None for all.
+
+        Raises:
+            EngineFailed: The engine's code raised, or made something else than before.
+            TargetMoved: The engine has replaced what was computed.
+        """
+        made: dict[Unit, tuple[int, dict[str, Tensor]]] = {}
+        for unit in self._units:
+            is_known = changed is not None and self._names[unit].isdisjoint(changed)
+            if is_known and unit in self._state:
+                continue
+            given = self._given(unit, read)
+            digest = _digest(given)
+            if unit not in self._state or self._state[unit][0] != digest:
+                made[unit] = digest, self._made(unit, given)
+        for unit, (digest, results) in made.items():
+            self._state.pop(unit, None)
+            for path, found in self._live[unit].items():
+                as_bits(found.alias).copy_(as_bits(results[path]))
+            self._state[unit] = digest, _digest(results)
+
+    def verify(self, read: Read) -> None:
+        """Raise ConfigError, by name, if the engine holds something else than `run` computes."""
+        for unit in self._units:
+            given = self._given(unit, read)
+            try:
+                results = self._made(unit, given)
+            except EngineFailed as error:
+                raise ConfigError(str(error)) from error
+            for path, found in self._live[unit].items():
+                if not same_bits(found.alias, results[path]):
+                    raise ConfigError(
+                        f"{path!r} is not what the engine's work after loading makes again of "
+                        f"{unit.given[0]!r}: restart the engine, and connect first with all "
+                        "tensors that are to be sent"
+                    )
+            self._state[unit] = _digest(given), _digest(results)
+
+    def look(self) -> None:
+        """Note what the engine has lost or changed since, as in its sleep: `run` makes it anew."""
+        for unit, (_, digest) in list(self._state.items()):
+            if digest != _digest({p: found.alias for p, found in self._live[unit].items()}):
+                del self._state[unit]
+
+    def forget(self) -> None:
+        """Have the next `run` compute all of what it is asked for."""
+        self._state.clear()
+
+    def keep(self, scopes: Collection[str]) -> KeptBeside:
+        """A copy of what is kept beside some layers."""
+        here = {n: one for n, one in self.beside.items() if scope_of(n) in scopes}
+        return KeptBeside(here, self._state)
+
+    def _given(self, unit: Unit, read: Read) -> dict[str, Tensor]:
+        """What the unit's module was loaded with, by name."""
+        return {
+            name: self.beside[as_loaded(name)]
+            if as_loaded(name) in self.beside
+            else self._read_back(name, read)
+            for name in unit.given
+        }
+
+    def _read_back(self, name: str, read: Read) -> Tensor:
+        """A loaded tensor of which the elements were moved."""
+        tensor = empty_as(self._loaded[name], self._proof.cold.device)
+        for source, piece in self._sources[name]:
+            piece.target.view(as_bits(tensor)).copy_(piece.source.view(as_bits(read(source))))
+        return tensor
+
+    def _made(self, unit: Unit, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for path, found in self._live[unit].items():
+            if found.is_moved:
+                raise TargetMoved(f"storage of {path!r} was replaced; rejoin")
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                results = made_alone(self._proof, unit, given)
+        except DeltaSyncError:
+            raise
+        except Exception as error:
+            raise EngineFailed(
+                f"the engine's work after loading on {unit.module!r} raised {error!r}",
+                error=type(error).__name__,
+            ) from error
+        for path, found in self._live[unit].items():
+            now, live = results.get(path), found.alias
+            if now is None or (now.shape, now.dtype) != (live.shape, live.dtype):
+                raise EngineFailed(f"the engine's work after loading makes no {path!r} any more")
+        return results
+
+
+class KeptBeside:
+    """A copy of what is kept beside an engine, to restore it.
+
+    Args:
+        tensors: What is copied.
+        state: What is restored with it.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], state: MutableMapping[Unit, tuple[int, int]]
+    ) -> None:
+        self._copies = [(one, one.clone()) for one in tensors.values()]
+        self._state, self._before = state, dict(state)
+
+    def put_back(self) -> None:
+        """Restore it. The engine's own tensors must be restored too."""
+        self.put_back_tensors()
+        self._state.clear()
+        self._state.update(self._before)
+
+    def put_back_tensors(self) -> None:
+        """Restore what is kept beside alone."""
+        for one, before in self._copies:
+            as_bits(one).copy_(as_bits(before))
+
+
+def with_recomputed(
+    proof: Proof, recording: Recording, moved: Recording, beside: MutableMapping[str, Tensor]
+) -> Learnt:
+    """Routes for small tensors of which the engine computes something, to copies beside it.
+
+    Args:
+        proof: The proof of the engine.
+        recording: What the second instance's loader does.
+        moved: The same after the engine's work, where that only moves elements.
+        beside: What was kept beside this engine before, which is used on; what is new is added.
+
+    Returns:
+        The routes. If what `moved` refuses is not of small tensors alone, it is refused still.
+    """
+    layers = _Layers(proof, recording, moved)
+    found = layers.routes()
+    units: Sequence[Unit] = ()
+    if not found.refused:
+        try:
+            units = layers.units(found)
+        except ConfigError as error:
+            found = replace(moved, refused=dict.fromkeys(moved.refused, str(error)))
+    for name in () if found.refused else layers.computed:
+        loaded, own = layers.loaded[name], as_loaded(name)
+        if own not in beside or beside[own].shape != loaded.shape:
+            beside[own] = empty_as(loaded, proof.cold.device)
+    kept = {own: beside[own] for own in map(as_loaded, layers.computed) if own in beside}
+    fields = {name: getattr(found, name) for name in Recording.__dataclass_fields__}
+    return Learnt(**fields, recomputed=Recomputed(proof, units, kept, layers.sources))
+
+
+class _Layers:
+    """What is loaded into layers, and what they compute of it.
+
+    Attributes:
+        loaded: What the loader fills, by name.
+        sources: By the same names, the checkpoint tensors that do, and how.
+        computed: Names of those that are small, and to all of which no route leads.
+    """
+
+    def __init__(self, proof: Proof, recording: Recording, moved: Recording) -> None:
+        self._proof, self._recording, self._moved = proof, recording, moved
+        self.sources: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        for name, pieces in recording.pieces.items():
+            for piece in pieces:
+                self.sources[piece.live].append((name, piece))
+        self.loaded = _named_in(proof.cold.model, self.sources.keys())
+        self._by_scope: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in self.loaded.items():
+            self._by_scope[scope_of(name)][name] = tensor
+        small = set[str]().union(*map(small_of, self._by_scope.values()))
+        lost = {name for one in moved.refused for name in self.loaded_by(one)}
+        self.computed = lost & small
+
+    def loaded_by(self, name: str) -> set[str]:
+        """What a checkpoint tensor is loaded into."""
+        return {piece.live for piece in self._recording.pieces[name]}
+
+    def routes(self) -> Recording:
+        """The routes, with those to what is kept beside; as they were if others are refused."""
+        pieces = dict(self._moved.pieces)
+        for name, loaded in self._recording.pieces.items():
+            lives = self.loaded_by(name)
+            if not lives.isdisjoint(self.computed):
+                if not lives <= self.computed:
+                    return self._moved
+                pieces[name] = tuple(replace(one, live=as_loaded(one.live)) for one in loaded)
+        if any(not self.loaded_by(name) <= self.computed for name in self._moved.refused):
+            return self._moved
+        return replace(self._moved, pieces=pieces, refused={})
+
+    def units(self, found: Recording) -> list[Unit]:
+        """What all layers compute; those that look alike are searched once.
+
+        Raises ConfigError for what cannot be computed again.
+        """
+        routed = defaultdict[str, set[str]](set)
+        for pieces in found.pieces.values():
+            for piece in pieces:
+                routed[scope_of(piece.live)].add(piece.live)
+        kinds: dict[object, tuple[Unit, ...]] = {}
+        units: list[Unit] = []
+        for scope, loaded in self._by_scope.items():
+            kind = self._kind(scope, loaded, routed[scope])
+            if kind not in kinds:
+                own = self._units(scope, loaded, routed[scope])
+                kinds[kind] = tuple(unit.renamed(scope, "") for unit in own)
+            units += [unit.renamed("", scope) for unit in kinds[kind]]
+        return units
+
+    def _units(
+        self, scope: str, loaded: Mapping[str, Tensor], routed: Collection[str]
+    ) -> tuple[Unit, ...]:
+        computed = self.computed & loaded.keys()
+        try:
+            return units_of(self._proof, scope, loaded, computed=computed, moved=routed)
+        except FAILURES as error:
+            if isinstance(error, ConfigError):
+                raise
+            if not computed:
+                return ()
+            raise ConfigError(
+                "is computed by the engine's work after loading, which cannot be watched: it "
+                f"raised {error!r}"
+            ) from error
+
+    def _kind(
+        self, scope: str, loaded: Mapping[str, Tensor], routed: Collection[str]
+    ) -> tuple[object, ...]:
+        names = sorted(
+            name.removeprefix(scope) for name in (*routed, *self.computed & loaded.keys())
+        )
+        shapes = [(n.removeprefix(scope), t.shape, t.stride(), t.dtype) for n, t in loaded.items()]
+        return (*names, *shapes, self._proof.kind_of(scope))
+
+
+def as_loaded(name: str) -> str:
+    """What a tensor that is kept beside the engine is called."""
+    return name + _AS_LOADED
+
+
+def empty_as(like: Tensor, device: torch.device) -> Tensor:
+    """Zeros that lie in their storage as a tensor without memory does in its own."""
+    count = like.untyped_storage().nbytes() // like.element_size()
+    line = torch.zeros(count, dtype=like.dtype, device=device)
+    return line.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _named_in(model: torch.nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    every = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: every[name] for name in every if name in names}
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> int:
+    """A digest of the names and bits of tensors."""
+    return hash(
+        tuple(
+            KERNELS[one.device.type].digest_run(as_bits(one).contiguous().view(-1), seed(name), 0)
+            for name, one in tensors.items()
+        )
+    )
