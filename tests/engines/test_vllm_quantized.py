@@ -79,6 +79,16 @@ def test_what_is_moved_or_computed_of_scales_after_loading_is_written_in_place(
 
 
 @pytest.mark.timeout(300)
+def test_mxfp8_that_is_dequantized_in_each_step_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(monkeypatch, packs=False)
+    monkeypatch.setenv("VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "0")
+    verdict = judged(tmp_path, ("MXFP8", "EmulationMxfp8LinearKernel", "", "LlamaForCausalLM"))
+    assert verdict.outcome == EQUAL, verdict
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "name"), COMPUTED, ids=lambda one: " ".join(one)[:60])
 def test_what_is_computed_after_loading_is_refused_by_name(
     case: Case, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
