@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -29,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
@@ -41,6 +44,8 @@ from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.reloaded import ReloadedTarget
 
 logger = init_logger(__name__)
+
+_ADAPTERS = ("lora_a_stacked", "lora_b_stacked")  # how attributes end that hold adapters
 
 
 @dataclass
@@ -76,7 +81,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
-        self._reached = reached(self.model)  # before there are caches
+        self._reached = _reached_of(self.model)  # before there are caches
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer, and end the connection to another one.
@@ -155,11 +160,19 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         compilation.static_forward_context = {}  # else it has each layer's name already
         config.compilation_config = compilation
         with default_dtype(self.model_config.dtype), torch.device(self.device):
-            model: nn.Module = initialize_model(config, model_config=self.model_config)
-            return model.eval()
+            model: nn.Module = initialize_model(config, model_config=self.model_config).eval()
+            if config.lora_config is not None:
+                runner: Any = SimpleNamespace()  # takes what manages adapters
+                load = LoRAModelRunnerMixin.load_lora_model
+                model = load(runner, model, config, torch.device(self.device))
+            return model
 
     def _work_on(self, modules: Sequence[nn.Module]) -> None:
-        """Process modules as vLLM does after it has loaded them: attention last."""
+        """Process modules as vLLM does after it has loaded them: attention last.
+
+        Layers that take adapters were no modules then: they pass on attributes of those within.
+        """
+        modules = [one for one in modules if not isinstance(one, BaseLayerWithLoRA)]
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             for module in modules:
                 method = getattr(module, "quant_method", None)
@@ -251,6 +264,18 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """See `Worker.reloaded`."""
         self._trainer = None
         self._worker.reloaded()
+
+
+def _reached_of(model: nn.Module) -> set[str]:
+    """Paths of what is reached from the model, without adapters: syncs do not concern them."""
+    adapted = tuple(
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        if isinstance(module, BaseLayerWithLoRA)
+        for attribute in vars(module)
+        if attribute.endswith(_ADAPTERS)
+    )
+    return {path for path in reached(model) if not path.startswith(adapted)}
 
 
 def _is_lost_by_reload(module: Any) -> bool:
