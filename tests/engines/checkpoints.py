@@ -157,8 +157,13 @@ class Weights(WeightSource):
 
 
 def write_config(architecture: str, folder: Path, more: Mapping[str, Any] | None = None) -> Path:
-    """A folder that a model can be made from; `more` is added to its configuration."""
-    config = CONFIGS[architecture] | {"architectures": [architecture]} | dict(more or {})
+    """A folder that a model can be made from; `more` is added to its configuration.
+
+    What is not in CONFIGS has a Llama's sizes.
+    """
+    config = (
+        CONFIGS.get(architecture, _LLAMA) | {"architectures": [architecture]} | dict(more or {})
+    )
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

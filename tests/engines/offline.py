@@ -16,24 +16,39 @@ def started(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Any:
     """An engine that was started on these weights."""
     from vllm import LLM
 
+    save(folder, weights)
+    return LLM(model=str(folder), **engine_settings(settings))
+
+
+def save(folder: Path, weights: dict[str, Tensor]) -> None:
+    """The checkpoint that engines are started on from now on."""
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those, and what an engine of a small model is started with otherwise."""
     default: dict[str, Any] = {
         "max_model_len": 64,
         "enable_prefix_caching": False,
         "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "weight_transfer_config": {"backend": "deltasync"},
     }
-    return LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        weight_transfer_config={"backend": "deltasync"},
-        **(default | settings),
-    )
+    return default | settings
 
 
-def tokens(llm: Any, prompts: list[dict[str, list[int]]] = SHORT) -> list[list[int]]:
-    """What the engine makes of them."""
+def tokens(
+    llm: Any, prompts: list[dict[str, list[int]]] = SHORT, count: int = 12, **options: Any
+) -> list[list[int]]:
+    """What the engine makes of them: so many tokens of each."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, sampling)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True)
+    answers = llm.generate(prompts, sampling, **options)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def stop(llm: Any) -> None:
+    """End its processes."""
+    llm.llm_engine.engine_core.shutdown()

@@ -22,7 +22,7 @@ from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import shared_memory
 from tests.engines import quantized
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
-from tests.engines.offline import started, tokens
+from tests.engines.offline import started, stop, tokens
 from tests.engines.sleeping import make_known
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -97,10 +97,6 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
 
 def rank_of(worker: Any) -> int:
     return int(worker.rank)
-
-
-def stop(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
 
 
 def bits_in(worker: Any) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The cases of GPUs on a CPU: a whole vLLM follows a trainer, also one of quantized matrices."""
+"""Cases of GPUs on a CPU: a whole vLLM follows a trainer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import pytest
 from tests.engines.environment import use_cpu
 from tests.engines.programs import Program, objects
 
+NAMES = [
+    "LlamaForCausalLM/channel FP8",
+    "LlamaForCausalLM/sleep",
+    "LlamaForCausalLM/AsyncLLM",
+    "LlamaForCausalLM/vllm serve",
+]
+
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM/eager", "LlamaForCausalLM/channel FP8"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_engine_holds_what_it_would_load(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -22,3 +29,4 @@ def test_an_engine_holds_what_it_would_load(
     [found] = objects(text, '{"name"')
     assert found["outcome"] == "routed", found
     assert not found["moved"]
+    assert found.get("requests", 1) > 0

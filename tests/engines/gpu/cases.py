@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import Forms
 from tests.engines.quantized import CONFIGS
+
+Way = Literal["LLM", "AsyncLLM", "vllm serve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine, how it is started, and what happens between syncs.
+
+    Attributes:
+        architecture: Key of `checkpoints.CONFIGS`, or a Llama that `config` makes another.
+        setup: How it runs, in a few words: a column of the table.
+        config: Added to the checkpoint's configuration.
+        settings: Of vLLM's engine.
+        environment: Variables of its processes.
+        workers: GPUs that it takes.
+        form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
+        way: How vLLM runs. Requests run all the time in those that are not an `LLM`.
+        sleeps: The engine sleeps before each sync, by turns at level 1 and 2.
+        has_adapter: A LoRA adapter is loaded, and requests use it.
+    """
+
+    architecture: str
+    setup: str = "eager"
+    config: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    workers: int = 1
+    form: str = ""
+    way: Way = "LLM"
+    sleeps: bool = False
+    has_adapter: bool = False
+
+    @property
+    def forms(self) -> Forms:
+        """What trainers make of its `quantization_config`."""
+        return forms_of_config(CONFIGS[self.form])
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture}/{self.setup}"
+
 
 _GRAPHS: dict[str, Any] = {"enforce_eager": False}
 # The sizes for which there are kernels of latent attention.
@@ -17,71 +59,92 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "GptOssForCausalLM": {
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 256,
+    },
+}
+# Of block FP8. By default vLLM's DeepGEMM has scales that are powers of two.
+_MATRICES = {
+    "plain scales": {"VLLM_USE_DEEP_GEMM_E8M0": "0"},
+    "no DeepGEMM": {"VLLM_USE_DEEP_GEMM": "0"},
+}
+_EAGER = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Gemma2ForCausalLM",
+    "Phi3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+)
+_FORMS = ("block FP8", "channel FP8", "channel INT8", "MXFP8", "NVFP4", "INT4")
+# Blocks of scales divide what each of two ranks has.
+_WIDE: dict[str, Any] = {"num_key_value_heads": 4, "moe_intermediate_size": 256}
+_SPLIT: dict[str, dict[str, Any]] = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "TP 2, EP 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One engine, and how it is started.
-
-    Attributes:
-        architecture: Key of `checkpoints.CONFIGS`.
-        setup: How it runs, in a few words: a column of the table.
-        config: Added to the checkpoint's configuration.
-        settings: Of vLLM's LLM.
-        workers: GPUs that it takes.
-        form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
-    """
-
-    architecture: str
-    setup: str = "eager"
-    config: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    workers: int = 1
-    form: str = ""
-
-    @property
-    def forms(self) -> Forms:
-        """What trainers make of its `quantization_config`."""
-        return forms_of_config(CONFIGS[self.form])
+def _case(architecture: str, setup: str = "eager", **others: Any) -> Case:
+    config = _CONFIGS.get(architecture, {}) | others.pop("config", {})
+    return Case(architecture=architecture, setup=setup, config=config, **others)
 
 
-_TWO: dict[str, Any] = {"distributed_executor_backend": "mp"}
-_ALL = [
-    *(
-        Case(architecture=architecture)
-        for architecture in (
-            "LlamaForCausalLM",
-            "Qwen3ForCausalLM",
-            "Qwen2MoeForCausalLM",
-            "Qwen3MoeForCausalLM",
-            "MixtralForCausalLM",
-            "Gemma2ForCausalLM",
-            "Phi3ForCausalLM",
-        )
-    ),
-    Case(architecture="DeepseekV2ForCausalLM", config=_LATENT),
-    Case(architecture="DeepseekV3ForCausalLM", config=_LATENT),
-    Case(architecture="LlamaForCausalLM", setup="CUDA graphs", settings=_GRAPHS),
-    Case(architecture="Qwen3MoeForCausalLM", setup="CUDA graphs", settings=_GRAPHS),
-    Case(
-        architecture="DeepseekV2ForCausalLM", setup="CUDA graphs", settings=_GRAPHS, config=_LATENT
-    ),
-    Case(architecture="LlamaForCausalLM", setup="LoRA", settings={"enable_lora": True}),
-    *(
-        Case(architecture=architecture, setup=form, form=form, settings=_GRAPHS)
-        for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
-        for form in ("block FP8", "channel FP8", "channel INT8", "MXFP8", "NVFP4", "INT4")
-    ),
-    *(
-        Case(architecture=architecture, setup=setup, settings=_TWO | settings, workers=2)
-        for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
-        for setup, settings in (
-            ("TP 2", {"tensor_parallel_size": 2}),
-            ("TP 2, EP 2", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-            ("PP 2", {"pipeline_parallel_size": 2}),
-        )
-        if "EP" not in setup or "Moe" in architecture
-    ),
-]
-CASES = {f"{case.architecture}/{case.setup}": case for case in _ALL}
+def _on_one() -> Iterator[Case]:
+    llama, moe, latent = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"
+    for architecture in _EAGER:
+        yield _case(architecture)
+    for architecture in (llama, moe, latent):
+        yield _case(architecture, "CUDA graphs", settings=_GRAPHS)
+    for backend in ("FLASHMLA", "TRITON_MLA"):
+        yield _case(latent, backend, settings={"attention_backend": backend})
+    for architecture in (llama, moe):
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+        yield _case(architecture, "LoRA", settings=lora, has_adapter=True)
+        for form in _FORMS:
+            yield _case(architecture, form, form=form, settings=_GRAPHS)
+        for how, environment in _MATRICES.items():
+            setup = f"block FP8, {how}"
+            yield _case(architecture, setup, form="block FP8", environment=environment)
+    sleeping = {"enable_sleep_mode": True}
+    yield _case(llama, "sleep", settings=sleeping, sleeps=True)
+    yield _case(latent, "sleep", settings=sleeping, sleeps=True)
+    yield _case(moe, "sleep, channel FP8", form="channel FP8", settings=sleeping, sleeps=True)
+    yield _case(llama, "AsyncLLM", way="AsyncLLM")
+    yield _case(llama, "vllm serve", way="vllm serve")
+
+
+def _on_two() -> Iterator[Case]:
+    mp: dict[str, Any] = {"distributed_executor_backend": "mp"}
+    for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"):
+        for setup, settings in _SPLIT.items():
+            if "EP" not in setup or architecture != "LlamaForCausalLM":
+                yield _case(architecture, setup, settings=mp | settings, workers=2)
+    for setup in ("TP 2", "TP 2, EP 2"):
+        for form in ("block FP8", "channel FP8"):
+            yield _case(
+                "Qwen3MoeForCausalLM",
+                f"{setup}, {form}",
+                form=form,
+                config=_WIDE,
+                settings=mp | _SPLIT[setup],
+                workers=2,
+            )
+
+
+CASES = {case.name: case for case in (*_on_one(), *_on_two())}
 """By name: the architecture and the setup."""

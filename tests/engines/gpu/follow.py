@@ -3,34 +3,36 @@
     python -m tests.engines.gpu.follow NAME FOLDER
 
 Prints a JSON object: what was found, and of which engine, kernels and GPU. Without a GPU it runs on
-the CPU, which shows that the program does what it should. Needs vLLM, no pytest.
+the CPU, which shows that the program does what it should. Needs vLLM.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
-from deltasync.integrations.vllm import OfflineClient, VllmServer
+from deltasync.integrations.vllm import VllmServer
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.transports import collective, cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+from tests.engines.gpu import adapter
 from tests.engines.gpu.cases import CASES, Case
-from tests.engines.offline import SHORT, started, tokens
-from tests.engines.parallel import stop
+from tests.engines.gpu.live import WAYS, Clients, Live, Offline
+from tests.engines.offline import SHORT, save
 from tests.engines.quantized import CONFIGS
 from tests.engines.sleeping import make_known
 
@@ -39,14 +41,15 @@ Held = list[dict[str, tuple[str, int]]]
 
 _IS_GPU = torch.cuda.is_available()
 # Engines that start side by side cannot measure what memory is left.
-_LEAST: dict[str, Any] = {
+_SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 256 << 20,
     "max_num_seqs": 8,
     "enable_prefix_caching": True,
+    "worker_extension_cls": "tests.engines.gpu.look.Look",
 }
-_KERNELS = ("impl", "quant_method", "fp8_linear", "kernel", "experts_cls")
-_BACKENDS = ("fp8_backend", "unquantized_backend", "mxfp4_backend", "nvfp4_backend")
+_WHY = {"refuse": "refused", "reload": "not_reloaded"}
+_ROUNDS = 10  # of two syncs each, while requests run
 
 
 class Trial:
@@ -59,36 +62,46 @@ class Trial:
         old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
         middle = changed(old, 0.3, seed=1)
         self.versions = [old, middle, changed(middle, 0.01, seed=2)]
+        if case.has_adapter:
+            adapter.write(folder)
+        self.is_busy = case.way != "LLM"
+        self.settings = _SETTINGS | case.settings
+        if self.is_busy:
+            self.settings |= {"max_model_len": 512}
+        if not _IS_GPU:  # vLLM's workers on CPUs do as if
+            self.settings.pop("enable_sleep_mode", None)
 
-    def start(self, version: int) -> Any:
-        """An engine that was started on a version, as a checkpoint of its form has it."""
+    def write(self, version: int) -> None:
+        """What engines are started on, as a checkpoint of its form has it."""
         weights: dict[str, Tensor] = self.versions[version]
         if self.case.form:
             weights = dict(served_weights(weights.items(), self.case.forms))
-        return started(self.folder, weights, **_LEAST | self.case.settings)
+        save(self.folder, weights)
 
     def run(self) -> dict[str, Any]:
         """What is found."""
-        cold = self.start(2)
-        expected, before = one_by_one(cold), held(cold)
-        again = held(cold)
+        self.write(2)
+        with closing(Offline(self.folder, self.settings)) as cold:
+            expected = self.answers(cold)
+            before, again = held(cold), held(cold)
         idle = [
             {p for p in rank if rank[p] == then.get(p)}
             for rank, then in zip(before, again, strict=True)
         ]
-        stop(cold)
-        live = self.start(0)
-        found: dict[str, Any] = {"kernels": sorted(set().union(*live.collective_rpc(kernels_of)))}
-        for mode in ("refuse", "reload"):
-            try:
-                return found | self.follow(live, mode, expected, before, idle)
-            except ConfigError as error:
-                found |= {"refused": str(error)}
-        return found | {"outcome": "refused"}
+        self.write(0)
+        with closing(WAYS[self.case.way](self.folder, self.settings)) as live:
+            kernels = live.client.collective_rpc("kernels_used")
+            found: dict[str, Any] = {"kernels": sorted(set().union(*kernels))}
+            for mode in ("refuse", "reload"):
+                try:
+                    return found | self.follow(live, mode, expected, before, idle)
+                except ConfigError as error:
+                    found[_WHY[mode]] = str(error)
+            return found | {"outcome": "refused"}
 
     def follow(
         self,
-        live: Any,
+        live: Live,
         mode: WithoutRoutes,
         expected: list[list[int]],
         cold: Held,
@@ -101,43 +114,62 @@ class Trial:
         if self.case.form:
             source = ServedSource(mine, self.case.forms)
         places = held(live)
-        server = VllmServer(OfflineClient(live))
-        with EngineSync(
-            source,
-            server,
-            self.link(mode),
-            workers=self.case.workers,
-            without_routes=mode,
-            timeout_s=120,
-        ) as sync:
+        options: dict[str, Any] = {"workers": self.case.workers, "without_routes": mode}
+        link, server = self.link(mode), VllmServer(live.client)
+        with EngineSync(source, server, link, timeout_s=120, **options, **live.pausing) as sync:
             sync.connect()
-            sync.send_weights()
-            seconds, stats = [], []
-            for weights in self.versions[1:]:
-                mine.take(weights)
-                one_by_one(live)  # what is cached of its prompts is of the version before
+            try:
+                sync.send_weights()
+                found = self.syncs(live, mine, sync)
+            except DeltaSyncError as error:
+                said = f"{mode}: {type(error).__name__} in a sync: {error}"
+                return {"outcome": "failed", "printed": said}
+            is_same = self.answers(live) == expected
+            now = held(live)
+        wrong = differing(now, cold, idle)
+        moved = [
+            p for a, b in zip(places, now, strict=True) for p in a if p in b and a[p][1] != b[p][1]
+        ]
+        is_wrong = wrong or not is_same or found.get("failures")
+        outcome = "WRONG" if is_wrong else "routed" if mode == "refuse" else "reloaded"
+        return found | {
+            "outcome": outcome,
+            "wrong": wrong[:20],
+            "moved": sorted(moved)[:20],
+            "tokens": is_same,
+            "tensors": sum(map(len, idle)),
+        }
+
+    def syncs(self, live: Live, mine: Weights, sync: EngineSync) -> dict[str, Any]:
+        """One version after the other, the last one last."""
+        seconds, stats = [], []
+        with ExitStack() as stack:
+            clients = stack.enter_context(Clients(live)) if self.is_busy else None
+            for number in range(2 * (_ROUNDS if self.is_busy else 1)):
+                self.answers(live)  # what is cached of its prompts is of the version before
+                with asleep(live, level=1 + number % 2) if self.case.sleeps else nullcontext():
+                    mine.take(self.versions[1 + number % 2])
                 began = time.perf_counter()
                 stats.append(sync.send_weights())
                 seconds.append(time.perf_counter() - began)
-            now = held(live)
-            wrong = differing(now, cold, idle)
-            moved = [
-                p
-                for a, b in zip(places, now, strict=True)
-                for p in a
-                if p in b and a[p][1] != b[p][1]
-            ]
-            is_same = one_by_one(live) == expected
-        outcome = "WRONG" if wrong or not is_same else "routed" if mode == "refuse" else "reloaded"
         return {
-            "outcome": outcome,
-            "wrong": wrong[:20],
-            "moved": sorted(p for p in moved if "kv_cache" not in p)[:20],
-            "tokens": is_same,
-            "tensors": sum(map(len, idle)),
+            "syncs": [one.kind for one in stats],
             "seconds": seconds,
             "bytes": [one.payload_bytes for one in stats],
-        }
+        } | (clients.found() if clients is not None else {})
+
+    def answers(self, live: Live) -> list[list[int]]:
+        """Greedy tokens, one prompt at a time: near-ties depend on which are asked together."""
+        prompts = [one["prompt_token_ids"] for one in SHORT]
+        plain = [live.ask(prompt) for prompt in prompts]
+        if not self.case.has_adapter:
+            return plain
+        assert isinstance(live, Offline)
+        request = adapter.request(self.folder)
+        adapted = [live.ask(prompt, lora_request=request) for prompt in prompts]
+        if adapted == plain:
+            raise RuntimeError("the adapter changes no token: it is not used")
+        return plain + adapted
 
     def link(self, mode: str) -> Any:
         """One GPU is shared by both ends; with more, each worker is on one of its own."""
@@ -146,38 +178,23 @@ class Trial:
         return (cuda_ipc if _IS_GPU else shared_memory).Sender(self.folder / f"{mode}.socket")
 
 
-def one_by_one(llm: Any) -> list[list[int]]:
-    """Greedy tokens: near-ties depend on which prompts are asked for together."""
-    return [tokens(llm, [prompt])[0] for prompt in SHORT]
+@contextmanager
+def asleep(live: Live, level: int) -> Iterator[None]:
+    """Within the block the engine sleeps. At level 2 it keeps no weights."""
+    assert isinstance(live, Offline)
+    live.llm.sleep(level)
+    if level == 2 and not _IS_GPU:
+        live.client.collective_rpc("discard_weights")
+    yield
+    live.llm.wake_up()
 
 
-def held(llm: Any) -> Held:
+def held(live: Live) -> Held:
     """What workers can reach from their models."""
-    return list(llm.collective_rpc(look))
-
-
-def look(worker: Any) -> dict[str, tuple[str, int]]:
-    """Runs in a worker."""
-    from tests.engines.reached import seen
-
-    return {
-        path: (hashlib.blake2b(one.bits.cpu().numpy().tobytes()).hexdigest(), one.address)
-        for path, one in seen(worker.get_model()).items()
-        if "kv_cache" not in path
-    }
-
-
-def kernels_of(worker: Any) -> set[str]:
-    """Names of what computes, in a worker."""
-    names: set[str] = set()
-    for module in worker.get_model().modules():
-        for holder in (module, getattr(module, "quant_method", None)):
-            for attribute in _KERNELS:
-                if (value := getattr(holder, attribute, None)) is not None:
-                    names.add(value.__name__ if isinstance(value, type) else type(value).__name__)
-            backends = (getattr(holder, attribute, None) for attribute in _BACKENDS)
-            names |= {str(value) for value in backends if value is not None}
-    return names
+    return [
+        {path: (digest, address) for path, (digest, address) in rank.items()}
+        for rank in live.client.collective_rpc("tensors_held")
+    ]
 
 
 def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
@@ -191,12 +208,13 @@ def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
 
 
 def main(name: str, folder: Path) -> None:
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the look inside
+    case = CASES[name]
+    os.environ.update(case.environment)
     folder.mkdir(parents=True, exist_ok=True)
     make_known(folder)
     import vllm
 
-    found = Trial(CASES[name], folder).run()
+    found = Trial(case, folder).run()
     gpus = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
     facts = {"name": name, "vllm": vllm.__version__, "torch": torch.__version__, "gpus": dict(gpus)}
     print(json.dumps(facts | found))  # noqa: T201 a script

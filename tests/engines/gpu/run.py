@@ -2,7 +2,8 @@
 
     python -m tests.engines.gpu.run [--out FILE] [--at-once N] [--limit SECONDS] [NAME ...]
 
-Appends a JSON line for each. The exit code is 1 if one is wrong or failed.
+Appends a JSON line for each, of which `python -m tests.engines.support` makes a table. The exit
+code is 1 if one is wrong or failed.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 
+from benchmarks.record import Environment
 from tests.engines.environment import ROOT
 from tests.engines.gpu.cases import CASES
 
@@ -36,17 +39,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-engines.jsonl"))
     parser.add_argument("--at-once", type=int, default=8, help="cases that run side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each")
+    parser.add_argument("--commit", help="of this tree, if git does not know it here")
     chosen = parser.parse_args()
     count = max(1, torch.cuda.device_count())
     names = chosen.names or [name for name, case in CASES.items() if case.workers <= count]
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    environment = asdict(Environment.here())
+    if chosen.commit:
+        environment |= {"commit": chosen.commit, "dirty": False}
     began, lock, bad = time.monotonic(), Lock(), 0
     with ThreadPoolExecutor(chosen.at_once) as pool, chosen.out.open("a", encoding="utf-8") as file:
         for row in pool.map(lambda name: tried(name, chosen.limit), names):
             bad += row["outcome"] in ("WRONG", "failed")
             with lock:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | {"environment": environment}) + "\n")
                 file.flush()
             print(f"{time.monotonic() - began:6.0f} s  {said(row)}", flush=True)  # noqa: T201
     return int(bad > 0)
@@ -73,10 +80,10 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
         printed += f"\nended after {limit_s:.0f} s"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    *_, last = printed.strip().splitlines() or [""]
+    told = [line for line in printed.splitlines() if line.startswith('{"name"')]
     row: dict[str, Any] = {"name": name, "outcome": "failed", "printed": printed[-_SAID:]}
-    if process.returncode == 0 and last.startswith("{"):
-        row = json.loads(last)
+    if process.returncode == 0 and told:
+        row = json.loads(told[-1])
     return row | {"took_s": round(time.monotonic() - began, 1)}
 
 

@@ -1,0 +1,47 @@
+"""What vLLM's workers tell of themselves in cases on GPUs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from tests.engines.reached import seen
+
+# What requests and compilers left, in memory that nothing computes with before it is written: the
+# compiler's examples, outputs of captured graphs, and which adapter the last requests had.
+_SCRATCH = (".example_inputs[", ".concrete_cudagraph_entries[", ".punica_wrapper._")
+_KERNELS = ("impl", "quant_method", "fp8_linear", "kernel", "experts_cls")
+_BACKENDS = ("fp8_backend", "unquantized_backend", "mxfp4_backend", "nvfp4_backend")
+
+
+class Look:
+    """Takes a case's calls: vLLM lets its worker inherit from this. Answers are JSON."""
+
+    get_model: Any
+
+    def tensors_held(self) -> dict[str, list[object]]:
+        """What can be reached from the model, by path: a digest of its bits, and its address."""
+        return {
+            path: [hashlib.blake2b(one.bits.cpu().numpy().tobytes()).hexdigest(), one.address]
+            for path, one in seen(self.get_model()).items()
+            if not any(part in path for part in ("kv_cache", *_SCRATCH))
+        }
+
+    def kernels_used(self) -> list[str]:
+        """Names of what computes."""
+        names: set[str] = set()
+        for module in self.get_model().modules():
+            holders = (getattr(module, name, None) for name in ("quant_method", "scheme"))
+            for holder in (module, *holders):
+                for attribute in _KERNELS:
+                    if (value := getattr(holder, attribute, None)) is not None:
+                        kind = value if isinstance(value, type) else type(value)
+                        names.add(kind.__name__)
+                backends = (getattr(holder, attribute, None) for attribute in _BACKENDS)
+                names |= {str(value) for value in backends if value is not None}
+        return sorted(names)
+
+    def discard_weights(self) -> None:
+        """What becomes of weights that are not kept while the engine sleeps."""
+        for parameter in self.get_model().parameters():
+            parameter.data.fill_(7)
