@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import support
+
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 Row = tuple[str, str]
@@ -17,15 +19,7 @@ Row = tuple[str, str]
 
 _SETUPS = ("1", "TP 2", "TP 2, EP 2", "PP 2")
 _FOUND = pytest.StashKey[dict[Row, dict[str, str]]]()
-_PAGE = """\
-# What was found of which architecture
-
-Written by `make test-engines`: a row is what its tests found, of small models with random weights
-on CPUs, where every runtime parameter or token was compared with what the engine makes of the
-whole checkpoint. "routed": changes are written where the engine keeps them. "reloaded": with
-`without_routes="reload"` all weights are loaded anew in each update. "refused": by name, when the
-trainer connects; nothing is written. An empty place was not tried.
-
+_TABLE = """\
 | engine | architecture | one process | tensor parallel 2 | tensor and expert parallel 2 \
 | pipeline parallel 2 |
 | --- | --- | --- | --- | --- | --- |
@@ -33,7 +27,7 @@ trainer connects; nothing is written. An empty place was not tried.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--support", type=Path, help="Write what was found of each architecture here.")
+    parser.addoption("--support", type=Path, help="Write what was found into this page.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         + " |"
         for (engine, architecture), outcomes in sorted(session.config.stash[_FOUND].items())
     ]
-    page.write_text(_PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+    support.write_cpu(page, _TABLE + "\n".join(lines))
 
 
 def _version(engine: str) -> str:
