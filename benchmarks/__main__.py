@@ -287,12 +287,15 @@ def table(records: Records = RECORDS) -> None:
 @app.command()
 def plot(folder: Path = IMAGES) -> None:
     """Draw all records into docs/images."""
+    from benchmarks import live_plots
     from benchmarks import plots as cpu_plots
     from benchmarks.gpu import plots as gpu_plots
 
     paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
     for records in filter(Path.exists, (*GPU_RECORDS.values(), *SHARDED_RECORDS.values())):
         paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
+    for records in filter(Path.exists, LIVE_RECORDS.values()):
+        paths += live_plots.draw_all(read_records(records), folder, name=records.stem)
     for path in paths:
         print(path)
 

@@ -37,13 +37,17 @@ from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
+from deltasync.quant.config import forms_of_config
+from deltasync.quant.served import ServedSource, served_weights
 from deltasync.transports import cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
+from tests.engines.quantized import CONFIGS
 from tests.ranks import free_port
 
-ENGINES = ("LLM", "AsyncLLM", "vllm serve")
+_FORM = "channel FP8"
 _WAYS = ("one", "several")
-_START_S, _RATE_S = 300.0, 1.0
+_START_S, _PERIOD_S = 300.0, 1.0
+_CACHE_BYTES = 4 << 30  # what engines before have not given back yet is not to be measured
 _PROMPT = list(range(3, 35))
 
 
@@ -53,16 +57,18 @@ class LivePlan:
 
     Attributes:
         geometry: Key of GEOMETRIES.
-        density: Share of changed elements.
+        densities: Shares of changed elements; the last is that of syncs at a fixed rate.
         rounds: Times that each way takes its turn.
         requests: How many run at a time.
+        paced_s: How long tokens are counted without syncs, and with one each second.
         device: Where the engine and the trainer are.
     """
 
     geometry: str
-    density: float
+    densities: tuple[float, ...]
     rounds: int
     requests: int
+    paced_s: float
     device: torch.device
 
     @classmethod
@@ -70,9 +76,13 @@ class LivePlan:
         """For "full", "quick" or "tiny"."""
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda":
-            return cls("qwen3-1.7b", 0.001, 5 if scale == "quick" else 20, 8, where)
-        rounds = {"tiny": 2, "quick": 10}.get(scale, 30)
-        return cls("tiny", 0.001, rounds, 4, where)
+            is_quick = scale == "quick"
+            densities = (0.001, 0.003)
+            return cls(
+                "qwen3-1.7b", densities, 5 if is_quick else 20, 8, 8 if is_quick else 60, where
+            )
+        rounds, paced_s = {"tiny": (2, 1.0), "quick": (10, 5.0)}.get(scale, (30, 60.0))
+        return cls("tiny", (0.001,), rounds, 4, paced_s, where)
 
 
 class Tokens:
@@ -125,28 +135,37 @@ class Live:
 def run(plan: LivePlan) -> Iterator[Result]:
     """All records, as they come."""
     geometry = GEOMETRIES[plan.geometry]
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        trainer = _write_model(geometry, folder, plan.device)
-        for kind, opened in zip(ENGINES, (_offline, _asynchronous, _served), strict=True):
-            with opened(folder, plan) as live:
-                yield from _measured(kind, live, trainer, folder, plan)
+    opened = {"LLM": _offline, "AsyncLLM": _asynchronous, "vllm serve": _served}
+    for form, kinds in (("", ("AsyncLLM", "vllm serve")), (_FORM, ("AsyncLLM",)), ("", ("LLM",))):
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            trainer = _write_model(geometry, form, folder, plan.device)
+            for kind in kinds:
+                with opened[kind](folder, plan) as live:
+                    yield from _measured(kind, form, live, trainer, folder, plan)
 
 
-def _write_model(geometry: Geometry, folder: Path, device: torch.device) -> Trainer:
+def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.device) -> Trainer:
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
     named = geometry.build(torch.device("cpu")).named_parameters()
     weights = {name: parameter.detach() * 0.05 for name, parameter in named}
-    (folder / "config.json").write_text(json.dumps(config_of(geometry)), encoding="utf-8")
+    trainer = Trainer({name: tensor.to(device) for name, tensor in weights.items()})
+    config = config_of(geometry)
+    if form:
+        config["quantization_config"] = CONFIGS[form]
+        served = served_weights(trainer.weights.items(), forms_of_config(CONFIGS[form]))
+        weights = {name: tensor.cpu() for name, tensor in served}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return Trainer({name: tensor.to(device) for name, tensor in weights.items()})
+    return trainer
 
 
 def _measured(
-    kind: str, live: Live, trainer: Trainer, folder: Path, plan: LivePlan
+    kind: str, form: str, live: Live, trainer: Trainer, folder: Path, plan: LivePlan
 ) -> Iterator[Result]:
+    source = ServedSource(trainer, forms_of_config(CONFIGS[form])) if form else trainer
     server = Turned(live.client)
     paused = getattr(live.client, "paused", None)
     options = {} if paused is None else {"paused": paused}
@@ -155,32 +174,36 @@ def _measured(
         if plan.device.type == "cuda"
         else shared_memory.Sender(folder / "link")
     )
-    found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
-    with EngineSync(trainer, server, link, **options) as sync:
+    found: dict[tuple[str, float], list[dict[str, float]]] = defaultdict(list)
+    with EngineSync(source, server, link, **options) as sync:
         sync.connect()
         sync.send_weights()
-        with _rate(live) as before:
-            time.sleep(_RATE_S)
         for number in range(plan.rounds + 1):
             for way in _WAYS:
                 server.way = way
                 sync.connect()
                 sync.send_weights()
-                for case in ("changed", "unchanged"):
-                    one = _synced(sync, live, trainer, plan.density if case == "changed" else 0)
+                for density in (*plan.densities, 0.0):
+                    one = _synced(sync, live, trainer, density)
                     if number:  # the first grows buffers
-                        found[way, case].append(one)
-        with _rate(live) as after:
-            time.sleep(_RATE_S)
+                        found[way, density].append(one)
+        server.way = "one"
+        sync.connect()
+        sync.send_weights()
+        rates = _paced(sync, live, trainer, plan) if live.tokens.times else {}
+    if plan.device.type == "cuda" and hasattr(live.client, "collective_rpc"):
+        began = time.monotonic()
+        live.client.collective_rpc("reload_weights")
+        rates["reload_s"] = time.monotonic() - began
     if live.tokens.failures:
         raise RuntimeError(f"a request failed: {live.tokens.failures[0]}")
     numel = sum(tensor.numel() for tensor in trainer.weights.values())
-    for case in ("changed", "unchanged"):
-        ours, theirs = found["one", case], found["several", case]
+    for density in (*plan.densities, 0.0):
+        ours, theirs = found["one", density], found["several", density]
         parts = {key: median(each[key] for each in ours) for key in ours[0]}
         parts |= {f"several_{key}": median(each[key] for each in theirs) for key in theirs[0]}
         yield compared(
-            case=f"live_{case}",
+            case="live_changed" if density else "live_unchanged",
             samples=[each["total_s"] for each in ours],
             baseline_samples=[each["total_s"] for each in theirs],
             baseline="the update in several calls",
@@ -188,10 +211,10 @@ def _measured(
             goal=None,
             numel=numel,
             parameters=len(trainer.weights),
-            density=plan.density if case == "changed" else 0.0,
+            density=density,
             changed=int(parts.pop("changed")),
-            parts=parts | {"before_tokens_per_s": before[0], "after_tokens_per_s": after[0]},
-            model=f"{plan.geometry}, {kind}",
+            parts=parts | rates,
+            model=", ".join(filter(None, (plan.geometry, kind, form))),
             link=plan.device.type,
         )
 
@@ -222,13 +245,18 @@ def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> d
     return found
 
 
-@contextmanager
-def _rate(live: Live) -> Iterator[list[float]]:
-    """Fills in how many tokens came in a second of the block."""
-    found: list[float] = []
-    began = time.monotonic()
-    yield found
-    found.append(live.tokens.rate(began, time.monotonic()))
+def _paced(sync: EngineSync, live: Live, trainer: Trainer, plan: LivePlan) -> dict[str, float]:
+    """Tokens in a second: without syncs, with one each second, and without again."""
+    found = {}
+    for key in ("before", "paced", "after"):
+        began = time.monotonic()
+        for number in range(round(plan.paced_s / _PERIOD_S)):
+            if key == "paced":
+                trainer.flip(plan.densities[-1])
+                sync.send_weights()
+            time.sleep(max(0.0, began + (number + 1) * _PERIOD_S - time.monotonic()))
+        found[f"{key}_tokens_per_s"] = live.tokens.rate(began, time.monotonic())
+    return found
 
 
 def _settings(plan: LivePlan) -> dict[str, Any]:
@@ -237,7 +265,9 @@ def _settings(plan: LivePlan) -> dict[str, Any]:
         "dtype": "bfloat16",
         "enforce_eager": not is_gpu,
         "max_model_len": 1024,
+        "max_num_seqs": 16,
         "gpu_memory_utilization": 0.4 if is_gpu else 0.1,
+        "kv_cache_memory_bytes": _CACHE_BYTES if is_gpu else None,
         "weight_transfer_config": {"backend": "deltasync"},
         "skip_tokenizer_init": True,
     }
@@ -312,6 +342,9 @@ def _served(folder: Path, plan: LivePlan) -> Iterator[Live]:
     command += ["--weight-transfer-config", json.dumps(settings["weight_transfer_config"])]
     command += ["--gpu-memory-utilization", str(settings["gpu_memory_utilization"])]
     command += ["--max-model-len", str(settings["max_model_len"])]
+    command += ["--max-num-seqs", str(settings["max_num_seqs"])]
+    if settings["kv_cache_memory_bytes"] is not None:
+        command += ["--kv-cache-memory-bytes", str(settings["kv_cache_memory_bytes"])]
     command += ["--enforce-eager"] * settings["enforce_eager"]
     url = f"http://127.0.0.1:{port}"
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
@@ -369,7 +402,8 @@ def _stream(url: str, model: str, tokens: Tokens) -> None:
 
 _COLUMNS = (
     *("engine", "sync", "whole sync", "calls", "staging", "write"),
-    *("longest gap between tokens", "usual gap", "tokens/s: before", "during", "after"),
+    *("longest gap between tokens", "usual gap"),
+    *("tokens/s without syncs", "with one each second", "without again", "vLLM's reload"),
 )
 _SAID = (
     "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
@@ -402,11 +436,10 @@ def _cells(result: Result) -> Iterator[str]:
         return f"{parts[key] * scale:.3g} ({parts[f'several_{key}'] * scale:.3g}){unit}"
 
     def rate(key: str) -> str:
-        return f"{parts[key]:.0f}" if parts[key] else ""
+        return f"{parts[key]:.0f}" if key in parts and result.density else ""
 
     case = "nothing" if result.case == "live_unchanged" else f"{100 * result.density:g} % changed"
     yield from (result.model, case, both("total_s"), both("calls", 1, ""))
     yield from map(both, ("staging_s", "write_s", "gap_s", "usual_gap_s"))
-    yield rate("before_tokens_per_s")
-    yield both("tokens_per_s", 1, "")
-    yield rate("after_tokens_per_s")
+    yield from map(rate, ("before_tokens_per_s", "paced_tokens_per_s", "after_tokens_per_s"))
+    yield f"{parts['reload_s']:.2g} s" if "reload_s" in parts and result.density else ""

@@ -1,0 +1,57 @@
+"""The table and the image of running engines, of records that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import live, live_plots
+from benchmarks.record import SLOW_DOWN, Result, compared
+
+_GAPS = {"gap_s": 0.012, "usual_gap_s": 0.006, "several_gap_s": 0.034, "several_usual_gap_s": 0.006}
+_RATES = {
+    "before_tokens_per_s": 1500.0,
+    "paced_tokens_per_s": 1480.0,
+    "after_tokens_per_s": 1510.0,
+}
+
+
+def made_up(model: str, density: float, parts: dict[str, float]) -> Result:
+    return compared(
+        case="live_changed" if density else "live_unchanged",
+        samples=[0.016],
+        baseline_samples=[0.020],
+        baseline="the update in several calls",
+        ratio_is=SLOW_DOWN,
+        goal=None,
+        numel=1000,
+        parameters=10,
+        density=density,
+        changed=1,
+        parts={"total_s": 0.016, "several_total_s": 0.020, **parts},
+        model=model,
+        link="cpu",
+    )
+
+
+def test_engines_with_requests_are_drawn_at_the_largest_share(tmp_path: Path) -> None:
+    results = [
+        made_up("toy, LLM", 0.003, {"reload_s": 1.5}),
+        *(made_up("toy, AsyncLLM", density, _GAPS | _RATES) for density in (0.001, 0.003, 0.0)),
+    ]
+    [path] = live_plots.draw_all(results, tmp_path, name="live-cpu")
+    assert path.name == "live-cpu-requests.svg"
+    assert live_plots.draw_all(results[:1], tmp_path, name="live-cpu") == []
+
+
+def test_the_table_has_a_row_for_each_record() -> None:
+    *_, offline, changed, unchanged, _, _ = live.make_markdown(
+        [
+            made_up("toy, LLM", 0.003, {"reload_s": 1.5}),
+            made_up("toy, AsyncLLM", 0.003, _GAPS | _RATES),
+            made_up("toy, AsyncLLM", 0.0, _GAPS | _RATES),
+        ]
+    ).split("\n")
+    assert offline.endswith("| 1.5 s |")
+    assert "| 12 (34) ms | 6 (6) ms | 1500 | 1480 | 1510 |" in changed
+    assert "| nothing | 16 (20) ms |" in unchanged
+    assert "1500" not in unchanged
