@@ -316,7 +316,10 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
             images = [f"images/{path.name}" for path in drawn]
             text = gpu_report.insert(text, records.stem, _markdown(records), images)
     page.write_text(text, encoding="utf-8")
-    summary = gpu_report.make_summary(read_records(GPU_RECORDS["NCCL"]))
+    running = LIVE_RECORDS["cuda"]
+    summary = gpu_report.make_summary(
+        read_records(GPU_RECORDS["NCCL"]), read_records(running) if running.exists() else ()
+    )
     text = gpu_report.insert(readme.read_text(encoding="utf-8"), "summary", summary)
     readme.write_text(text, encoding="utf-8")
 

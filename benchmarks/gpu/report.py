@@ -70,6 +70,7 @@ WAYS = {  # the cases of the dense and of the sparse baseline: their names
     ),
 }
 _SUMMARY = (0.001, 0.003, 0.01, 0.05, 0.2, 1.0)  # densities that the README shows
+_SEEN_BY = "vllm serve"
 _BOLD = "A bold ratio misses its goal."
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
@@ -107,8 +108,13 @@ def make_markdown(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def make_summary(results: list[Result]) -> str:
-    """The few figures that the README shows, and where they were measured."""
+def make_summary(results: list[Result], live: Iterable[Result] = ()) -> str:
+    """The few figures that the README shows, and where they were measured.
+
+    Args:
+        results: Of two GPUs.
+        live: Of running engines, if they were measured.
+    """
     dense = {r.density: r for r in _in_order(results) if r.case == "sync_over_dense"}
     usual = {r.density: r for r in results if r.case == "sync_over_usual"}
     shown = [dense[density] for density in _SUMMARY]
@@ -119,15 +125,29 @@ def make_summary(results: list[Result]) -> str:
         everything: [r.baseline_seconds for r in shown],
         sparse: [usual[density].baseline_seconds for density in _SUMMARY],
     }
+    seen = {r.density: r for r in live if r.model.endswith(_SEEN_BY) and "gap_s" in r.parts}
     lines = [
         row(("changed elements", *(f"{100 * density:.3g} %" for density in _SUMMARY))),
         row(("---", *("---:" for _ in _SUMMARY))),
         *(row((name, *map(milliseconds, seconds))) for name, seconds in rows.items()),
+        *([_seen_by_requests(seen)] if seen else []),
         "",
         f"{shown[0].model} in bf16 ({shown[0].numel / 1e9:.3g} B), over {shown[0].link}: "
         f"{describe(shown[0].environment)}",
     ]
+    if seen:
+        lines[-1] += f" Requests: {describe(next(iter(seen.values())).environment)}"
     return "\n".join(lines)
+
+
+def _seen_by_requests(live: dict[float, Result]) -> str:
+    """A row of the summary: gaps between tokens around a sync, and in brackets the usual ones."""
+    cells = []
+    for density in _SUMMARY:
+        parts = live[density].parts if density in live else {}
+        gap, usual = parts.get("gap_s"), parts.get("usual_gap_s")
+        cells.append(f"{milliseconds(gap)} ({milliseconds(usual)})" if gap and usual else "")
+    return row((f"longest gap between tokens of {_SEEN_BY} (and without a sync)", *cells))
 
 
 def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
@@ -146,6 +166,7 @@ def _alt(image: str) -> str:
     return {
         "commit": "Receiver commit time by model size",
         "kernels": "Kernel times by share of changed elements",
+        "requests": "Gaps between tokens, and tokens per second, with syncs and without",
         "sync": "Whole-sync time by share of changed elements",
     }[image.removesuffix(".svg").rpartition("-")[2]]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import live, live_plots
-from benchmarks.record import SLOW_DOWN, Result, compared
+from benchmarks.__main__ import GPU_RECORDS
+from benchmarks.gpu.report import make_summary
+from benchmarks.record import SLOW_DOWN, Result, compared, read_records
 
 _GAPS = {"gap_s": 0.012, "usual_gap_s": 0.006, "several_gap_s": 0.034, "several_usual_gap_s": 0.006}
 _RATES = {
@@ -55,3 +57,12 @@ def test_the_table_has_a_row_for_each_record() -> None:
     assert "| 12 (34) ms | 6 (6) ms | 1500 | 1480 | 1510 |" in changed
     assert "| nothing | 16 (20) ms |" in unchanged
     assert "1500" not in unchanged
+
+
+def test_the_summary_shows_what_requests_of_a_server_see() -> None:
+    gpu = read_records(GPU_RECORDS["NCCL"])
+    running = [made_up("toy, vllm serve", 0.003, _GAPS), made_up("toy, LLM", 0.001, {})]
+    summary = make_summary(gpu, running)
+    assert "of vllm serve (and without a sync) |  | 12.0 ms (6.00 ms) |" in summary
+    assert "Requests: " in summary
+    assert "vllm serve" not in make_summary(gpu)
