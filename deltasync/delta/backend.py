@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Reader, torch_dtype
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.policy import Policy
@@ -271,13 +272,13 @@ def backend_for(
     from deltasync.delta.batched.warm_up import warm_up
 
     backend = BatchedBackend(flats, ledger, device)
-    formats = {(r.dtype if r.flat is None else r.flat.dtype, r.dtype) for r in readers}
+    formats = {(kept_dtype(reader), reader.dtype) for reader in readers}
     warm_up(
         frozenset(formats or {(flat.dtype, flat.dtype) for flat in flats.values()}),
         ledger.chunk_numel,
         device,
         quantized=frozenset(
-            (one.weight.dtype, one.is_ue8m0)
+            (one.weight.dtype, one.form)
             for one in (reader.computation for reader in readers)
             if one is not None
         ),

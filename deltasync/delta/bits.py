@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from deltasync import dtypes
 from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltasync.delta.computation import Computation
 
 _BLOCK = 1 << 17  # indices widened at once: still in the cache when used, and few calls
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -307,31 +310,6 @@ def overlapping(held: Iterable[tuple[str, Live]]) -> tuple[str, str] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """How kernels compute what is sent of a matrix: FP8 codes, or the scales of their blocks.
-
-    Attributes:
-        weight: float32 or bfloat16, the elements of the matrix. Not owned.
-        scales: float32[block rows, block columns], which a comparison of the codes overwrites.
-            Owned by whoever computes the codes.
-        shape: (rows, cols) of the matrix.
-        is_ue8m0: Whether scales are powers of two.
-        is_scales: Whether the scales are what is sent.
-    """
-
-    weight: Flat
-    scales: Flat
-    shape: tuple[int, int]
-    is_ue8m0: bool
-    is_scales: bool
-
-    @property
-    def flat(self) -> Flat:
-        """What kernels read."""
-        return self.scales if self.is_scales else self.weight
-
-
 class Reader(Protocol):
     """Reads what is sent of a parameter as the bits of its wire dtype.
 
@@ -441,7 +419,11 @@ class WidenedReader:
     narrow: Reader
     dtype: Dtype = dtypes.BY_NAME["float32"]
     flat: None = None
-    computation: None = None
+
+    @property
+    def computation(self) -> Computation | None:
+        """That of the other one: kernels keep scales as float32."""
+        return self.narrow.computation
 
     @property
     def numel(self) -> int:

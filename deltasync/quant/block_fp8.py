@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape
 from deltasync.quant.rounding import (
@@ -77,6 +79,13 @@ class BlockFp8:
     def name(self) -> str:
         whose = "" if self.arithmetic == "deepgemm" else f" of {self.arithmetic}"
         return f"block FP8{whose} with {self.scale} scales"
+
+    @property
+    def kernel(self) -> KernelForm | None:
+        if self.arithmetic != "deepgemm":
+            return None
+        number = reads.BLOCK_FP8 if self.scale == "float32" else reads.BLOCK_FP8_UE8M0
+        return KernelForm(number, (_BLOCK, _BLOCK), scales="weight_scale_inv")
 
     def fills(self, shape: tuple[int, ...]) -> bool:
         """Whether no block has an element for what it lacks."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from deltasync.delta.computation import KernelForm
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
 
@@ -57,6 +58,11 @@ class Form(Protocol):
 
     @property
     def shares(self) -> bool: ...
+
+    @property
+    def kernel(self) -> KernelForm | None:
+        """How kernels compute it; None if they do not, and bands of it are computed one by one."""
+        ...
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         """What is kept of a matrix, by what follows the layer's name: "weight", "weight_scale".

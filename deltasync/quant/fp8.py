@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import LARGEST_FP8, as_fp8, divided, largest, with_one_nan
@@ -67,6 +69,15 @@ class Fp8:
     def shares(self) -> bool:
         return self.per == "tensor"
 
+    @property
+    def kernel(self) -> KernelForm:
+        if self.per == "channel":
+            is_vllm = self.arithmetic == "vllm"
+            return KernelForm(reads.FP8_CHANNEL_VLLM if is_vllm else reads.FP8, (1, None))
+        number, total_of = _TOTALS[self.arithmetic]
+        block = None, None
+        return KernelForm(number, block, scales=None, total="weight_scale", total_of=total_of)
+
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, 1, self.name)
         dtype = dtypes.BY_NAME["float32" if self.arithmetic == "vllm" else "bfloat16"]
@@ -78,22 +89,14 @@ class Fp8:
         if self.per == "channel":
             return {}
         peaks = [largest(weight, (0, 1)) for weight in weights]
-        return {"weight_scale": self._scale(largest(torch.cat(peaks), (0, 1))).view(1)}
+        peak = largest(torch.cat(peaks), (0, 1)).view(1)
+        return {"weight_scale": _TOTALS[self.arithmetic][1](peak)}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if whole:
             return {"weight": as_fp8(self._scaled(band, whole["weight_scale"]))}
-        scale = self._scale(largest(band, 1))
+        scale = _SCALES[self.arithmetic](largest(band, 1))
         return {"weight": as_fp8(self._scaled(band, scale)), "weight_scale": scale}
-
-    def _scale(self, amax: Tensor) -> Tensor:
-        if self.arithmetic == "compressed-tensors":
-            scale = divided(amax, LARGEST_FP8)
-            scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        else:
-            scale = divided(amax.float(), LARGEST_FP8)
-            scale = scale.clamp_(_LEAST_SCALE) if self.per == "channel" else scale
-        return with_one_nan(scale)
 
     def _scaled(self, band: Tensor, scale: Tensor) -> Tensor:
         if self.arithmetic == "compressed-tensors":
@@ -102,3 +105,26 @@ class Fp8:
             return (band / scale).clamp_(-LARGEST_FP8, LARGEST_FP8)
         scaled = band * scale.reciprocal()
         return scaled.nan_to_num_(nan=LARGEST_FP8).clamp_(-LARGEST_FP8, LARGEST_FP8)
+
+
+def _bfloat16_scale(amax: Tensor) -> Tensor:
+    """bfloat16 [...], of largest magnitudes: that of compressed-tensors."""
+    scale = divided(amax, LARGEST_FP8)
+    return with_one_nan(torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale))
+
+
+def _float32_scale(amax: Tensor) -> Tensor:
+    """float32 [...], of largest magnitudes of tensors: that of vLLM."""
+    return with_one_nan(divided(amax.float(), LARGEST_FP8))
+
+
+def _channel_scale(amax: Tensor) -> Tensor:
+    """float32 [...], of largest magnitudes of channels: that of vLLM."""
+    return with_one_nan(divided(amax.float(), LARGEST_FP8).clamp_(_LEAST_SCALE))
+
+
+_SCALES = {"compressed-tensors": _bfloat16_scale, "vllm": _channel_scale}
+_TOTALS = {
+    "compressed-tensors": (reads.FP8, _bfloat16_scale),
+    "vllm": (reads.FP8_TENSOR_VLLM, _float32_scale),
+}

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import packed
@@ -79,6 +81,11 @@ class Int4:
     def name(self) -> str:
         of = "rows" if self.group is None else f"groups of {self.group}"
         return f"INT4 of {of} ({self.arithmetic})"
+
+    @property
+    def kernel(self) -> KernelForm:
+        number = reads.INT4_SLIME if self.arithmetic == "slime" else reads.INT4
+        return KernelForm(number, (1, self.group), codes="weight_packed")
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, self.group or 1, self.name)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import divided, largest, with_one_nan
 
@@ -33,6 +35,10 @@ class Int8:
     @property
     def name(self) -> str:
         return "INT8 per channel of compressed-tensors"
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm(reads.INT8, (1, None))
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, 1, self.name)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.bits import Computation, Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, WireReader, as_bits, integer_dtype, torch_dtype
+from deltasync.delta.computation import Computation
 from deltasync.delta.shard import ShardSpec
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
-from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.cuts import Cut, Line
 from deltasync.quant.form import Form, Part
 from deltasync.quant.sharing import Shared
@@ -74,6 +74,7 @@ class Matrix:
             raise ConfigError(f"{name}: {error}") from None
         self._reader = WireReader.of(tensor, _BFLOAT16, name=name)
         self._scales: Flat | None = None  # what kernels compute
+        self._constants: dict[str, Flat] = {}
         self.share(Shared(form) if shared is None else shared)
 
     def _take(self, cut: Cut) -> None:
@@ -85,7 +86,7 @@ class Matrix:
     def share(self, shared: Shared) -> None:
         """Have the parts of the whole in common with the other matrices of `shared`."""
         self._shared = shared
-        shared.add(self._weight, is_part=self._cut is not None)
+        shared.add(self._weight, self._reader.flat, is_part=self._cut is not None)
 
     def copy(self) -> Matrix:
         """The same, in memory of its own."""
@@ -138,20 +139,39 @@ class Matrix:
 
     def computation(self, suffix: str) -> Computation | None:
         """How kernels compute one part. They read the weight itself: float32 or bfloat16."""
-        if not isinstance(self.form, BlockFp8) or self.form.arithmetic != "deepgemm":
+        form = self.form.kernel
+        if form is None or suffix not in (form.codes, form.scales, form.total):
             return None
-        if self._cut is not None and self._cut.lines:
+        total = None if form.total is None else self._shared.total
+        if (form.total is not None and total is None) or (
+            self._cut is not None and self._cut.lines
+        ):
             return None
-        if self._scales is None:
-            shape = self.parts["weight_scale_inv"].shape
-            self._scales = Flat.of(torch.empty(shape, dtype=torch.float32, device=self.device))
         return Computation(
             self._reader.flat,
-            self._scales,
             self.shape,
-            is_ue8m0=self.form.scale == "ue8m0",
-            is_scales=suffix == "weight_scale_inv",
+            form,
+            part=(
+                "codes" if suffix == form.codes else "scales" if suffix == form.scales else "total"
+            ),
+            scales=None if form.scales is None else self._kept(form.scales),
+            total=total,
         )
+
+    def constant(self, suffix: str) -> Flat | None:
+        """A part that the shape alone determines."""
+        part = self.parts[suffix]
+        if part.elements is not None and suffix not in self._constants:
+            self._constants[suffix] = Flat.of(self.rows_of(suffix, 0, 0))
+        return self._constants.get(suffix)
+
+    def _kept(self, suffix: str) -> Flat:
+        """Scales as kernels write them: in the part's dtype if it is of a byte, else as float32."""
+        if self._scales is None:
+            part = self.parts[suffix]
+            dtype = torch.float32 if part.dtype.item_size > 1 else torch_dtype(part.dtype)
+            self._scales = Flat.of(torch.empty(part.shape, dtype=dtype, device=self.device))
+        return self._scales
 
     def served(self, suffix: str) -> Tensor:
         """[*shape] of one part, in memory of its own."""
@@ -199,8 +219,8 @@ class ServedReader:
 
     @property
     def flat(self) -> Flat | None:
-        """None: it is computed."""
-        return None
+        """None if it is computed of the weights."""
+        return self.matrix.constant(self.suffix)
 
     @property
     def dtype(self) -> Dtype:

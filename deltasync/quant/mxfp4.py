@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
 from deltasync.quant.rounding import mx_exponent, power_of_two
@@ -37,6 +39,10 @@ class MxFp4:
     @property
     def name(self) -> str:
         return "MXFP4 of compressed-tensors"
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm(reads.MXFP4, (1, _BLOCK), codes="weight_packed")
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, _BLOCK, self.name)

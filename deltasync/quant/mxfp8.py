@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.rounding import (
@@ -66,6 +68,12 @@ class MxFp8:
     @property
     def name(self) -> str:
         return f"MXFP8 of {self.arithmetic}"
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm(
+            reads.MXFP8_VLLM if self.arithmetic == "vllm" else reads.MXFP8, (1, _BLOCK)
+        )
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape

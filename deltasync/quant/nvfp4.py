@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from deltasync import dtypes
+from deltasync.delta.computation import KernelForm
+from deltasync.delta.kernels import reads
 from deltasync.quant.form import Part, Shape, check_columns
 from deltasync.quant.four_bits import e2m1, packed
 from deltasync.quant.rounding import as_fp8, divided, with_one_nan
@@ -51,6 +53,16 @@ class CompressedNvfp4:
     def name(self) -> str:
         return "NVFP4 of compressed-tensors"
 
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm(
+            reads.NVFP4,
+            (1, _BLOCK),
+            codes="weight_packed",
+            total="weight_global_scale",
+            total_of=_global_scale,
+        )
+
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, _BLOCK, self.name)
         rows, cols = shape
@@ -62,9 +74,7 @@ class CompressedNvfp4:
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
         """The global scale; 1 where it would be infinite, as for zeros."""
-        peak = _peak(weights).clamp(torch.finfo(torch.float32).tiny).view(1)
-        scale = _LARGEST_SCALE * _LARGEST_CODE / peak
-        return {"weight_global_scale": scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)}
+        return {"weight_global_scale": _global_scale(_peak(weights)).view(1)}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_global_scale"]
@@ -103,6 +113,12 @@ class ModelOptNvfp4:
     def name(self) -> str:
         return "NVFP4 of ModelOpt"
 
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm(
+            reads.NVFP4_MODELOPT, (1, _BLOCK), total="weight_scale_2", total_of=_second_scale
+        )
+
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         check_columns(shape, _BLOCK, self.name)
         rows, cols = shape
@@ -113,7 +129,7 @@ class ModelOptNvfp4:
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        return {"weight_scale_2": divided(_peak(weights), _LARGEST_CODE * _LARGEST_SCALE)}
+        return {"weight_scale_2": _second_scale(_peak(weights))}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
@@ -121,6 +137,17 @@ class ModelOptNvfp4:
         stored = as_fp8(torch.where(scale == 0, 1.0, scale).clamp(2**-9, _LARGEST_SCALE))
         codes = e2m1(blocks.float().div_((stored.float() * total).unsqueeze(-1)))
         return {"weight": packed(codes.flatten(1)), "weight_scale": stored}
+
+
+def _global_scale(peak: Tensor) -> Tensor:
+    """float32 [...], where float [...] are the largest magnitudes, as compressed-tensors has it."""
+    scale = _LARGEST_SCALE * _LARGEST_CODE / peak.float().clamp(torch.finfo(torch.float32).tiny)
+    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
+
+
+def _second_scale(peak: Tensor) -> Tensor:
+    """float32 [...], where float [...] are the largest magnitudes, as ModelOpt has it."""
+    return with_one_nan(divided(peak.float(), _LARGEST_CODE * _LARGEST_SCALE))
 
 
 def _peak(weights: Iterable[Tensor]) -> Tensor:

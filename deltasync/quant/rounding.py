@@ -36,8 +36,11 @@ def divided(values: Tensor, divisor: float) -> Tensor:
 
 
 def as_fp8(values: Tensor) -> Tensor:
-    """The nearest float8_e4m3fn, ties to even; one NaN for NaN and for what is too large."""
-    codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    """The nearest float8_e4m3fn, ties to even: the largest for what is beyond, one NaN for NaN.
+
+    Before version 2.13 torch itself makes NaN of what is beyond.
+    """
+    codes = values.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill_(codes & 0x7F == 0x7F, 0x7F).view(torch.float8_e4m3fn)
 
 

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from deltasync.delta.bits import Flat
+from deltasync.delta.computation import Total
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
 from deltasync.quant.rounding import largest
@@ -52,13 +54,17 @@ class Shared:
         """`names` are those of the matrices that a model may have of them."""
         self._form, self._names = form, names
         self._weights: list[Callable[[], Tensor]] = []
-        self._has_parts = False
+        self._flats: list[Flat] = []
+        self._total: Total | None = None
+        self._has_parts = self._is_agreed_on = False
         self._agreed: Tensor | None = None
         self._parts: Mapping[str, Tensor] | None = None
 
-    def add(self, weight: Callable[[], Tensor], *, is_part: bool = False) -> None:
-        """Count a matrix in; `weight` returns [rows, cols] bfloat16 of it as it is now."""
+    def add(self, weight: Callable[[], Tensor], flat: Flat, *, is_part: bool = False) -> None:
+        """Count a matrix in; `weight` returns [rows, cols] bfloat16 of what `flat` has by now."""
         self._weights.append(weight)
+        self._flats.append(flat)
+        self._total = None
         self._has_parts |= is_part
         self.changed()
 
@@ -79,10 +85,20 @@ class Shared:
 
     def _agree(self, peak: Tensor) -> None:
         self._agreed, self._parts = peak.clone().view(1, 1), None
+        self._is_agreed_on = True
 
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
         self._agreed = self._parts = None
+
+    @property
+    def total(self) -> Total | None:
+        """The same for kernels; None if it takes what other ranks hold."""
+        if self._has_parts or self._is_agreed_on:
+            return None
+        if self._total is None:
+            self._total = Total(tuple(self._flats))
+        return self._total
 
     def parts(self) -> Mapping[str, Tensor]:
         """The parts without rows, for every one of the matrices.

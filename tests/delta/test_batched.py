@@ -27,9 +27,14 @@ from deltasync.delta.bucket import BucketReader
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, InvalidIndices, LimitExceeded
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int4 import Int4
+from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.testing.bits import random_bits, specs_of
 from deltasync.wire.table import ROW
 from tests import strategies as own
+from tests.quant.kernels import kernel_of
 from tests.strategies import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -430,7 +435,8 @@ def test_weights_that_changed_after_they_were_checked_cannot_be_put_back(
 def test_what_compiles_kernels_runs_through(box_dims: int, *, has_gaps: bool) -> None:
     pairs = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
     formats = frozenset((dtypes.BY_NAME[own], dtypes.BY_NAME[wire]) for own, wire in pairs)
-    quantized = frozenset((own, is_ue8m0) for own, _ in formats for is_ue8m0 in (False, True))
+    forms = BlockFp8("ue8m0"), Fp8(), Int4(), CompressedNvfp4()
+    quantized = frozenset((own, kernel_of(form)) for own, _ in formats for form in forms)
     sync_tiny_models(
         formats, 1 << 18, DEVICE, quantized=quantized, box_dims=box_dims, has_gaps=has_gaps
     )

@@ -2,88 +2,105 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from deltasync.delta.backend import snapshot_of
 from deltasync.delta.batched.backend import BatchedBackend
-from deltasync.delta.bits import as_bits, torch_dtype
+from deltasync.delta.bits import as_bits
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int8 import Int8
 from deltasync.quant.matrices import Matrix, ServedReader
+from deltasync.quant.sharing import Shared
 from deltasync.wire.messages import ParameterSpec
+from tests.quant.kernels import FORMS
+from tests.quant.kinds import KINDS, every_maximum, matrix
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    # The interpreter computes with numpy.
+    pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MATRICES = {
-    "normal": (130, 160),
-    "zero": (1, 32),
-    "tiny": (128, 128),
-    "any bits": (140, 32),
-    "huge": (2, 4128),
-    "odd": (5, 7),
-}
 
-
-def matrix(kind: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """Finite bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(shape, generator=generator)
-    bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator).to(torch.int16)
-    match kind:
-        case "normal" | "odd":
-            return normal.bfloat16()
-        case "zero":
-            return torch.zeros(shape, dtype=torch.bfloat16)
-        case "tiny":  # denormal numbers of either sign
-            return (bits & ~0x7F80).view(torch.bfloat16)
-        case "huge":
-            return (normal.sign() * 3.3e38).bfloat16()
-    found = bits.view(torch.bfloat16)
-    return found.where(found.isfinite(), 1)
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
-def test_kernels_compute_the_reference(scale: str, dtype: torch.dtype, device: str) -> None:
-    form = BlockFp8(scale)  # type: ignore[arg-type]
-    weights = {k: torch.ones(shape, dtype=dtype, device=device) for k, shape in MATRICES.items()}
-    backend, readers = snapshot(list(weights.values()), form)
+@every_form
+def test_kernels_compute_the_reference(form: Form, device: str) -> None:
+    shapes = [shape for shape, _ in zip(cycle(FORMS[form]), KINDS)]
+    weights = [
+        torch.ones(shape, dtype=(torch.bfloat16, torch.float32)[number % 2], device=device)
+        for number, shape in enumerate(shapes)
+    ]
+    backend, readers = snapshot([Matrix(one, form, name="a.weight") for one in weights])
     for seed, dense_above in enumerate((1.0, 0.0)):
-        for kind, weight in weights.items():
-            weight.copy_(matrix(kind, MATRICES[kind], seed))
-        sync(backend, readers, Policy(dense_above=dense_above, chunk_numel=8192))
-        for number, reader in enumerate(readers):
-            expected = cold(reader, form)
-            assert torch.equal(backend.flats[number].line.cpu(), as_bits(expected).view(-1))
+        for number, weight in enumerate(weights):
+            kind = KINDS[(number + seed) % len(KINDS)]
+            weight.copy_(matrix(kind, shapes[number], 100 * seed + number))
+        compare(backend, readers, Policy(dense_above=dense_above, chunk_numel=8192))
+        agrees(backend, readers)
         chunks = np.arange(len(backend.ledger.sums))
         assert (backend.measure(chunks) == backend.ledger.sums).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
-def test_a_block_that_is_not_finite_has_the_scale_that_torch_gives_it(scale: str) -> None:
-    form = BlockFp8(scale)  # type: ignore[arg-type]
-    weight = torch.ones(128, 128, dtype=torch.bfloat16)
-    backend, readers = snapshot([weight], form)
-    for value in (torch.nan, torch.inf, -torch.inf):
-        weight[3, 5] = value
-        sync(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
-        codes, scales = (
-            flat.line.view(torch_dtype(flat.dtype)).float() for flat in backend.flats.values()
-        )
-        expected = form.quantize(weight, {})
-        assert torch.equal(scales.isnan(), expected["weight_scale_inv"].isnan().view(-1))
-        assert torch.equal(scales.isinf(), expected["weight_scale_inv"].isinf().view(-1))
-        assert torch.equal(codes.isnan(), expected["weight"].float().isnan().view(-1))
+@pytest.mark.parametrize("device", DEVICES)
+@every_form
+def test_kernels_find_the_scale_of_every_maximum(form: Form, device: str) -> None:
+    maxima = every_maximum()[:: 1 if device == "cuda" else 96]
+    weight = maxima.new_zeros(len(maxima), 256)
+    weight[:, :32] = maxima
+    weight = weight.view(-1, 256).to(device)
+    held = torch.zeros_like(weight)
+    backend, readers = snapshot([Matrix(held, form, name="a.weight")])
+    held.copy_(weight)
+    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=1 << 18))
+    agrees(backend, readers)
 
 
-def snapshot(weights: list[Tensor], form: BlockFp8) -> tuple[BatchedBackend, list[ServedReader]]:
-    matrices = [Matrix(t, form, name=f"{n}.weight") for n, t in enumerate(weights)]
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", [one for one in FORMS if one.shares], ids=lambda form: form.name)
+def test_kernels_know_the_largest_of_matrices_that_share_a_scale(form: Form, device: str) -> None:
+    weights = [torch.ones(5, 1024, dtype=torch.bfloat16, device=device) for _ in range(4)]
+    pair, other = Shared(form), Shared(form)
+    matrices = [
+        Matrix(one, form, name="a.weight", shared=other if number == 3 else pair)
+        for number, one in enumerate(weights)
+    ]
+    weights[0][3, 5], weights[3][0, 0] = 17, -1000
+    backend, readers = snapshot(matrices)
+    for largest in (-30, 2):  # none of these is left of a time before
+        weights[2][4, 1023] = largest
+        weights[0][3, 5] = weights[0][3, 5] / 2
+        for one in matrices:
+            one.changed()
+        compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
+        for number, reader in enumerate(readers):
+            expected = as_bits(reader.matrix.served(reader.suffix)).view(-1)
+            assert torch.equal(backend.flats[number].line, expected), reader.suffix
+
+
+@every_form
+def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
+    shape = (6, 7) if isinstance(form, BlockFp8 | Fp8 | Int8) else (6, 128)
+    storage = torch.ones(shape[0], 2 * shape[1], dtype=torch.bfloat16)
+    strided = storage[:, ::2]
+    backend, readers = snapshot([Matrix(strided, form, name="a.weight")])
+    strided.copy_(matrix("usual", shape, 3))
+    found = compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192), launches=0)
+    assert found == sum(part.elements is None for part in readers[0].matrix.parts.values())
+    agrees(backend, readers)
+
+
+def snapshot(matrices: list[Matrix]) -> tuple[BatchedBackend, list[ServedReader]]:
     readers = [ServedReader(one, suffix) for one in matrices for suffix in one.parts]
     specs = [
         ParameterSpec((f"{number}",), reader.shape, reader.dtype)
@@ -94,19 +111,30 @@ def snapshot(weights: list[Tensor], form: BlockFp8) -> tuple[BatchedBackend, lis
     return backend, readers
 
 
-def sync(backend: BatchedBackend, readers: list[ServedReader], policy: Policy) -> None:
+def compare(
+    backend: BatchedBackend,
+    readers: list[ServedReader],
+    policy: Policy,
+    *,
+    launches: int = 1,
+) -> int:
+    """Bring the snapshot up to date. Returns how many tensors were computed without kernels."""
     delta = backend.compare(
         readers, policy=policy, bucket_bytes=1 << 16, max_held_bytes=1 << 20, base_version=1
     )
     found = backend._live._found
     assert found is not None
-    assert len(found.matrices) == 1  # all but one are quantized as they are compared
+    assert bool(found.computed.matrices) == bool(launches)
     for bucket in delta.buckets():
         bucket.write(torch.empty(bucket.num_bytes, dtype=torch.uint8, device=backend.device))
     delta.decided()
+    return len(backend._live._copies)
 
 
-def cold(reader: ServedReader, form: BlockFp8) -> Tensor:
-    """By the reference, on the CPU."""
-    weight = reader.matrix._reader.flat.tensor.cpu()
-    return Matrix(weight, form, name="cold.weight").served(reader.suffix)
+def agrees(backend: BatchedBackend, readers: list[ServedReader]) -> None:
+    """The snapshot has what the reference computes on the CPU."""
+    for number, reader in enumerate(readers):
+        weight = reader.matrix._reader.flat.tensor.cpu()
+        expected = Matrix(weight, reader.matrix.form, name="a.weight").served(reader.suffix)
+        here = backend.flats[number].line.cpu()
+        assert torch.equal(here, as_bits(expected).view(-1)), (reader.suffix, reader.shape)

@@ -12,7 +12,7 @@ from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.digests import Ints
 from deltasync.delta.kernels import triton as kernels
-from deltasync.delta.kernels import triton_forms as form_kernels
+from deltasync.delta.kernels import triton_quantize
 from deltasync.delta.kernels.reads import AS_IS, ROUNDED
 from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 
@@ -68,8 +68,7 @@ class Masks:
         Changes are collected even before it is known whether they fit: most of the time they do.
         """
         counts = torch.zeros(len(snapshot.addresses), dtype=torch.int32, device=snapshot.device)
-        for matrices in source.matrices:  # first: scales are compared like other parameters
-            matrices.compare(self._words)
+        source.computed.compare(self._words)  # first: scales are compared like other parameters
         for launch in source.launches:
             if launch.is_quantized:
                 self._count(launch, source, snapshot, counts)
@@ -98,7 +97,7 @@ class Masks:
         self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
     ) -> None:
         """Count what was found of a launch that was compared by kernels of a form."""
-        form_kernels.count[(launch.num_blocks,)](
+        triton_quantize.count[(launch.num_blocks,)](
             snapshot.numels,
             source.first_block,
             source.chunk_of,
@@ -200,8 +199,7 @@ class Masks:
             snapshot.cols,
             snapshot.gaps,
             source.shifts,
-            source.scales,
-            source.widths,
+            source.quantized,
             source.tile_chunk,
             source.tile_block,
             self._ends,
@@ -220,4 +218,5 @@ class Masks:
             STRIDE=self.value_bytes // launch.item_size,
             SEGMENT=SEGMENT // 2,
             num_warps=4,
+            enable_fp_fusion=False,
         )

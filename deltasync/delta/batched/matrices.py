@@ -2,40 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.batched.weights import BatchedWeights, upload
-from deltasync.delta.bits import Computation
+from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
+from deltasync.delta.bits import Flat
+from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import Ints, cut
-from deltasync.delta.kernels import reads, triton_forms
+from deltasync.delta.kernels import reads, triton_quantize
 from deltasync.delta.kernels.triton import BLOCK
+from deltasync.delta.kernels.triton_base import TYPES
 
-WORD = 32  # columns whose masks are one word
+WORD = 32  # elements whose masks are one word
 _SIDE = 128
-_CONVERTS = (8, 9)  # compute capability of the first GPUs that convert to FP8 themselves
+_SPAN, _ROW_SPAN = triton_quantize.SPAN, triton_quantize.SPAN // 2
 
 
 def read_as(computation: Computation) -> int:
     """What kernels do to read a matrix as its codes."""
-    weight = computation.weight
-    is_native = (
-        weight.line.is_cuda and torch.cuda.get_device_capability(weight.line.device) >= _CONVERTS
-    )
-    read = reads.BLOCK_FP8 | (reads.NATIVE if is_native else 0)
-    return read | (reads.WIDE if weight.tensor.dtype == torch.float32 else 0)
+    return computation.form.number * reads.FORM + _is_wide(computation.weight) * reads.WIDE
 
 
-def scales_of(quantized: Mapping[int, Computation], num_parameters: int) -> Ints:
-    """int64[2, parameters]: addresses of the scales of matrices, and their columns."""
-    columns = np.stack([np.zeros(num_parameters, np.int64), np.ones(num_parameters, np.int64)])
-    for parameter, computation in quantized.items():
-        columns[:, parameter] = computation.scales.line.data_ptr(), computation.shape[1]
-    return columns
+def can_compute(computation: Computation, device: torch.device) -> bool:
+    """Whether there are kernels for a matrix of this shape, and they can read it on `device`."""
+    cols, codes = computation.shape[1], reads.codes_of(computation.form.number)
+    match computation.form.block:
+        case None, None:
+            fits = True
+        case 1, None:
+            fits = cols % (WORD * codes) == 0
+        case 1, int(group):
+            fits = group & (group - 1) == 0 and codes <= group <= _SPAN
+        case block:
+            fits = block == (_SIDE, _SIDE) and cols % WORD == 0
+    weights = [computation.weight]
+    if computation.total is not None:
+        weights += computation.total.weights
+    return fits and all(one.is_contiguous and one.line.device == device for one in weights)
+
+
+class Totals:
+    """Scales of whole matrices, which are computed before those of blocks.
+
+    Attributes:
+        values: float32[n, 4] on the device: the first one of each row.
+    """
+
+    def __init__(self, form: KernelForm, totals: Sequence[Total], device: torch.device) -> None:
+        """Those of one form."""
+        self._form, self._numbers = form, {id(one): nth for nth, one in enumerate(totals)}
+        self.values = torch.empty((len(totals), 4), dtype=torch.float32, device=device)
+        self._peaks = torch.zeros(len(totals), dtype=torch.int32, device=device)
+        self._launches: list[tuple[Tensor, Tensor, bool, bool]] = []
+        kinds: dict[tuple[bool, bool], list[tuple[int, int, int]]] = {}
+        for nth, total in enumerate(totals):
+            for weight in total.weights:
+                address, numel = weight.line.data_ptr(), weight.numel
+                kind = _is_wide(weight), (address | numel) % ALIGNMENT == 0
+                kinds.setdefault(kind, []).append((address, numel, nth))
+        for (is_wide, is_aligned), members in kinds.items():
+            addresses, numels, places = np.array(members, np.int64).T
+            table, matrix_of = _programs([addresses, numels], [places], -(-numels // _SPAN), device)
+            self._launches.append((table, matrix_of, is_wide, is_aligned))
+
+    def address(self, total: Total) -> int:
+        """Where the value of one stands."""
+        return self.values[self._numbers[id(total)]].data_ptr()
+
+    def compute(self) -> None:
+        """Of the weights as they are now."""
+        self._peaks.zero_()
+        for table, matrix_of, is_wide, is_aligned in self._launches:
+            triton_quantize.find_peaks[(len(matrix_of),)](
+                table,
+                matrix_of,
+                self._peaks,
+                table.shape[1],
+                SPAN=_SPAN,
+                WIDE=is_wide,
+                ALIGNED=is_aligned,
+                num_warps=4,
+            )
+        assert self._form.total_of is not None
+        peaks = self._peaks.to(torch.int16).view(torch.bfloat16)
+        self.values[:, 0] = self._form.total_of(peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +97,159 @@ class Matrices:
     """Those that one launch compares.
 
     Attributes:
+        form: What they are quantized to.
         read: How their weights are read.
-        is_ue8m0: Whether scales are powers of two.
-        table: int64[7, matrices] on the device, see `triton_forms.compare_block_fp8`.
-        matrix_of: int32[blocks] on the device: the matrix of each block of 128 x 128.
+        is_aligned: Weights and codes begin at multiples of 16 bytes, and have so many elements.
+        table: int64[8, matrices] on the device, see `triton_quantize`.
+        matrix_of: int32[programs] on the device: the matrix of each.
     """
 
+    form: KernelForm
     read: int
-    is_ue8m0: bool
+    is_aligned: bool
     table: Tensor
     matrix_of: Tensor
 
     def compare(self, words: Tensor) -> None:
         """Compute all scales, and write masks of the codes that differ to int32[...] words."""
-        triton_forms.compare_block_fp8[(len(self.matrix_of),)](
+        codes = reads.codes_of(self.form.number)
+        shape: dict[str, object] = {"TYPE": TYPES[4 if codes == 8 else 1], "CODES": codes}
+        match self.form.block:
+            case 1, None:
+                kernel, shape["SPAN"] = triton_quantize.compare_rows, _ROW_SPAN
+            case ((1 | None), group):
+                kernel = triton_quantize.compare_groups
+                shape |= {"SPAN": _SPAN, "GROUP": group or 0}
+            case _:
+                kernel, shape = triton_quantize.compare_squares, {}
+        kernel[(len(self.matrix_of),)](
             self.table,
             self.matrix_of,
             words,
             self.table.shape[1],
+            FORM=self.form.number,
             WIDE=bool(self.read & reads.WIDE),
-            UE8M0=self.is_ue8m0,
-            NATIVE=bool(self.read & reads.NATIVE),
-            num_warps=8,
+            ALIGNED=self.is_aligned,
+            num_warps=4 if shape else 8,
+            enable_fp_fusion=False,
+            **shape,
         )
 
 
-def matrices_of(
-    quantized: Mapping[int, Computation],
-    reads_of: Ints,
-    snapshot: BatchedWeights,
-    first_block: Ints,
-) -> list[Matrices]:
-    """Matrices by what kernels do with them.
+class Quantized:
+    """All matrices of a source that kernels quantize.
 
-    Args:
-        quantized: How codes are computed, by parameter.
-        reads_of: int64[parameters], how kernels read them.
-        snapshot: What they are compared with.
-        first_block: int64[chunks], the first block of masks of each.
+    Attributes:
+        totals: Scales of whole matrices, by form.
+        matrices: By what one launch compares.
     """
-    kinds: dict[tuple[int, bool], list[int]] = {}
-    for parameter, computation in quantized.items():
-        kind = int(reads_of[parameter]), computation.is_ue8m0
-        kinds.setdefault(kind, []).append(parameter)
-    return [
-        _launch(read, is_ue8m0, {p: quantized[p] for p in here}, snapshot, first_block)
-        for (read, is_ue8m0), here in kinds.items()
-    ]
 
+    def __init__(self, codes: Mapping[int, Computation], device: torch.device) -> None:
+        """`codes`: how those are computed, by parameter."""
+        self._codes, self._device = codes, device
+        found: dict[KernelForm, dict[int, Total]] = {}
+        for one in codes.values():
+            if one.total is not None:
+                found.setdefault(one.form, {})[id(one.total)] = one.total
+        self.totals = {
+            form: Totals(form, list(totals.values()), device) for form, totals in found.items()
+        }
+        self.matrices: list[Matrices] = []
+        self._scales = {
+            one.scales.line.data_ptr() for one in codes.values() if one.scales is not None
+        }
 
-def _launch(
-    read: int,
-    is_ue8m0: bool,
-    quantized: Mapping[int, Computation],
-    snapshot: BatchedWeights,
-    first_block: Ints,
-) -> Matrices:
-    weights = [computation.weight for computation in quantized.values()]
-    shapes = np.array([one.shape for one in quantized.values()], np.int64).T
-    blocks = np.prod(-(-shapes // _SIDE), axis=0)
-    parameters = np.array(list(quantized), np.int64)
-    table = np.stack(
-        [
-            np.array([weight.line.data_ptr() for weight in weights], np.int64),
-            snapshot.pointers[parameters],
-            np.array([one.scales.line.data_ptr() for one in quantized.values()], np.int64),
-            *shapes,
-            first_block[snapshot.ledger.first[parameters]] * (BLOCK // WORD),
-            np.cumsum(blocks) - blocks,
+    def source_of(self, computation: Computation) -> tuple[int, bool] | None:
+        """(address, whether it is float32) of scales; None if kernels do not compute them."""
+        if computation.part == "scales" and computation.scales is not None:
+            address = computation.scales.line.data_ptr()
+            is_wide = computation.scales.tensor.dtype == torch.float32
+            return (address, is_wide) if address in self._scales else None
+        address = self._total(computation)
+        return (address, True) if address and computation.part == "total" else None
+
+    def compare(self, words: Tensor) -> None:
+        """Compute all scales, and write masks of the codes that differ to int32[...] words."""
+        for totals in self.totals.values():
+            totals.compute()
+        for matrices in self.matrices:
+            matrices.compare(words)
+
+    def columns(self, num_parameters: int) -> Ints:
+        """int64[parameters, 3]: as `triton_forms.codes_at` takes them."""
+        columns = np.zeros((num_parameters, 3), np.int64)
+        columns[:, 1] = 1
+        for parameter, one in self._codes.items():
+            total, group = self._total(one), one.form.block[1]
+            scales = total if one.scales is None else one.scales.line.data_ptr()
+            if one.form.block[0] != 1:
+                group = one.shape[0] * one.shape[1] if one.scales is None else None
+            columns[parameter] = scales, group or one.shape[1], total
+        return columns
+
+    def place(self, reads_of: Ints, snapshot: BatchedWeights, first_block: Ints) -> None:
+        """Say what codes are compared with.
+
+        Args:
+            reads_of: int64[parameters], how kernels read them.
+            snapshot: What they are compared with.
+            first_block: int64[chunks], the first block of masks of each.
+        """
+        kinds: dict[tuple[KernelForm, int, bool], list[int]] = {}
+        for parameter, one in self._codes.items():
+            numel = one.shape[0] * one.shape[1] // reads.codes_of(one.form.number)
+            places = one.weight.line.data_ptr() | int(snapshot.pointers[parameter]) | numel
+            kind = one.form, int(reads_of[parameter]), places % ALIGNMENT == 0
+            kinds.setdefault(kind, []).append(parameter)
+        self.matrices = [
+            Matrices(*kind, *self._table(kind[0], here, snapshot, first_block))
+            for kind, here in kinds.items()
         ]
-    )
-    matrix_of, _ = cut(blocks, 1)
-    there, of = upload([table, matrix_of], snapshot.device)
-    return Matrices(read, is_ue8m0, there, of.to(torch.int32))
+
+    def _table(
+        self, form: KernelForm, here: list[int], snapshot: BatchedWeights, first_block: Ints
+    ) -> tuple[Tensor, Tensor]:
+        codes = [self._codes[parameter] for parameter in here]
+        parameters = np.array(here, np.int64)
+        rows, cols = np.array([one.shape for one in codes], np.int64).T
+        match form.block:
+            case 1, None:
+                programs = rows
+            case ((1 | None), _):
+                programs = -(-rows * cols // _SPAN)
+            case _:
+                programs = -(-rows // _SIDE) * -(-cols // _SIDE)
+        scales = [0 if one.scales is None else one.scales.line.data_ptr() for one in codes]
+        before = [
+            _column(one.weight.line.data_ptr() for one in codes),
+            snapshot.pointers[parameters],
+            _column(scales),
+            rows,
+            cols,
+            first_block[snapshot.ledger.first[parameters]] * (BLOCK // WORD),
+        ]
+        return _programs(before, [_column(map(self._total, codes))], programs, self._device)
+
+    def _total(self, computation: Computation) -> int:
+        """Where the scale of the whole stands; 0 if there is none."""
+        totals = self.totals.get(computation.form)
+        if totals is None or computation.total is None:
+            return 0
+        return totals.address(computation.total)
+
+
+def _column(numbers: Iterable[int]) -> Ints:
+    return np.array(list(numbers), np.int64)
+
+
+def _programs(
+    before: list[Ints], after: list[Ints], counts: Ints, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A table on the device, with the first programs between two lists of rows; whose each is."""
+    table = np.stack([*before, np.cumsum(counts) - counts, *after])
+    there, of = upload([table, cut(counts, 1)[0]], device)
+    return there, of.to(torch.int32)
+
+
+def _is_wide(weight: Flat) -> bool:
+    return weight.tensor.dtype == torch.float32

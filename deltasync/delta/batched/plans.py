@@ -233,7 +233,7 @@ class BatchedFull:
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order."""
         snapshot = self._snapshot
-        source = BatchedSource(snapshot, snapshot.pointers, np.zeros_like(snapshot.pointers), {})
+        source = BatchedSource(snapshot, snapshot.pointers, np.zeros_like(snapshot.pointers))
         kinds = np.full(len(snapshot.table), int(RowKind.DENSE))
         planned = plan_buckets(
             snapshot.ledger, snapshot.origins, kinds, kinds, bucket_bytes=self._bucket_bytes
@@ -318,8 +318,7 @@ class BatchedBucket:
             snapshot.keys,
             snapshot.cols,
             snapshot.gaps,
-            source.scales,
-            source.widths,
+            source.quantized,
             pieces,
             payload,
             payload if digests is None else digests,
@@ -332,6 +331,7 @@ class BatchedBucket:
             ALIGNED=is_aligned,
             BLOCK=SPAN,
             num_warps=4,
+            enable_fp_fusion=False,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync import dtypes
-from deltasync.delta.batched.matrices import WORD, matrices_of, read_as, scales_of
+from deltasync.delta.batched.matrices import Quantized, can_compute, read_as
 from deltasync.delta.batched.weights import ALIGNMENT, BatchedWeights, upload
-from deltasync.delta.bits import Computation, Flat, Reader, copy_read, integer_dtype
+from deltasync.delta.bits import Flat, Reader, copy_read, integer_dtype
+from deltasync.delta.computation import Computation
 from deltasync.delta.digests import Ints, cut
 from deltasync.delta.kernels import triton as kernels
-from deltasync.delta.kernels.reads import AS_IS, BLOCK_FP8, ROUNDED, WIDE
+from deltasync.delta.kernels.reads import AS_IS, FORM, ROUNDED, WIDE, codes_of
 from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
@@ -45,7 +46,7 @@ class Launch:
     @property
     def is_quantized(self) -> bool:
         """Whether its masks come from `BatchedSource.matrices`."""
-        return self.read >= BLOCK_FP8
+        return self.read >= FORM
 
     @property
     def first_block(self) -> int:
@@ -73,13 +74,12 @@ class BatchedSource:
         order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
         pointers, reads: int64[parameters]: as given.
-        matrices: Those that are quantized; what kernels find of them counts as compared.
+        computed: What is quantized; what kernels find of it counts as compared.
         num_tiles: Tiles of all blocks.
         tile_chunk, tile_block: Columns on the device: of each tile its chunk and first block.
         addresses, first_block, shifts, chunk_of: Columns on the device: of each chunk its address,
             its first block, and its beginning relative to its origin; of each block its chunk.
-        scales, widths: Columns on the device, of each chunk that is quantized: the address of its
-            scales, and the columns of its matrix.
+        quantized: int64[chunks, 3] on the device: how codes are read, see `triton_forms.codes_at`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BatchedSource:
         snapshot: BatchedWeights,
         pointers: NDArray[np.int64],
         reads: NDArray[np.int64],
-        quantized: Mapping[int, Computation],
+        computed: Quantized | None = None,
     ) -> None:
         """Number the blocks.
 
@@ -95,9 +95,10 @@ class BatchedSource:
             snapshot: What the source is compared with.
             pointers: int64[parameters], addresses of the source's parameters.
             reads: int64[parameters], what kernels do to read them.
-            quantized: How those are computed that are quantized.
+            computed: What is quantized, if something is.
         """
         self.pointers, self.reads = pointers, reads
+        self.computed = computed or Quantized({}, snapshot.device)
         table, item_sizes = snapshot.table, snapshot.item_sizes
         read = reads[table.parameter]
         addresses = snapshot.addresses_of(pointers, _source_item_sizes(read, item_sizes))
@@ -121,15 +122,15 @@ class BatchedSource:
         first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
         tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
-        scales, widths = scales_of(quantized, len(pointers))[:, table.parameter]
-        of_chunks = addresses, scales, widths, first_block, table.start - snapshot.origins
-        self.addresses, self.scales, self.widths, *columns, chunks, repeats = upload(
+        quantized = self.computed.columns(len(pointers))[table.parameter]
+        of_chunks = addresses, quantized, first_block, table.start - snapshot.origins
+        self.addresses, self.quantized, *columns, chunks, repeats = upload(
             [*of_chunks, order[tile_of], tile_block, order, lengths], snapshot.device
         )
         self.first_block, self.shifts, self.tile_chunk, self.tile_block = (
             column.to(torch.int32) for column in columns
         )
-        self.matrices = matrices_of(quantized, reads, snapshot, first_block)
+        self.computed.place(reads, snapshot, first_block)
         self.chunk_of = torch.repeat_interleave(
             chunks.to(torch.int32), repeats, output_size=self.num_blocks
         )
@@ -160,7 +161,8 @@ def _told(kind: int) -> tuple[int, int, bool]:
 
 def _source_item_sizes(read: Ints, item_sizes: Ints) -> Ints:
     """int64[chunks]: bytes of what is read for one element that is sent."""
-    of_matrices = np.where(read & WIDE != 0, 4, 2)
+    codes = np.array([codes_of(form) for form in range(int(read.max()) // FORM + 1)], np.int64)
+    of_matrices = codes[read // FORM] * np.where(read & WIDE != 0, 4, 2)
     return np.select([read == AS_IS, read == ROUNDED], [item_sizes, 4], of_matrices)
 
 
@@ -183,33 +185,35 @@ class LiveSource:
             return self._found
         self._copies = []
         pointers, reads = np.zeros(len(readers), np.int64), np.zeros(len(readers), np.int64)
-        quantized: dict[int, Computation] = {}
-        for number, reader in enumerate(readers):
-            flat, computation = reader.flat, reader.computation
-            if flat is not None and self._is_readable(flat, reader.dtype):
+        computations = [reader.computation for reader in readers]
+        codes = {
+            number: one
+            for number, one in enumerate(computations)
+            if one is not None and one.part == "codes" and self._is_computable(one)
+        }
+        computed = Quantized(codes, self._snapshot.device)
+        for number, (reader, one) in enumerate(zip(readers, computations, strict=True)):
+            flat = reader.flat
+            if number in codes:
+                reads[number] = read_as(codes[number])
+                pointers[number] = codes[number].weight.line.data_ptr()
+            elif one is not None and (found := computed.source_of(one)) is not None:
+                pointers[number], is_wide = found
+                reads[number] = ROUNDED if is_wide and reader.dtype == _NARROW else AS_IS
+            elif flat is not None and self._is_readable(flat, reader.dtype):
                 reads[number] = AS_IS if flat.dtype == reader.dtype else ROUNDED
                 pointers[number] = flat.line.data_ptr()
-            elif computation is not None and self._is_computable(computation):
-                pointers[number] = computation.flat.line.data_ptr()
-                if not computation.is_scales:
-                    quantized[number] = computation
-                    reads[number] = read_as(computation)
             else:
                 copy = _copied(reader, self._snapshot.device)
                 self._copies.append(copy)
                 pointers[number] = copy.data_ptr()
         self._readers = readers
-        self._found = BatchedSource(self._snapshot, pointers, reads, quantized)
+        self._found = BatchedSource(self._snapshot, pointers, reads, computed)
         return self._found
 
     def _is_computable(self, computation: Computation) -> bool:
-        """The same for codes and scales of one matrix: kernels compute both, or neither."""
-        weight = computation.weight
-        return (
-            self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0
-            and weight.is_contiguous
-            and weight.line.device == self._snapshot.device
-            and computation.shape[1] % WORD == 0
+        return self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0 and can_compute(
+            computation, self._snapshot.device
         )
 
     def _is_readable(self, flat: Flat, dtype: Dtype) -> bool:

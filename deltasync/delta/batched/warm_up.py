@@ -11,9 +11,11 @@ from torch import Tensor
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import device_of
-from deltasync.delta.bits import Computation, Flat, Reader, WireReader, torch_dtype
+from deltasync.delta.bits import Flat, Reader, WireReader, integer_dtype, torch_dtype
 from deltasync.delta.bucket import BucketReader
+from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import DigestLedger
+from deltasync.delta.kernels.reads import codes_of
 from deltasync.delta.policy import Policy
 from deltasync.delta.region import Region
 from deltasync.delta.shard import Share, whole
@@ -30,7 +32,7 @@ def warm_up(
     chunk_numel: int,
     device: torch.device,
     *,
-    quantized: frozenset[tuple[Dtype, bool]] = frozenset(),
+    quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
     box_dims: int = 0,
     has_gaps: bool = False,
 ) -> None:
@@ -55,7 +57,7 @@ def sync_tiny_models(
     chunk_numel: int,
     device: torch.device,
     *,
-    quantized: frozenset[tuple[Dtype, bool]] = frozenset(),
+    quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
     box_dims: int = 0,
     has_gaps: bool = False,
 ) -> None:
@@ -65,7 +67,7 @@ def sync_tiny_models(
         formats: (dtype of the source, wire dtype) of the parameters to come.
         chunk_numel: Elements of a chunk.
         device: Where kernels run.
-        quantized: (dtype of the weights, whether scales are powers of two) of matrices to come.
+        quantized: (dtype of the weights, form) of matrices to come.
         box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
         has_gaps: Whether what is compared are shares with gaps.
     """
@@ -74,7 +76,10 @@ def sync_tiny_models(
         readers: list[Reader] = [
             WireReader.of(_filled(own, device), wire, name=own.name) for own, wire in pairs
         ]
-        readers += [_Codes.of(own, is_ue8m0, device) for own, is_ue8m0 in sorted(quantized)]
+        readers += [
+            _Codes.of(own, form, device)
+            for own, form in sorted(quantized, key=lambda pair: (pair[0].name, str(pair[1])))
+        ]
         specs = tuple(
             ParameterSpec((f"{number}",), (2 * _NUMEL,), reader.dtype)
             for number, reader in enumerate(readers)
@@ -93,22 +98,28 @@ class _Codes:
     """Reads codes of a matrix of two rows."""
 
     computation: Computation
+    dtype: Dtype
     device: torch.device
     flat: None = None
-    dtype: Dtype = BY_NAME["float8_e4m3fn"]
     numel: int = _NUMEL
 
     @classmethod
-    def of(cls, dtype: Dtype, is_ue8m0: bool, device: torch.device) -> _Codes:
-        weight = Flat.of(_filled(dtype, device))
-        scales = Flat.of(torch.empty((1, 1), device=device))
-        return cls(
-            Computation(weight, scales, (2, _NUMEL // 2), is_ue8m0=is_ue8m0, is_scales=False),
-            device,
+    def of(cls, own: Dtype, form: KernelForm, device: torch.device) -> _Codes:
+        codes = codes_of(form.number)
+        ones = torch.ones(_NUMEL * codes, dtype=torch_dtype(own), device=device)
+        weight, scales = Flat.of(ones), Flat.of(torch.ones(_NUMEL, device=device))
+        computation = Computation(
+            weight,
+            (2, _NUMEL * codes // 2),
+            form,
+            part="codes",
+            scales=None if form.scales is None else scales,
+            total=None if form.total is None else Total((weight,)),
         )
+        return cls(computation, BY_NAME["int32" if codes == 8 else "uint8"], device)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return torch.zeros(stop - start, dtype=torch.uint8, device=self.device)
+        return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)
 
 
 def _live(share: Share, device: torch.device, dims: int) -> Flat:

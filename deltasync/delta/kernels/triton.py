@@ -29,7 +29,7 @@ from deltasync.delta.kernels.triton_base import (
     rounded,
     seed_of,
 )
-from deltasync.delta.kernels.triton_forms import block_fp8
+from deltasync.delta.kernels.triton_forms import codes_at
 
 BLOCK = 4096
 """Elements that one program looks at: 32 to a word of the mask."""
@@ -40,16 +40,15 @@ GROUP = 4
 TILE = 64
 """Blocks whose changes one program of `collect` reads."""
 
-_AS_IS, _ROUNDED, _BLOCK_FP8 = (
+_AS_IS, _ROUNDED, _FORM = (
     tl.constexpr(reads.AS_IS),
     tl.constexpr(reads.ROUNDED),
-    tl.constexpr(reads.BLOCK_FP8),
+    tl.constexpr(reads.FORM),
 )
-_WIDE, _NATIVE = tl.constexpr(reads.WIDE), tl.constexpr(reads.NATIVE)
 
 
 @triton.jit
-def read(address, offsets, mask, start, scales, width, TYPE: tl.constexpr, READ: tl.constexpr):
+def read(address, offsets, mask, start, quantized, TYPE: tl.constexpr, READ: tl.constexpr):
     """Bits that are sent of elements of a chunk, whatever the source keeps.
 
     Args:
@@ -57,17 +56,14 @@ def read(address, offsets, mask, start, scales, width, TYPE: tl.constexpr, READ:
         offsets: From there on.
         mask: Which to read.
         start: Where the chunk begins in its parameter.
-        scales, width: Where the address of its scales stands, and its columns, if it is quantized.
+        quantized: Where it says how, if they are quantized: see `codes_at`.
         TYPE: Of the bits.
         READ: See `reads`.
     """
-    if READ < _BLOCK_FP8:
+    if READ < _FORM:
         bits = load(address, offsets, mask, TYPE, READ == _ROUNDED)
     else:
-        bits = block_fp8(
-            address, offsets, mask, start, tl.load(scales), tl.load(width),
-            (_WIDE & READ) != 0, (_NATIVE & READ) != 0,
-        )  # fmt: skip
+        bits = codes_at(address, offsets, mask, start, quantized, TYPE, READ)
     return bits
 
 
@@ -160,7 +156,7 @@ def locate(
 
 @triton.jit(do_not_specialize=["capacity", "begin_tile", "begin", "end", "out"])
 def collect(
-    new_at, old_at, starts, keys, cols, gaps, shifts, scales, widths, tile_chunk, tile_block, ends,
+    new_at, old_at, starts, keys, cols, gaps, shifts, quantized, tile_chunk, tile_block, ends,
     indices, values, changes, capacity, begin_tile, begin, end, out,
     TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
     STRIDE: tl.constexpr, SEGMENT: tl.constexpr,
@@ -188,7 +184,7 @@ def collect(
             there = lane < count
             at = rank - origin + lane
             where = tl.load(indices + at, mask=there, other=shift) - shift
-            new = read(new_from, where, there, start, scales + chunk, widths + chunk, TYPE, READ)
+            new = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ)
             old = load(old_from, where, there, TYPE, False)
             tl.store(values.to(tl.pointer_type(TYPE)) + at * STRIDE, new, mask=there)
             if AHEAD:
@@ -256,7 +252,7 @@ def advance(
 
 @triton.jit(do_not_specialize=["num_pieces", "blocks_each"])
 def pack_dense(
-    new_at, old_at, starts, keys, cols, gaps, scales, widths, pieces, payload, digests, num_pieces,
+    new_at, old_at, starts, keys, cols, gaps, quantized, pieces, payload, digests, num_pieces,
     blocks_each, TYPE: tl.constexpr, READ: tl.constexpr, AHEAD: tl.constexpr, GAPS: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +282,7 @@ def pack_dense(
             bits = rounded(tl.load(source + offset, mask=there, other=0))
         else:
             where = first + offset
-            bits = read(new_from, where, there, start, scales + chunk, widths + chunk, TYPE, READ)
+            bits = read(new_from, where, there, start, quantized + 3 * chunk, TYPE, READ)
         at = tl.load(pieces + 3 * num_pieces + piece)
         values = payload.to(tl.pointer_type(TYPE)) + at
         if ALIGNED:

@@ -1,6 +1,9 @@
-"""Kernels of served forms: they quantize what they read of the trainer's weights.
+"""The arithmetic of served forms: scales and codes of the trainer's weights, bit for bit.
 
-Divisions are those of IEEE 754, as torch's are; Triton's own are not exact on GPUs.
+Each function is the form's of `deltasync.quant`, in which the formulas and their sources are:
+scale_of makes the scale of a block, divisor_of what its elements are divided by, code_of a code.
+Divisions are those of IEEE 754, as torch's are; Triton's own are not exact on GPUs. A product is
+never added to in one rounding: launches say `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations
@@ -8,15 +11,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltasync.delta.kernels.triton_base import load, popcount
+from deltasync.delta.kernels import reads
+from deltasync.delta.kernels.triton_base import load, rounded
 
-_BLOCK = tl.constexpr(128)
-_LARGEST = tl.constexpr(448.0)
-_LEAST = tl.constexpr(1e-4)
+_WIDE, _FORM = tl.constexpr(reads.WIDE), tl.constexpr(reads.FORM)
+_BLOCK_FP8, _BLOCK_FP8_UE8M0, _FP8, _FP8_CHANNEL_VLLM, _FP8_TENSOR_VLLM = (
+    tl.constexpr(reads.BLOCK_FP8),
+    tl.constexpr(reads.BLOCK_FP8_UE8M0),
+    tl.constexpr(reads.FP8),
+    tl.constexpr(reads.FP8_CHANNEL_VLLM),
+    tl.constexpr(reads.FP8_TENSOR_VLLM),
+)
+_INT8, _INT4, _INT4_SLIME, _MXFP8, _MXFP8_VLLM, _MXFP4, _NVFP4, _NVFP4_MODELOPT = (
+    tl.constexpr(reads.INT8),
+    tl.constexpr(reads.INT4),
+    tl.constexpr(reads.INT4_SLIME),
+    tl.constexpr(reads.MXFP8),
+    tl.constexpr(reads.MXFP8_VLLM),
+    tl.constexpr(reads.MXFP4),
+    tl.constexpr(reads.NVFP4),
+    tl.constexpr(reads.NVFP4_MODELOPT),
+)
+
+_SIDE = tl.constexpr(128)
+_LARGEST_FP8 = tl.constexpr(448.0)
+_INFINITY = tl.constexpr(0x7F80)  # in bfloat16: NaN is above
+_NAN = tl.constexpr(0x7FC00000)
+_NAN_FP8 = tl.constexpr(0x7F)
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it is rounded to an integer
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+_SMALL = tl.constexpr(2.0**-64)
+_POWER_120 = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def _weights(address, offsets, mask, WIDE: tl.constexpr):
+def weights_at(address, offsets, mask, WIDE: tl.constexpr):
     """uint32: bfloat16 bits of elements; WIDE reads float32."""
     return load(address, offsets, mask, tl.uint16, WIDE).to(tl.uint32)
 
@@ -24,118 +53,246 @@ def _weights(address, offsets, mask, WIDE: tl.constexpr):
 @triton.jit
 def _as_float(bits):
     """float32 of bfloat16 bits."""
-    return (bits << 16).to(tl.float32, bitcast=True)
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def e4m3(x, NATIVE: tl.constexpr):
-    """uint8: float8_e4m3fn bits of float32, to the nearest even; NaN of what is out of range.
+def _as_bfloat16(x):
+    """float32, rounded to what bfloat16 has."""
+    return _as_float(rounded(x.to(tl.uint32, bitcast=True)))
 
-    NATIVE leaves it to the GPU, which gives the largest number instead of such a NaN. In blocks
-    that are finite nothing is out of range. Otherwise as c10/util/Float8_e4m3fn.h of torch does.
+
+@triton.jit
+def _quotient(x, scale):
+    """Quotients of numbers that bfloat16 has, rounded to it: a product rounds to the same.
+
+    Two integers below 2^8 have no quotient amid two neighbours in bfloat16, nor one that is nearer
+    to their middle than 2^-17 of itself; the product is off by 2^-22 at most. Of what is below
+    2^-126 it only counts whether it is rounded to 0. That is so up to 2^-134, and the product is
+    rounded to multiples of 2^-149.
     """
-    if NATIVE:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    power = tl.where(scale < _SMALL, 1 / _SMALL, 1.0)  # the inverse of a smaller scale is infinite
+    return _as_bfloat16((x * power) * tl.div_rn(1.0, scale * power))
+
+
+@triton.jit
+def _integer(x):
+    """uint32: the nearest integers of float32 below 2^22, ties to even, as two's complements."""
+    return (x + _MAGIC).to(tl.uint32, bitcast=True) - _MAGIC_BITS
+
+
+@triton.jit
+def _e4m3(x):
+    """uint32: as `as_fp8` of deltasync/quant/rounding.py.
+
+    GPUs convert by themselves, but ptxas 12.8 makes wrong code of pairs of such conversions.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    # An addition rounds what is too small for a normal number.
+    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True)
+    normal = (bits + 0xC407FFFF + ((bits >> 20) & 1)) >> 20
+    code = tl.where(bits < 0x3C800000, small - 0x46800000, tl.minimum(normal, 0x7E))
+    return tl.where(bits > 0x7F800000, _NAN_FP8, code | sign)
+
+
+@triton.jit
+def _of_e4m3(code):
+    """float32 of float8_e4m3fn bits without a sign."""
+    value = (code << 20).to(tl.float32, bitcast=True) * _POWER_120
+    return tl.where(code == _NAN_FP8, float("nan"), value)
+
+
+@triton.jit
+def _e2m1(x):
+    """uint32: E2M1 codes of float32. See `e2m1` of deltasync/quant/four_bits.py."""
+    size = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    code = tl.minimum(_integer(size * 2), _integer(size) + 2)
+    code = tl.minimum(tl.minimum(code, _integer(size * 0.5) + 4), 7)
+    return code | ((x < 0).to(tl.uint32) << 3)
+
+
+@triton.jit
+def _power_above(x):
+    """uint32: as `power_of_two_above` of deltasync/quant/rounding.py; 256 for NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits <= 0x400000, 0, (bits + 0x7FFFFF) >> 23)
+
+
+@triton.jit
+def scale_of(peak, total, FORM: tl.constexpr):
+    """uint32: bits of the scale of a block, as kernels keep it.
+
+    Args:
+        peak: bfloat16 bits of its largest magnitude.
+        total: float32, the scale of the whole, if the form has one.
+        FORM: See `reads`.
+    """
+    amax = _as_float(peak)
+    if FORM <= _INT4_SLIME:
+        if FORM <= _BLOCK_FP8_UE8M0:
+            scale = tl.div_rn(tl.maximum(amax, 1e-4), _LARGEST_FP8)
+            if FORM == _BLOCK_FP8_UE8M0:
+                exponent = tl.minimum(tl.maximum(_power_above(scale), 1), 254)
+                power = (exponent << 23).to(tl.float32, bitcast=True)
+                scale = tl.where(peak < _INFINITY, power, amax)
+        elif FORM == _FP8_CHANNEL_VLLM:
+            scale = tl.maximum(tl.div_rn(amax, _LARGEST_FP8), 1 / (448.0 * 512))
+        elif FORM == _INT4_SLIME:
+            scale = tl.maximum(amax * (1 / 7), 1e-5)
+        else:  # compressed-tensors: all but this is rounded to bfloat16
+            steps: tl.constexpr = 448.0 if FORM == _FP8 else (127.5 if FORM == _INT8 else 7.5)
+            narrow = rounded(tl.div_rn(amax, steps).to(tl.uint32, bitcast=True))
+            scale = tl.where(narrow == 0, 0.0078125, _as_float(narrow))
+        bits = tl.where(peak > _INFINITY, _NAN, scale.to(tl.uint32, bitcast=True))
+    elif FORM == _MXFP8_VLLM:
+        exponent = tl.minimum(_power_above(tl.div_rn(amax, _LARGEST_FP8)), 254)
+        bits = tl.where(peak > _INFINITY, 0, exponent)
+    elif FORM <= _MXFP4:
+        lower: tl.constexpr = 2 if FORM == _MXFP4 else 8  # what a code has in its exponent
+        exponent = (peak + 0x20) >> 7
+        bits = tl.where(exponent >= 255, 255, tl.maximum(exponent, lower) - lower)
+    elif FORM == _NVFP4:
+        sixth = rounded(tl.div_rn(amax, 6.0).to(tl.uint32, bitcast=True))
+        bits = _e4m3(total * _as_float(sixth)) & 0x7F
+        bits = tl.where(bits == 0, 0x20, bits)  # 0.125
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        sign = (bits >> 24) & 0x80
-        bits = bits & 0x7FFFFFFF
-        # An addition rounds what is too small for a normal number.
-        small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True)
-        normal = (bits + 0xC407FFFF + ((bits >> 20) & 1)) >> 20
-        code = tl.where(bits < 0x3C800000, small - 0x46800000, normal)
-        code = (tl.where(bits >= 0x43F00000, 0x7F, code) | sign).to(tl.uint8)
+        scale = tl.div_rn(amax, 6.0 * total)
+        scale = tl.where(scale == 0, 1.0, scale)
+        scale = tl.where(scale < 0.001953125, 0.001953125, scale)
+        bits = _e4m3(scale) & 0x7F
+    return bits
+
+
+@triton.jit
+def divisor_of(scale, total, FORM: tl.constexpr):
+    """float32: what `code_of` takes, of the bits of a scale: a divisor, or its inverse.
+
+    Another one stands for blocks of MXFP8_VLLM with NaN, see `codes_at`.
+    """
+    if FORM <= _INT4_SLIME:
+        divisor = scale.to(tl.float32, bitcast=True)
+        if (FORM <= _BLOCK_FP8_UE8M0) | (FORM == _FP8_TENSOR_VLLM):
+            divisor = tl.div_rn(1.0, divisor)
+    elif FORM <= _MXFP4:  # an exponent; a product with the inverse is the quotient
+        inverse = tl.where(scale >= 254, 0x400000, (254 - scale) << 23)
+        lacking: tl.constexpr = 0 if FORM == _MXFP4 else _NAN
+        inverse = tl.where(scale == 255, lacking, inverse).to(tl.uint32)
+        divisor = inverse.to(tl.float32, bitcast=True)
+    elif FORM == _NVFP4:
+        divisor = tl.div_rn(_of_e4m3(scale), total)
+    else:
+        divisor = _of_e4m3(scale) * total
+    return divisor
+
+
+@triton.jit
+def code_of(weight, divisor, FORM: tl.constexpr):
+    """uint32: codes of bfloat16 bits."""
+    x = _as_float(weight)
+    if FORM <= _BLOCK_FP8_UE8M0:
+        code = _e4m3(x * divisor)
+    elif FORM == _FP8:
+        code = _e4m3(_quotient(x, divisor) + 0.0)  # makes -0 to 0
+    elif FORM == _FP8_CHANNEL_VLLM:
+        code = _e4m3(tl.div_rn(x, divisor))
+    elif FORM == _FP8_TENSOR_VLLM:
+        x = x * divisor
+        code = _e4m3(tl.where(x == x, x, _LARGEST_FP8))  # NaN
+    elif FORM <= _INT4_SLIME:
+        x = tl.div_rn(x, divisor) if FORM == _INT4_SLIME else _quotient(x, divisor)
+        x = tl.where(x == x, x, 0.0 if FORM == _INT8 else -8.0)  # NaN is code 0
+        if FORM == _INT8:
+            code = _integer(tl.minimum(tl.maximum(x, -128.0), 127.0)) & 0xFF
+        else:
+            code = _integer(tl.minimum(tl.maximum(x, -8.0), 7.0)) + 8
+    elif FORM == _MXFP8:
+        code = _e4m3(_as_bfloat16(x * divisor) + 0.0)
+    elif FORM == _MXFP8_VLLM:
+        code = _e4m3(x * divisor)
+    elif FORM == _MXFP4:
+        code = _e2m1(_as_bfloat16(x * divisor))
+    else:
+        code = _e2m1(tl.div_rn(x, divisor))
     return code
 
 
 @triton.jit
-def block_fp8(
-    address, offsets, mask, start, scales, width, WIDE: tl.constexpr, NATIVE: tl.constexpr
-):
-    """uint8 codes of elements, by the scales of their blocks of 128 x 128, which are known.
-
-    Args:
-        address: Of the first element of a chunk.
-        offsets: Of elements from there on.
-        mask: Which to read.
-        start: Where the chunk begins in its matrix.
-        scales: Address of float32 scales, block row after block row.
-        width: Columns of the matrix.
-    """
-    position = start + offsets
-    row, col = position // width, position % width
-    wide = (width + _BLOCK - 1) // _BLOCK
-    at = row // _BLOCK * wide + col // _BLOCK
-    scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=1.0)
-    bits = _weights(address, offsets, mask, WIDE)
-    return e4m3(_as_float(bits) * tl.div_rn(1.0, scale), NATIVE)
+def load_scale(scales, at, mask, FORM: tl.constexpr):
+    """uint32: bits of scales; those of 1 where `mask` leaves them out."""
+    if FORM <= _INT4_SLIME:
+        scale = tl.load(scales.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0x3F800000)
+    else:
+        scale = tl.load(scales.to(tl.pointer_type(tl.uint8)) + at, mask=mask, other=0x38)
+    return scale.to(tl.uint32)
 
 
 @triton.jit
-def _scale_of(largest, UE8M0: tl.constexpr):
-    """float32 scale of a block of which this is the largest magnitude; itself if not finite."""
-    scale = tl.div_rn(tl.maximum(largest, _LEAST), _LARGEST)
-    if UE8M0:  # the least power of two that is not below
-        bits = scale.to(tl.uint32, bitcast=True)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
-        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.where(largest < float("inf"), scale, largest)
+def store_scale(scales, at, scale, mask, FORM: tl.constexpr):
+    """Write uint32 bits of scales as kernels keep them."""
+    if FORM <= _INT4_SLIME:
+        tl.store(scales.to(tl.pointer_type(tl.uint32)) + at, scale, mask=mask)
+    else:
+        tl.store(scales.to(tl.pointer_type(tl.uint8)) + at, scale.to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_matrices"])
-def compare_block_fp8(
-    table, matrix_of, words, num_matrices,
-    WIDE: tl.constexpr, UE8M0: tl.constexpr, NATIVE: tl.constexpr,
+@triton.jit
+def load_total(address, FORM: tl.constexpr):
+    """float32: the scale of the whole, if the form has one beside those of blocks."""
+    total = 1.0
+    if FORM >= _NVFP4:
+        total = tl.load(address.to(tl.pointer_type(tl.float32)))
+    return total
+
+
+@triton.jit
+def _any_nan(address, first, mask, WIDE: tl.constexpr):
+    """Whether one of 32 weights from `first` on is NaN."""
+    found = first != first  # nothing yet
+    left = tl.max(mask.to(tl.int32), axis=0) * 32
+    while left > 0:
+        left -= 1
+        found = found | ((weights_at(address, first + left, mask, WIDE) & 0x7FFF) > _INFINITY)
+    return found
+
+
+@triton.jit
+def codes_at(
+    address, offsets, mask, start, quantized, TYPE: tl.constexpr, READ: tl.constexpr
 ):  # fmt: skip
-    """The scale of a block of 128 x 128 elements, and the mask of codes that differ.
+    """Elements of codes, by scales that are known.
 
-    table: int64[7, num_matrices]: address of the weight, of the codes that it is compared with, of
-        the scales; rows; columns, a multiple of 32; the first word of its masks; its first block.
-    matrix_of: int32[blocks], whose each is.
+    Args:
+        address: Of the weight that the first element of a chunk begins with.
+        offsets: Of elements from there on.
+        mask: Which to read.
+        start: Where the chunk begins in its parameter, in elements.
+        quantized: Where three numbers stand: the address of the scales, how many weights in a row
+            share one, and the address of the scale of the whole. Of blocks of 128 x 128 the second
+            one is the columns of the matrix.
+        TYPE, READ: See `triton.read`.
     """
-    block = tl.program_id(0)
-    at = table + tl.load(matrix_of + block)
-    weight, old = tl.load(at), tl.load(at + num_matrices)
-    scales = tl.load(at + 2 * num_matrices).to(tl.pointer_type(tl.float32))
-    rows, cols = tl.load(at + 3 * num_matrices), tl.load(at + 4 * num_matrices)
-    first_word = tl.load(at + 5 * num_matrices)
-    here = block - tl.load(at + 6 * num_matrices)
-    wide = (cols + _BLOCK - 1) // _BLOCK
-    row = here // wide * _BLOCK + tl.arange(0, 128)[:, None, None]
-    begin = here % wide * _BLOCK + tl.arange(0, 4)[None, :, None] * 32
-    lane = tl.arange(0, 32)[None, None, :]
-    there = (row < rows) & (begin < cols)
-    offsets = row * cols + begin + lane
-    bits = _weights(weight, offsets, there, WIDE)
-    largest = tl.max(tl.max(tl.max(bits & 0x7FFF, axis=2), axis=1), axis=0)
-    scale = _scale_of(_as_float(largest), UE8M0)
-    tl.store(scales + here, scale)
-    codes = e4m3(_as_float(bits) * tl.div_rn(1.0, scale), NATIVE)
-    known = tl.load(old.to(tl.pointer_type(tl.uint8)) + offsets, mask=there, other=0)
-    differ = ((codes != known) & there).to(tl.uint32)
-    word = tl.sum(differ << lane, axis=2)
-    place = tl.arange(0, 128)[:, None] + here // wide * _BLOCK
-    column = here % wide * _BLOCK + tl.arange(0, 4)[None, :] * 32
-    to = words + first_word + (place * cols + column) // 32
-    tl.store(to, word.to(tl.int32, bitcast=True), mask=(place < rows) & (column < cols))
-
-
-@triton.jit(do_not_specialize=["begin"])
-def count(numels, first_block, chunk_of, words, counts, chunk_counts, begin, BLOCK: tl.constexpr):
-    """Counts of masks that are there, for each block from `begin` on, and added up by chunk.
-
-    Words beyond the end of a chunk are set to 0.
-    """
-    block = begin + tl.program_id(0)
-    chunk = tl.load(chunk_of + block)
-    offset = (block - tl.load(first_block + chunk)) * BLOCK
-    word = tl.arange(0, BLOCK // 32)
-    at = words + block.to(tl.int64) * (BLOCK // 32) + word
-    there = offset + word * 32 < tl.load(numels + chunk)
-    found = tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True)
-    tl.store(at, 0, mask=~there)
-    number = tl.sum(popcount(found))
-    tl.store(counts + block, number)
-    if number > 0:
-        tl.atomic_add(chunk_counts + chunk, number, sem="relaxed")
+    FORM: tl.constexpr = READ // _FORM
+    WIDE: tl.constexpr = (_WIDE & READ) != 0
+    IS_INT4: tl.constexpr = (FORM == _INT4) | (FORM == _INT4_SLIME)
+    CODES: tl.constexpr = 8 if IS_INT4 else (2 if FORM >= _MXFP4 else 1)
+    scales, width = tl.load(quantized), tl.load(quantized + 1)
+    total = load_total(tl.load(quantized + 2), FORM)
+    position = (start + offsets) * CODES
+    if FORM <= _BLOCK_FP8_UE8M0:
+        wide = (width + _SIDE - 1) // _SIDE
+        block = position // width // _SIDE * wide + position % width // _SIDE
+    else:
+        block = position // width
+    scale = load_scale(scales, block, mask, FORM)
+    divisor = divisor_of(scale, total, FORM)
+    if FORM == _MXFP8_VLLM:  # a block with NaN has a scale like others
+        is_nan = _any_nan(address, block * width - start, mask & (scale == 0), WIDE)
+        divisor = tl.where(is_nan, float("nan"), divisor)
+    elements = tl.zeros_like(scale)
+    for nth in tl.static_range(CODES):
+        weight = weights_at(address, offsets * CODES + nth, mask, WIDE)
+        code = code_of(weight, divisor, FORM)
+        elements = elements | (code << (4 * nth))
+    return elements.to(TYPE)

@@ -1,0 +1,82 @@
+"""What kernels are told of matrices that are sent quantized, and of the forms that these have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from deltasync import dtypes
+from deltasync.delta.bits import Flat, Reader
+from deltasync.dtypes import Dtype
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that have a scale together; None for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelForm:
+    """A form as kernels compute it. Equal ones are compiled once.
+
+    Attributes:
+        number: One of the forms of `kernels.reads`.
+        block: What has a scale.
+        codes, scales: The parts that are codes, and scales of blocks.
+        total: The part that is a scale of whole matrices.
+        total_of: float32 [n], the totals where bfloat16 [n] are the largest magnitudes of all
+            matrices that share one.
+    """
+
+    number: int
+    block: Block
+    codes: str = "weight"
+    scales: str | None = "weight_scale"
+    total: str | None = None
+    total_of: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Total:
+    """A scale of whole matrices.
+
+    Attributes:
+        weights: float32 or bfloat16, all matrices that share it. Not owned.
+    """
+
+    weights: Sequence[Flat]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How kernels compute what is sent of a matrix.
+
+    Attributes:
+        weight: float32 or bfloat16, the elements of the matrix. Not owned.
+        shape: (rows, cols) of the matrix.
+        form: What is done with them.
+        part: What is sent.
+        scales: Of blocks, float32 or in the dtype of the part, which a comparison of the codes
+            overwrites; None without blocks. Owned by whoever computes the codes.
+        total: The scale of the whole; None if there is none.
+    """
+
+    weight: Flat
+    shape: tuple[int, int]
+    form: KernelForm
+    part: Literal["codes", "scales", "total"]
+    scales: Flat | None
+    total: Total | None
+
+
+def kept_dtype(reader: Reader) -> Dtype:
+    """The dtype of what kernels read for it, codes aside."""
+    if reader.flat is not None:
+        return reader.flat.dtype
+    computation = reader.computation
+    if computation is None or computation.part == "codes":
+        return reader.dtype
+    if computation.part == "scales" and computation.scales is not None:
+        return computation.scales.dtype
+    return dtypes.BY_NAME["float32"]

@@ -1,0 +1,230 @@
+"""Kernels that quantize matrices and compare the codes: what they write is scales and masks.
+
+Three go over blocks of different shapes: squares, groups of a row, and rows. Each takes a table
+with a column for each matrix, int64[8, num_matrices]: the address of the weight, of the codes that
+it is compared with, and of its scales; rows; columns; the first word of its masks; its first
+program; the address of the scale of the whole. And matrix_of, int32[programs]: whose each is.
+ALIGNED: Weights and codes begin at multiples of 16 bytes, and have a multiple of 16 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deltasync.delta.kernels.reads import MXFP8_VLLM
+from deltasync.delta.kernels.triton_base import aligned, popcount, rounded
+from deltasync.delta.kernels.triton_forms import (
+    code_of,
+    divisor_of,
+    load_scale,
+    load_total,
+    scale_of,
+    store_scale,
+)
+
+SPAN = 4096
+"""Weights that one program goes over at once."""
+
+_SIDE = tl.constexpr(128)
+_INFINITY = tl.constexpr(0x7F80)
+_MXFP8_VLLM = tl.constexpr(MXFP8_VLLM)
+
+
+@triton.jit
+def _weights(address, offsets, mask, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """As `weights_at`, in wide loads if ALIGNED."""
+    if WIDE:
+        raw = tl.load(aligned(address, tl.uint32, ALIGNED) + offsets, mask=mask, other=0)
+        bits = rounded(raw)
+    else:
+        bits = tl.load(aligned(address, tl.uint16, ALIGNED) + offsets, mask=mask, other=0)
+    return bits.to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def compare_squares(
+    table, matrix_of, words, num_matrices,
+    FORM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A program has 128 x 128 weights, which share a scale. Columns: a multiple of 32."""
+    block = tl.program_id(0)
+    at = table + tl.load(matrix_of + block)
+    weight, old = tl.load(at), tl.load(at + num_matrices)
+    rows, cols = tl.load(at + 3 * num_matrices), tl.load(at + 4 * num_matrices)
+    cols = tl.multiple_of(cols, 32)
+    here = block - tl.load(at + 6 * num_matrices)
+    wide = (cols + _SIDE - 1) // _SIDE
+    row = here // wide * _SIDE + tl.arange(0, 128)[:, None, None]
+    begin = here % wide * _SIDE + tl.arange(0, 4)[None, :, None] * 32
+    lane = tl.arange(0, 32)[None, None, :]
+    there = (row < rows) & (begin < cols)
+    offsets = row * cols + begin + lane
+    bits = _weights(weight, offsets, there, WIDE, ALIGNED)
+    peak = tl.max(tl.max(tl.max(bits & 0x7FFF, axis=2), axis=1), axis=0)
+    scale = scale_of(peak, 1.0, FORM)
+    store_scale(tl.load(at + 2 * num_matrices), here, scale, True, FORM)
+    codes = code_of(bits, divisor_of(scale, 1.0, FORM), FORM)
+    known = tl.load(aligned(old, tl.uint8, ALIGNED) + offsets, mask=there, other=0)
+    differ = ((codes != known) & there).to(tl.uint32)
+    word = tl.sum(differ << lane, axis=2)
+    place = tl.arange(0, 128)[:, None] + here // wide * _SIDE
+    column = here % wide * _SIDE + tl.arange(0, 4)[None, :] * 32
+    to = words + tl.load(at + 5 * num_matrices) + (place * cols + column) // 32
+    tl.store(to, word.to(tl.int32, bitcast=True), mask=(place < rows) & (column < cols))
+
+
+@triton.jit
+def _mark(
+    bits, divisor, old, words, first, end,
+    TYPE: tl.constexpr, CODES: tl.constexpr, SPAN: tl.constexpr,
+    FORM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the masks of the elements that SPAN weights in a row make.
+
+    Args:
+        bits: uint32[groups, weights of each], of bfloat16.
+        divisor: float32[groups, 1], see `code_of`.
+        old: Address of the first element of the matrix that they are compared with.
+        words: Its masks.
+        first, end: Numbers of the first element, a multiple of 32, and of the one after the last.
+    """
+    codes = code_of(bits, divisor, FORM)
+    ELEMENTS: tl.constexpr = SPAN // CODES
+    if CODES > 1:
+        beside = tl.reshape(codes, [ELEMENTS, CODES])
+        elements = tl.sum(beside << (tl.arange(0, CODES)[None, :] * 4), axis=1)
+    else:
+        elements = tl.reshape(codes, [ELEMENTS])
+    at = first + tl.arange(0, ELEMENTS)
+    there = at < end
+    known = tl.load(aligned(old, TYPE, ALIGNED) + at, mask=there, other=0).to(tl.uint32)
+    differ = tl.reshape(((elements != known) & there).to(tl.uint32), [ELEMENTS // 32, 32])
+    word = tl.sum(differ << tl.arange(0, 32)[None, :], axis=1)
+    place = first // 32 + tl.arange(0, ELEMENTS // 32)
+    tl.store(words + place, word.to(tl.int32, bitcast=True), mask=place * 32 < end)
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def compare_groups(
+    table, matrix_of, words, num_matrices,
+    GROUP: tl.constexpr, SPAN: tl.constexpr, TYPE: tl.constexpr, CODES: tl.constexpr,
+    FORM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A program has SPAN weights in a row, of which each GROUP share a scale.
+
+    GROUP: A power of two that divides the columns, or 0 if the scale is that of the whole.
+    """
+    program = tl.program_id(0)
+    at = table + tl.load(matrix_of + program)
+    weight, old = tl.load(at), tl.load(at + num_matrices)
+    scales, whole = tl.load(at + 2 * num_matrices), tl.load(at + 7 * num_matrices)
+    numel = tl.load(at + 3 * num_matrices) * tl.load(at + 4 * num_matrices)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    here = program - tl.load(at + 6 * num_matrices)
+    offsets = here * SPAN + tl.arange(0, SPAN)
+    bits = _weights(weight, offsets, offsets < numel, WIDE, ALIGNED)
+    if GROUP == 0:
+        bits = bits[None, :]
+        scale = load_scale(whole, tl.zeros([1], tl.int32), True, FORM)
+        divisor = divisor_of(scale, 1.0, FORM)
+    else:
+        GROUPS: tl.constexpr = SPAN // GROUP
+        bits = tl.reshape(bits, [GROUPS, GROUP])
+        total = load_total(whole, FORM)
+        peak = tl.max(bits & 0x7FFF, axis=1)
+        scale = scale_of(peak, total, FORM)
+        group = here * GROUPS + tl.arange(0, GROUPS)
+        store_scale(scales, group, scale, group * GROUP < numel, FORM)
+        divisor = divisor_of(scale, total, FORM)
+        if FORM == _MXFP8_VLLM:
+            divisor = tl.where(peak > _INFINITY, float("nan"), divisor)
+    masks = words + tl.load(at + 5 * num_matrices)
+    _mark(
+        bits, divisor[:, None], old, masks, here * (SPAN // CODES), numel // CODES,
+        TYPE, CODES, SPAN, FORM, ALIGNED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def compare_rows(
+    table, matrix_of, words, num_matrices,
+    SPAN: tl.constexpr, TYPE: tl.constexpr, CODES: tl.constexpr,
+    FORM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A program has a row, which has a scale, and reads it twice.
+
+    A row has a multiple of 32 elements of codes.
+    """
+    program = tl.program_id(0)
+    at = table + tl.load(matrix_of + program)
+    weight, old = tl.load(at), tl.load(at + num_matrices)
+    cols = tl.multiple_of(tl.load(at + 4 * num_matrices), 32)
+    row = program - tl.load(at + 6 * num_matrices)
+    weight += row * cols * (4 if WIDE else 2)
+    lane = tl.arange(0, SPAN)
+    largest = tl.zeros([SPAN], tl.uint32)
+    begin = 0
+    while begin < cols:
+        bits = _weights(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
+        largest = tl.maximum(largest, bits & 0x7FFF)
+        begin += SPAN
+    scale = scale_of(tl.max(largest, axis=0), 1.0, FORM)
+    store_scale(tl.load(at + 2 * num_matrices), row, scale, True, FORM)
+    divisor = divisor_of(scale, 1.0, FORM)
+    masks = words + tl.load(at + 5 * num_matrices)
+    width = tl.multiple_of(cols // CODES, 32)
+    begin = 0
+    while begin < cols:
+        bits = _weights(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
+        first = row * width + begin // CODES
+        _mark(
+            bits[None, :], divisor, old, masks, first, (row + 1) * width,
+            TYPE, CODES, SPAN, FORM, ALIGNED,
+        )  # fmt: skip
+        begin += SPAN
+
+
+@triton.jit(do_not_specialize=["num_matrices"])
+def find_peaks(
+    table, matrix_of, peaks, num_matrices,
+    SPAN: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The bfloat16 bits of the largest magnitudes of matrices, or of several that share one.
+
+    table: int64[4, num_matrices]: address of the weight; elements; first program; place in `peaks`.
+    matrix_of: int32[programs], whose each is.
+    peaks: int32[n], zeros at first.
+    """
+    program = tl.program_id(0)
+    at = table + tl.load(matrix_of + program)
+    weight, numel = tl.load(at), tl.load(at + num_matrices)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    offsets = (program - tl.load(at + 2 * num_matrices)) * SPAN + tl.arange(0, SPAN)
+    bits = _weights(weight, offsets, offsets < numel, WIDE, ALIGNED)
+    peak = tl.max(bits & 0x7FFF, axis=0).to(tl.int32)
+    to = peaks + tl.load(at + 3 * num_matrices)
+    if peak > tl.load(to):  # it only grows
+        tl.atomic_max(to, peak, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["begin"])
+def count(numels, first_block, chunk_of, words, counts, chunk_counts, begin, BLOCK: tl.constexpr):
+    """Counts of masks that are there, for each block from `begin` on, and added up by chunk.
+
+    Words beyond the end of a chunk are set to 0.
+    """
+    block = begin + tl.program_id(0)
+    chunk = tl.load(chunk_of + block)
+    offset = (block - tl.load(first_block + chunk)) * BLOCK
+    word = tl.arange(0, BLOCK // 32)
+    at = words + block.to(tl.int64) * (BLOCK // 32) + word
+    there = offset + word * 32 < tl.load(numels + chunk)
+    found = tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True)
+    tl.store(at, 0, mask=~there)
+    number = tl.sum(popcount(found))
+    tl.store(counts + block, number)
+    if number > 0:
+        tl.atomic_add(chunk_counts + chunk, number, sem="relaxed")
