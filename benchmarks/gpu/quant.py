@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from benchmarks.gpu.cases import Run, parts_of, sizes_of
 from benchmarks.gpu.engine import free_memory
 from benchmarks.gpu.kernels import copy_seconds, seconds
@@ -16,25 +18,48 @@ from deltasync import Policy
 from deltasync.delta.backend import Delta, snapshot_of
 from deltasync.delta.patch import chunk_numel_on
 from deltasync.delta.shard import whole
+from deltasync.quant.block_fp8 import BlockFp8
+from deltasync.quant.form import Form
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp4 import MxFp4
+from deltasync.quant.mxfp8 import MxFp8
+from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.weights import SourceLayout
 
+FORMS: dict[str, Form] = {
+    "quant_diff": BlockFp8(),
+    "quant_diff_fp8_channel": Fp8(),
+    "quant_diff_fp8_tensor": Fp8("tensor"),
+    "quant_diff_int8": Int8(),
+    "quant_diff_int4_128": Int4(128),
+    "quant_diff_int4_32": Int4(32),
+    "quant_diff_nvfp4": CompressedNvfp4(),
+    "quant_diff_mxfp8": MxFp8(),
+    "quant_diff_mxfp4": MxFp4(),
+}
 _DENSITY = 0.003
 _SEED = 1
 
 
 def quant(run: Run) -> Iterator[Result]:
-    """Comparing in the served form, then whole syncs beside those of bfloat16."""
-    yield _compare(run)
-    free_memory(run.setup.device("trainer"))
+    """Comparing in each served form, then whole syncs to block FP8 beside those of bfloat16."""
+    device = run.setup.device("trainer")
+    module = run.setup.model.build(device)
+    for case, form in FORMS.items():
+        yield _compare(run, module, case, form)
+        free_memory(device)
+    del module
+    free_memory(device)
     yield from _syncs(run)
 
 
-def _compare(run: Run) -> Result:
+def _compare(run: Run, module: nn.Module, case: str, form: Form) -> Result:
     """One comparison to counts, indices and values, against reading both sides once."""
     device = run.setup.device("trainer")
-    module = run.setup.model.build(device)
-    source = served_source(module)
+    source = served_source(module, form)
     layout = SourceLayout(source, source_specs(source.tensors()))
     chunk_numel = chunk_numel_on(device.type)
     snapshot = snapshot_of(whole(layout.specs), layout.readers, chunk_numel=chunk_numel)
@@ -57,7 +82,7 @@ def _compare(run: Run) -> Result:
     # Copying reads and writes.
     floor = [s * read_bytes / (4 * numel) for s in copy_seconds(run, numel, device)]
     return run.record(
-        "quant_diff",
+        case,
         mine,
         floor,
         baseline="reading the weights and the snapshot once, at the rate of a copy",

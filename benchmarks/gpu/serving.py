@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from benchmarks.gpu.geometry import submodule
@@ -10,17 +12,18 @@ from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
 from deltasync.quant.served import ServedSource, served_weights
 
+_BLOCK_FP8 = BlockFp8()
 _KEPT = ("embed_tokens", "lm_head", "norm", ".gate.")  # in the trainer's dtype, as in checkpoints
 
 
-def forms(name: str, shape: tuple[int, ...]) -> Form | None:
-    """Block FP8 for what Qwen3's FP8 checkpoints quantize."""
-    return None if len(shape) != 2 or any(kept in name for kept in _KEPT) else BlockFp8()
+def forms(name: str, shape: tuple[int, ...], form: Form = _BLOCK_FP8) -> Form | None:
+    """A form for what Qwen3's FP8 checkpoints quantize."""
+    return None if len(shape) != 2 or any(kept in name for kept in _KEPT) else form
 
 
-def served_source(module: nn.Module) -> ServedSource:
+def served_source(module: nn.Module, form: Form = _BLOCK_FP8) -> ServedSource:
     """What a trainer sends of a module."""
-    return ServedSource(ModuleSource(module), forms)
+    return ServedSource(ModuleSource(module), partial(forms, form=form))
 
 
 def served_module(module: nn.Module) -> nn.Module:
