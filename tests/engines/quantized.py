@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
         {},
     ),
+    "NVFP4, ModelOpt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "ignore": ["lm_head", "*mlp.gate"],
+    },
     "NVFP4": _compressed("nvfp4-pack-quantized", _NV, _NV | {"dynamic": "local"}),
     "INT4": _compressed(
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, {}
@@ -128,7 +135,17 @@ def _nvfp4(weight: Tensor) -> Parts:
         "weight_packed": _pairs(groups, len(weight)),
         "weight_scale": (groups.abs().amax(2) / 6 * whole).to(_FP8),
         "weight_global_scale": whole.view(1),
-        "input_global_scale": torch.ones(1),
+        "input_global_scale": 1 / weight.abs().mean().view(1),
+    }
+
+
+def _nvfp4_of_modelopt(weight: Tensor) -> Parts:
+    parts = _nvfp4(weight)
+    return {
+        "weight": parts["weight_packed"],
+        "weight_scale": parts["weight_scale"],
+        "weight_scale_2": 1 / parts["weight_global_scale"].view(()),
+        "input_scale": weight.abs().mean(),
     }
 
 
@@ -152,6 +169,7 @@ _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "MXFP8": _mxfp8,
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
+    "NVFP4, ModelOpt": _nvfp4_of_modelopt,
     "INT4": _int4,
 }
 
@@ -161,10 +179,10 @@ def use_kernels(kernels: Collection[str], experts: str = "") -> None:
 
     Args:
         kernels: Classes of kernels of matrices.
-        experts: A backend of FP8 or INT4 experts; "" for those of CPUs.
+        experts: A backend of FP8, INT4 or NVFP4 experts; "" for those of CPUs.
     """
     from vllm.model_executor.kernels import linear
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, nvfp4
     from vllm.platforms import PlatformEnum
 
     use_repacking()
@@ -178,8 +196,11 @@ def use_kernels(kernels: Collection[str], experts: str = "") -> None:
     for oracle, backends, choose in (
         (fp8, fp8.Fp8MoeBackend, "select_fp8_moe_backend"),
         (int_wna16, int_wna16.WNA16MoEBackend, "select_wna16_moe_backend"),
+        (nvfp4, nvfp4.NvFp4MoeBackend, "select_nvfp4_moe_backend"),
     ):
-        if experts in backends.__members__:
+        if experts not in backends.__members__:
+            continue
+        with suppress(ValueError):  # it has the name alone
             found = backends[experts], oracle.backend_to_kernel_cls(backends[experts])[0]
             _replace(choose, lambda *_, found=found, **__: found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deltasync import ReceiverOptions
+from deltasync import ReceiverOptions, WeightReceiver
 from deltasync.delta.bits import as_bits
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TargetMoved
@@ -207,10 +208,10 @@ class Clamped(Matrix):
 
 
 class Inner(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.weight = fixed(torch.empty(16, 8, dtype=FP8))
-        self.scale = fixed(torch.empty(4, 2))
+        self.weight = fixed(torch.empty(rows, 8, dtype=FP8))
+        self.scale = fixed(torch.empty(rows // 4, 2))
 
 
 class Outer(Matrix):
@@ -219,7 +220,7 @@ class Outer(Matrix):
     def __init__(self) -> None:
         super().__init__()
         del self.scale, self.weight
-        self.inner = Inner()
+        self.inner = Inner(16)
 
     def load(self, which: str, part: int, tensor: Tensor) -> None:
         super().load(f"inner.{which}", part, tensor)
@@ -229,7 +230,32 @@ class Outer(Matrix):
         self.inner.scale = fixed(1 / self.inner.scale.data)
 
 
-@pytest.mark.parametrize("made", [Rounded, Twice, Dropped, Clamped, Outer])
+class Joint(Matrix):
+    """Two modules are given the larger one of their scales, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale, self.weight
+        self.parts = nn.ModuleDict({"a": Inner(8), "b": Inner(8)})
+        self.worked_on = 0
+
+    def load(self, which: str, part: int, tensor: Tensor) -> None:
+        self.parts["ab"[part]].get_parameter(which).data.copy_(tensor)
+
+    def work(self) -> None:
+        if self.worked_on:
+            return
+        self.worked_on += 1
+        self.largest = torch.maximum(*(one.scale.data.max() for one in self.inner()))
+        for one in self.inner():
+            one.weight = fixed(one.weight.data.t().contiguous())
+            one.scale = fixed(one.scale.data / self.largest)
+
+    def inner(self) -> list[Inner]:
+        return [one for one in self.parts.values() if isinstance(one, Inner)]
+
+
+@pytest.mark.parametrize("made", [Rounded, Twice, Dropped, Clamped, Outer, Joint])
 def test_what_follows_from_small_tensors_alone_is_computed_again(made: type[Matrix]) -> None:
     class Kind(Engine):
         pass
@@ -440,3 +466,45 @@ def test_storage_of_a_result_that_is_replaced_is_noticed() -> None:
         until(lambda: bool(serving.errors))
         assert "kernel.limit" in str(serving.errors[0])
         assert is_as(engine, before)
+
+
+def test_workers_that_run_in_inference_mode_follow() -> None:
+    now = checkpoint(0)
+    engine = FusedEngine.started(now)
+    before = state_of(engine)
+    source = Weights({name: tensor.clone() for name, tensor in now.items()})
+    with ThreadPoolExecutor(1) as pool, torch.inference_mode(), fleet(source) as here:
+        target = verified(engine, now)
+        with WeightReceiver(target, here.transport.receiver()) as receiver:
+            for seed in (0, 1, 2):
+                source.take(now := checkpoint(seed))
+                sent = pool.submit(sync, here)
+                assert receiver.receive_weights(timeout_s=5) == seed + 1 or seed == 0
+                sent.result(5)
+                check_is(engine, now, before)
+
+
+def sync(here: Fleet) -> None:
+    here.wait(1)
+    here.sender.send_weights(timeout_s=5)
+
+
+def test_a_receiver_that_dies_between_staging_and_writing_leaves_the_old_version() -> None:
+    now = checkpoint(0)
+    engine = FusedEngine.started(now)
+    before = state_of(engine)
+    source = Weights({name: tensor.clone() for name, tensor in now.items()})
+    target = verified(engine, now)
+    with ThreadPoolExecutor(1) as pool, fleet(source) as here:
+        with WeightReceiver(target, here.transport.receiver()) as receiver:
+            sent = pool.submit(sync, here)
+            receiver.receive_weights(timeout_s=5)
+            sent.result(5)
+            source.take(now := checkpoint(1))
+            sent = pool.submit(sync, here)
+            assert receiver.stage(timeout_s=5)
+        assert sent.exception(10) is not None
+        assert is_as(engine, before)
+        here.add(target)
+        sync(here)
+        check_is(engine, now, before)

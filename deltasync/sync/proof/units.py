@@ -93,6 +93,8 @@ class _Search:
         self._proof, self._scope, self._loaded = proof, scope, loaded
         live = proof.scopes.reach((scope,)).tensors
         self._like = {path: (f.alias.shape, f.alias.dtype) for path, f in live.items()}
+        small = sum(_num_bytes(loaded[name]) for name in small_of(loaded))
+        self._most = max(_FACTOR << 10, _SMALL * small)  # bytes of a result that is looked at
         self._run: Run = partial(self._made, moved)
         self._given = [
             {name: _drawn(tensor, seed) for name, tensor in loaded.items()} for seed in (0, 1)
@@ -164,14 +166,15 @@ class _Search:
         return True
 
     def _made(self, moved: Collection[str], module: str, given: Bits) -> dict[str, Tensor]:
-        """What the live layer has too, once, without what lies where routes lead."""
+        """What the live layer has too, once, without what is large or lies where routes lead."""
         with self._proof.processing(module, given) as after:
             founds = {path: found.alias for path, found in after.tensors.items()}
             routed = {storage_of(founds[name]) for name in moved if name in founds}
             made: dict[tuple[object, ...], tuple[str, Tensor]] = {}
             for path, alias in founds.items():
                 is_own = identity(alias) not in made and storage_of(alias) not in routed
-                if is_own and self._like.get(path) == (alias.shape, alias.dtype):
+                is_like = self._like.get(path) == (alias.shape, alias.dtype)
+                if is_own and is_like and _num_bytes(alias) <= self._most:
                     made[identity(alias)] = path, alias.clone()
             return dict(made.values())
 
