@@ -140,6 +140,29 @@ def test_a_receiver_that_joins_late_gets_everything_through_routes() -> None:
         assert all(torch.equal(bits, wanted[n][1]) for n, (_, bits) in bits_of(engine).items())
 
 
+class Careful(Matrix):
+    """Looks whether its scales were loaded."""
+
+    def work(self) -> None:
+        if bool((self.scale.data.isnan() | (self.scale.data < 0)).any()):
+            raise RuntimeError("scales were never loaded")
+        super().work()
+
+
+class CarefulEngine(Engine):
+    made = Careful
+
+
+def test_code_that_raises_at_nan_is_watched_with_other_numbers() -> None:
+    first = checkpoint(0)
+    engine = CarefulEngine.started(first)
+    target = target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    assert {piece.live for pieces in target.routes().values() for piece in pieces} == {
+        *(name for name, _ in engine.named_parameters())
+    }
+
+
 class Merged(Matrix):
     """One scale for both matrices, which are quantized with it again."""
 

@@ -25,6 +25,7 @@ from deltasync.delta.routes.route import Piece, joined
 PADDING, COMPUTED = -1, -2
 _ALIGNED = 32  # bytes or half bytes; at least the largest element
 _BYTE, CODE_BITS = 8, 4
+_GENTLE = 6  # bits
 _BLOCK = 1 << 24  # fields that are looked at together
 _MOST_PIECES = 1024  # of one tensor: beyond, writes would be slow
 
@@ -41,19 +42,24 @@ class Moves:
             it is given.
         inputs: What it takes; shapes and dtypes alone are read.
         bits: 8, or 4 for codes of 4 bits. These are then the elements below. They count from the
-            low bits of an element, and of each byte.
+            low bits of an element, and of each byte. Floats are no codes; they are all 1 then.
+        is_gentle: Whether digits are of 6 bits, so that floats are neither NaN nor negative, for
+            code that raises at such.
 
     Raises what `process` raises.
     """
 
-    def __init__(self, process: Process, inputs: Tensors, bits: int = _BYTE) -> None:
+    def __init__(
+        self, process: Process, inputs: Tensors, bits: int = _BYTE, *, is_gentle: bool = False
+    ) -> None:
         self._inputs, self._bits = dict(inputs), bits
         self._starts: dict[str, int] = {}
         total = 0
         for name, tensor in inputs.items():
             self._starts[name] = total
             total = _rounded_up(total + self._count(tensor), _ALIGNED)
-        self._made = _numbers(process, self._inputs, self._starts, total, bits)
+        width = min(bits, _GENTLE if is_gentle else _BYTE)
+        self._made = _numbers(process, self._inputs, self._starts, total, bits, width)
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
 
@@ -156,15 +162,15 @@ def _piece(live: str, starts: Sequence[int], dims: Sequence[tuple[int, int, int]
 
 
 def _numbers(
-    process: Process, inputs: Tensors, starts: Mapping[str, int], total: int, bits: int
+    process: Process, inputs: Tensors, starts: Mapping[str, int], total: int, bits: int, width: int
 ) -> Tensors:
     """By result, int[fields]: the number of the input's field that is there, PADDING or COMPUTED.
 
-    A field is so many bits. There is a digit beyond the numbers' own, which is 0 in all fields, so
-    that code which turns bits does not look as if it moved fields.
+    A field is so many bits, and a digit is `width` bits of it. There is a digit beyond the numbers'
+    own, which is 0 in all fields, so that code which turns bits does not look as if it moved any.
     """
-    dtype, largest = torch.int32 if total < 1 << 31 else torch.int64, (1 << bits) - 1
-    digits = max(1, -(-total.bit_length() // bits))
+    dtype, largest = torch.int32 if total < 1 << 31 else torch.int64, (1 << width) - 1
+    digits = max(1, -(-total.bit_length() // width))
     first: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
     is_padding: dict[str, Tensor] = {}
@@ -174,7 +180,10 @@ def _numbers(
             {
                 name: _fields(made, bits)
                 for name, made in process(
-                    {n: _counting(t, starts[n], digit, mask, bits) for n, t in inputs.items()}
+                    {
+                        n: _counting(t, starts[n], (width * digit, largest, mask), bits)
+                        for n, t in inputs.items()
+                    }
                 ).items()
             }
             for mask in (0, largest)
@@ -188,7 +197,7 @@ def _numbers(
                 found.pop(name, None)  # its shape depends on values
                 continue
             if digit < digits:
-                found[name] += one.to(dtype) << bits * digit
+                found[name] += one.to(dtype) << width * digit
             else:
                 is_moved[name] = is_moved[name] & (one == 0)
             is_padding[name] = is_padding[name] & (one == other) & (one == first[name])
@@ -199,11 +208,17 @@ def _numbers(
     return found
 
 
-def _counting(like: Tensor, start: int, digit: int, mask: int, bits: int) -> Tensor:
-    """A tensor whose fields have a digit of their numbers, which begin at `start`."""
+def _counting(like: Tensor, start: int, digit: tuple[int, int, int], bits: int) -> Tensor:
+    """A tensor whose fields have a digit of their numbers, which begin at `start`.
+
+    The digit is given as (shift, mask, what is exchanged in it).
+    """
+    if bits == CODE_BITS and like.is_floating_point():
+        return torch.ones(like.shape).to(like.dtype)
+    shift, mask, exchanged = digit
     count = like.numel() * like.element_size() * _BYTE // bits
     numbers = torch.arange(start, start + count)
-    digits = ((numbers >> bits * digit) & ((1 << bits) - 1) ^ mask).to(torch.uint8)
+    digits = ((numbers >> shift) & mask ^ exchanged).to(torch.uint8)
     if bits == CODE_BITS:
         digits = digits[::2] | digits[1::2] << CODE_BITS
     return digits.view(like.dtype).view(like.shape)

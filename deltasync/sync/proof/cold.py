@@ -139,7 +139,12 @@ class ColdModel:
 
         Yields what is reached from the modules inside, and the paths of what was filled.
         """
-        before = Reach(roots, stop=stop)
+        with self._with_memory(Reach(roots, stop=stop), fill) as filled:
+            yield Reach(roots, stop=stop), filled
+
+    @contextmanager
+    def _with_memory(self, before: Reach, fill: Mapping[str, Tensor]) -> Iterator[set[str]]:
+        """As `given_memory`, of what is reached already."""
         storages: dict[int, Tensor] = {}
         swapped: dict[int, tuple[Tensor, Tensor]] = {}
         filled: set[str] = set()
@@ -154,7 +159,7 @@ class ColdModel:
                         filled.add(path)
                     swapped[id(tensor)] = tensor, real
                     _swap(tensor, real)
-            yield Reach(roots, stop=stop), filled
+            yield filled
         finally:
             for tensor, real in swapped.values():
                 if real.is_meta:  # an interrupt may have come before they were exchanged
@@ -187,12 +192,13 @@ class ColdModel:
 
         Raises what the engine raises.
         """
-        made = {path: found.alias for path, found in Reach(roots, stop=stop).tensors.items()}
+        reach = Reach(roots, stop=stop)
+        made = {path: found.alias for path, found in reach.tensors.items()}
         own = {p: one.clone() for p, one in made.items() if p in given and not one.is_meta}
         try:
             for path in own:
                 as_bits(made[path]).copy_(as_bits(given[path]))
-            with self.given_memory(roots, stop, given), torch.no_grad(), Alone():
+            with self._with_memory(reach, given), torch.no_grad(), Alone():
                 self._startup.work_on(modules)
                 yield Reach(roots, stop=stop)
         finally:

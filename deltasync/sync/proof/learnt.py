@@ -140,7 +140,10 @@ class _Layer:
 
     def _learnt(self, bits: int) -> dict[str, _Table]:
         try:
-            moves = Moves(self._process, self._inputs, bits)
+            try:
+                moves = Moves(self._process, self._inputs, bits)
+            except FAILURES:
+                moves = Moves(self._process, self._inputs, bits, is_gentle=True)
         except FAILURES as error:
             raise ConfigError(
                 f"the engine's work after loading cannot be watched: it raised {error!r}"
