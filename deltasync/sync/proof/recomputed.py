@@ -54,6 +54,9 @@ class Recomputed:
 
     Attributes:
         beside: The same. Written through routes.
+
+    Raises:
+        ConfigError: The engine lacks something that a unit makes.
     """
 
     def __init__(
@@ -76,6 +79,10 @@ class Recomputed:
         self._live: dict[Unit, dict[str, Found]] = {}
         for unit in units:
             reached = proof.scopes.reach((scope_of(unit.module),)).tensors
+            if missing := set(unit.made) - reached.keys():
+                raise ConfigError(
+                    f"{min(missing)!r} is not there, though other layers like this one have it"
+                )
             self._live[unit] = {path: reached[path] for path in unit.made}
         # Of what each unit's results were computed, and what they were then: digests.
         self._state: dict[Unit, tuple[int, int]] = {}
