@@ -75,6 +75,8 @@ sweep-engines: $(ENGINES)/.installed
 # What a GPU machine without a network needs to run real engines: see tests/engines/gpu/pack.py.
 gpu-engines: $(STAMP)
 	$(BIN)/python -m tests.engines.gpu.pack make $(ENGINES)/gpu-work $(ENGINES)/gpu
+	$(BIN)/python -m tests.engines.gpu.pack make --engine sglang \
+	  $(ENGINES)/gpu-work-sglang $(ENGINES)/gpu-sglang
 
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py

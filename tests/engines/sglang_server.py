@@ -1,4 +1,4 @@
-"""Whole servers of SGLang's, on CPUs."""
+"""Whole servers of SGLang's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,15 +15,15 @@ from deltasync.integrations.http import Http
 from tests.engines.programs import Program, wait_until_up
 from tests.ranks import free_port
 
-ON_CPU = {
-    "--device": "cpu",
-    "--attention-backend": "torch_native",
+_LIMITS = {
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--context-length": 512,
     "--max-total-tokens": 2048,
     "--max-running-requests": 4,
 }
+ON_CPU = {"--device": "cpu", "--attention-backend": "torch_native"} | _LIMITS
+ON_GPU = {"--attention-backend": "triton", "--mem-fraction-static": 0.8} | _LIMITS
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Itera
     """The address of a server that was started on these weights."""
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     port = free_port()
-    flags = [word for pair in ON_CPU.items() for word in pair]
+    chosen = ON_GPU if torch.cuda.is_available() else ON_CPU
+    flags = [word for pair in chosen.items() for word in pair]
     flags += [
         "--skip-tokenizer-init",
         "--disable-cuda-graph",

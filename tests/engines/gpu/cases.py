@@ -10,7 +10,7 @@ from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import Forms
 from tests.engines.quantized import CONFIGS
 
-Way = Literal["LLM", "AsyncLLM", "vllm serve"]
+Way = Literal["LLM", "AsyncLLM", "vllm serve", "SGLang"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class Case:
         environment: Variables of its processes.
         workers: GPUs that it takes.
         form: Key of `quantized.CONFIGS`, for engines that are started on quantized checkpoints.
-        way: How vLLM runs. Requests run all the time in those that are not an `LLM`.
+        way: What runs, SGLang or vLLM in one of its ways. Requests run all the time in an
+            AsyncLLM and in `vllm serve`.
         sleeps: The engine sleeps before each sync, by turns at level 1 and 2.
         has_adapter: A LoRA adapter is loaded, and requests use it.
     """
@@ -45,6 +46,11 @@ class Case:
     def forms(self) -> Forms:
         """What trainers make of its `quantization_config`."""
         return forms_of_config(CONFIGS[self.form])
+
+    @property
+    def program(self) -> str:
+        """The module that runs it."""
+        return f"tests.engines.gpu.{'follow_sglang' if self.way == 'SGLang' else 'follow'}"
 
     @property
     def name(self) -> str:
@@ -128,6 +134,16 @@ def _on_one() -> Iterator[Case]:
     yield _case(llama, "vllm serve", way="vllm serve")
 
 
+def _of_sglang() -> Iterator[Case]:
+    # The packed kernels are older than SGLang asks for, and FlashInfer's are not packed.
+    environment = {
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+    }
+    for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+        yield _case(architecture, "SGLang", way="SGLang", environment=environment)
+
+
 def _on_two() -> Iterator[Case]:
     mp: dict[str, Any] = {"distributed_executor_backend": "mp"}
     for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"):
@@ -146,5 +162,5 @@ def _on_two() -> Iterator[Case]:
             )
 
 
-CASES = {case.name: case for case in (*_on_one(), *_on_two())}
+CASES = {case.name: case for case in (*_on_one(), *_of_sglang(), *_on_two())}
 """By name: the architecture and the setup."""

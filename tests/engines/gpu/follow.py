@@ -57,11 +57,7 @@ class Trial:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        quantized = {"quantization_config": CONFIGS[case.form]} if case.form else {}
-        write_config(case.architecture, folder, case.config | quantized)
-        old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
-        middle = changed(old, 0.3, seed=1)
-        self.versions = [old, middle, changed(middle, 0.01, seed=2)]
+        self.versions = versions_of(case, folder)
         if case.has_adapter:
             adapter.write(folder)
         self.is_busy = case.way != "LLM"
@@ -178,6 +174,15 @@ class Trial:
         return (cuda_ipc if _IS_GPU else shared_memory).Sender(self.folder / f"{mode}.socket")
 
 
+def versions_of(case: Case, folder: Path) -> list[dict[str, Tensor]]:
+    """A trainer's weights, three times, after the checkpoint's configuration was written."""
+    quantized = {"quantization_config": CONFIGS[case.form]} if case.form else {}
+    write_config(case.architecture, folder, case.config | quantized)
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    middle = changed(old, 0.3, seed=1)
+    return [old, middle, changed(middle, 0.01, seed=2)]
+
+
 @contextmanager
 def asleep(live: Live, level: int) -> Iterator[None]:
     """Within the block the engine sleeps. At level 2 it keeps no weights."""
@@ -207,6 +212,13 @@ def differing(now: Held, cold: Held, compared: list[set[str]]) -> list[str]:
     ]
 
 
+def tell(name: str, found: dict[str, Any]) -> None:
+    """Print what was found of a case, with what it was found on."""
+    gpus = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    facts = {"name": name, "torch": torch.__version__, "gpus": dict(gpus)}
+    print(json.dumps(facts | found))  # noqa: T201 a script
+
+
 def main(name: str, folder: Path) -> None:
     case = CASES[name]
     os.environ.update(case.environment)
@@ -214,10 +226,7 @@ def main(name: str, folder: Path) -> None:
     make_known(folder)
     import vllm
 
-    found = Trial(case, folder).run()
-    gpus = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-    facts = {"name": name, "vllm": vllm.__version__, "torch": torch.__version__, "gpus": dict(gpus)}
-    print(json.dumps(facts | found))  # noqa: T201 a script
+    tell(name, {"vllm": vllm.__version__} | Trial(case, folder).run())
 
 
 if __name__ == "__main__":

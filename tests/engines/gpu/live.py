@@ -18,7 +18,6 @@ from typing import Any, Protocol, Self
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.http import Http
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient
-from tests.engines.gpu.cases import Way
 from tests.engines.offline import SHORT, engine_settings, stop, tokens
 from tests.ranks import free_port
 
@@ -155,7 +154,7 @@ def _flags(settings: dict[str, Any]) -> list[str]:
     return found
 
 
-WAYS: dict[Way, Callable[[Path, dict[str, Any]], Live]] = {
+WAYS: dict[str, Callable[[Path, dict[str, Any]], Live]] = {
     "LLM": Offline,
     "AsyncLLM": Asynchronous,
     "vllm serve": Server,

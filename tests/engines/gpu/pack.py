@@ -1,11 +1,10 @@
-"""Packs a vLLM for GPU machines without a network, and unpacks it there.
+"""Packs a vLLM or an SGLang for GPU machines without a network, and unpacks it there.
 
-    python -m tests.engines.gpu.pack make WORK OUT     some ten minutes, and 8 GB in WORK
+    python -m tests.engines.gpu.pack make WORK OUT [--engine sglang]     some ten minutes
     python -m tests.engines.gpu.pack unpack OUT SITE   there; then PYTHONPATH=SITE:.
 
-For machines with Python 3.12, torch 2.11 (CUDA 13) and transformers. vLLM's libraries are built
-against torch's stable ABI, so that those of 0.32 work there, but for DeepGEMM's: that is taken from
-0.26, which was built for torch 2.11. Device code of GPUs other than Hopper is left out.
+For machines with Python 3.12, torch 2.11 (CUDA 13) and transformers; for SGLang, nvcc too. Device
+code of GPUs other than Hopper is left out.
 """
 
 from __future__ import annotations
@@ -21,54 +20,104 @@ import tarfile
 import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.engines.gpu.prune import pruned
 
-_VLLM, _BUILT_FOR_TORCH_2_11 = "0.32.0", "0.26.0"
 _SM = 90
-_LIBRARIES = (
-    "_C_stable_libtorch.abi3.so",
-    "_moe_C_stable_libtorch.abi3.so",
-    "_flashmla_C.abi3.so",
-    "_flashmla_extension_C.abi3.so",
-    "cumem_allocator.abi3.so",
-    "fs_io_C.abi3.so",
-    "spinloop.abi3.so",
-    "vllm_flash_attn/_vllm_fa3_C.abi3.so",
-    "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
-)
-_NEEDED = Path(__file__).with_name("packages.txt")
-_LEFT_OUT = (
-    "__pycache__",
-    "/tests/",
-    "third_party/fmha_sm100",
-    "third_party/tml_fa4",
-    "serve/instrumentator/static",
-    "zstandard/_cffi",
-    "tvm_ffi/include",
-)
-_ENTRY_POINT = "[vllm.general_plugins]\ndeltasync = deltasync.integrations.vllm:register\n"
+_HERE = Path(__file__).parent
+_ENTRY_POINTS = """\
+[vllm.general_plugins]
+deltasync = deltasync.integrations.vllm:register
+[sglang.srt.plugins]
+deltasync = deltasync.integrations.checkpoint_engine:register
+"""
 
 
-def make(work: Path, out: Path) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """What is packed of an engine.
+
+    Attributes:
+        parts: Requirements, each with the only folder that is taken of it, or "". It takes the
+            place of the same folder of parts before it.
+        libraries: Those that stay, of all that lie in `packages`.
+        packages: Of the parts.
+        needed: Files of requirements.
+        left_out: What stands in paths that Python does not need.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    libraries: tuple[str, ...]
+    packages: tuple[str, ...]
+    needed: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+_LEFT_OUT = ("__pycache__", "/tests/", "zstandard/_cffi")
+RECIPES = {
+    # Its libraries are built against torch's stable ABI, so that those of 0.32 work with torch
+    # 2.11, but for DeepGEMM's: that is taken from 0.26, which was built for torch 2.11.
+    "vllm": Recipe(
+        parts=(("vllm==0.32.0", ""), ("vllm==0.26.0", "vllm/third_party/deep_gemm/")),
+        libraries=(
+            "vllm/_C_stable_libtorch.abi3.so",
+            "vllm/_moe_C_stable_libtorch.abi3.so",
+            "vllm/_flashmla_C.abi3.so",
+            "vllm/_flashmla_extension_C.abi3.so",
+            "vllm/cumem_allocator.abi3.so",
+            "vllm/fs_io_C.abi3.so",
+            "vllm/spinloop.abi3.so",
+            "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+            "vllm/third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
+        ),
+        packages=("vllm",),
+        needed=("packages.txt",),
+        left_out=(
+            *_LEFT_OUT,
+            "third_party/fmha_sm100",
+            "third_party/tml_fa4",
+            "serve/instrumentator/static",
+            "tvm_ffi/include",
+        ),
+    ),
+    # Its kernels are built for one torch: those of 0.4.5, the last for torch 2.11, are older than
+    # SGLang 0.5.20 asks for. FlashAttention 3 alone would take 130 MiB, and is left out.
+    "sglang": Recipe(
+        parts=(("sglang==0.5.20", ""), ("sglang-kernel==0.4.5", "")),
+        libraries=(
+            "sgl_kernel/sm90/common_ops.abi3.so",
+            "sgl_kernel/flashmla_ops.abi3.so",
+            "sglang/srt/mem_cache/rust_tree_core/mem_cache.cpython-312-x86_64-linux-gnu.so",
+        ),
+        packages=("sglang", "sgl_kernel"),
+        needed=("packages.txt", "packages-sglang.txt"),
+        left_out=(*_LEFT_OUT, "sglang/multimodal_gen", "sglang/test/", "sglang/benchmark"),
+    ),
+}
+
+
+def make(work: Path, out: Path, engine: str) -> None:
     """Download, prune and compress."""
-    tree, site = work / "tree", work / "site"
-    for version in (_VLLM, _BUILT_FOR_TORCH_2_11):
-        _download([f"vllm=={version}"], work / version)
-    _unzip(work / _VLLM, tree)
-    shutil.rmtree(tree / "vllm" / "third_party" / "deep_gemm", ignore_errors=True)
-    _unzip(work / _BUILT_FOR_TORCH_2_11, tree, only="vllm/third_party/deep_gemm/")
-    _download(["--requirement", str(_NEEDED)], work / "needed")
+    recipe, tree, site = RECIPES[engine], work / "tree", work / "site"
+    for number, (requirement, only) in enumerate(recipe.parts):
+        _download([requirement], work / str(number))
+        if only:
+            shutil.rmtree(tree / only, ignore_errors=True)
+        _unzip(work / str(number), tree, only=only)
+    _download(
+        [w for n in recipe.needed for w in ("--requirement", str(_HERE / n))], work / "needed"
+    )
     _unzip(work / "needed", site)
     here = site / "deltasync-0.dist-info"
     here.mkdir(exist_ok=True)
     (here / "METADATA").write_text("Metadata-Version: 2.1\nName: deltasync\nVersion: 0\n")
-    (here / "entry_points.txt").write_text(_ENTRY_POINT)
+    (here / "entry_points.txt").write_text(_ENTRY_POINTS)
     out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(_pack_library, tree / "vllm" / name, out, name) for name in _LIBRARIES]
-        jobs.append(pool.submit(_pack_tree, [tree, site], out / "tree.tar.xz"))
+        jobs = [pool.submit(_pack_library, tree / name, out, name) for name in recipe.libraries]
+        jobs.append(pool.submit(_pack_tree, [tree, site], out / "tree.tar.xz", recipe))
         for job in jobs:
             job.result()
     print(sum(file.stat().st_size for file in out.iterdir()) >> 20, "MiB")  # noqa: T201
@@ -114,17 +163,26 @@ def _pack_library(library: Path, out: Path, name: str) -> None:
 
 
 def _unpack_library(packed: Path, site: Path) -> None:
-    place = site / "vllm" / packed.name.removesuffix(".xz").replace("@", "/")
+    place = site / packed.name.removesuffix(".xz").replace("@", "/")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(lzma.decompress(packed.read_bytes()))
 
 
-def _pack_tree(trees: list[Path], packed: Path) -> None:
+def _pack_tree(trees: list[Path], packed: Path, recipe: Recipe) -> None:
+    def wanted(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        """What Python needs; the engine's own libraries are packed one by one."""
+        is_own = info.name.split("/")[0] in recipe.packages
+        if is_own and info.name.endswith(".so"):
+            return None
+        if info.name.endswith((".pyc", ".pyi", "vllm-rs")):
+            return None
+        return None if any(part in f"{info.name}/" for part in recipe.left_out) else info
+
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for tree in trees:
             for entry in sorted(tree.iterdir()):
-                tar.add(entry, entry.name, filter=_wanted)
+                tar.add(entry, entry.name, filter=wanted)
     packed.write_bytes(lzma.compress(data.getvalue(), preset=9))
 
 
@@ -133,21 +191,17 @@ def _unpack_tree(packed: Path, site: Path) -> None:
         tar.extractall(site, filter="data")
 
 
-def _wanted(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """What Python needs; vLLM's own libraries are packed one by one."""
-    is_library = info.name.startswith("vllm/") and info.name.endswith(".so")
-    if is_library or info.name.endswith((".pyc", ".pyi", "vllm-rs")):
-        return None
-    return None if any(part in f"{info.name}/" for part in _LEFT_OUT) else info
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.pack")
     parser.add_argument("what", choices=("make", "unpack"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("to", type=Path)
+    parser.add_argument("--engine", choices=RECIPES, default="vllm", help="for make")
     chosen = parser.parse_args()
-    {"make": make, "unpack": unpack}[chosen.what](chosen.folder, chosen.to)
+    if chosen.what == "make":
+        make(chosen.folder, chosen.to, chosen.engine)
+    else:
+        unpack(chosen.folder, chosen.to)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -30,19 +32,24 @@ from tests.engines.environment import ROOT
 from tests.engines.gpu.cases import CASES
 
 _SETTINGS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING"}
+_END_S = 5.0
 _SAID = 12000  # of what a failed case has printed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.run")
-    parser.add_argument("names", nargs="*", help="all that fit on this machine, if none is named")
+    parser.add_argument("names", nargs="*", help="if none, all that fit the GPUs and engines here")
     parser.add_argument("--out", type=Path, default=Path("gpu-engines.jsonl"))
     parser.add_argument("--at-once", type=int, default=8, help="cases that run side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each")
     parser.add_argument("--commit", help="of this tree, if git does not know it here")
     chosen = parser.parse_args()
     count = max(1, torch.cuda.device_count())
-    names = chosen.names or [name for name, case in CASES.items() if case.workers <= count]
+    names = chosen.names or [
+        name
+        for name, case in CASES.items()
+        if case.workers <= count and find_spec("sglang" if case.way == "SGLang" else "vllm")
+    ]
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
     environment = asdict(Environment.here())
@@ -64,7 +71,7 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="engine-"))
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.engines.gpu.follow", name, str(folder)],
+        [sys.executable, "-W", "ignore", "-m", CASES[name].program, name, str(folder)],
         cwd=ROOT,
         env=os.environ | _SETTINGS,
         stdout=subprocess.PIPE,
@@ -75,8 +82,7 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
     try:
         printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
+        printed = ended(process)
         printed += f"\nended after {limit_s:.0f} s"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -85,6 +91,16 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
     if process.returncode == 0 and told:
         row = json.loads(told[-1])
     return row | {"took_s": round(time.monotonic() - began, 1)}
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process has printed that is ended with its group."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):  # it ends servers that have groups of their own
+        process.communicate(timeout=_END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0]
 
 
 def said(row: dict[str, Any]) -> str:

@@ -1,0 +1,101 @@
+"""One case of SGLang: a server follows a trainer, and is compared with one started on the same.
+
+    python -m tests.engines.gpu.follow_sglang NAME FOLDER
+
+Prints a JSON object, as `tests.engines.gpu.follow` does. Runs on a CPU without a GPU. Needs SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import SglangServer
+from deltasync.transports import cuda_ipc, shared_memory
+from tests.engines.checkpoints import Weights
+from tests.engines.gpu.cases import CASES, Case
+from tests.engines.gpu.follow import tell, versions_of
+from tests.engines.sglang_server import generate, served
+
+_PROMPTS = (17, 30)
+_BACKENDS = ("attention_backend", "sampling_backend", "moe_runner_backend")
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """What is found."""
+    old, *others = versions_of(case, folder)
+    with served(folder, others[-1]) as url:
+        expected, cold = answers(Http(url)), checksums(Http(url))
+    with served(folder, old) as url:
+        info = Http(url).get("server_info")
+        found: dict[str, Any] = {"kernels": [f"{name}={info.get(name)}" for name in _BACKENDS]}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mine = Weights({name: tensor.to(device, copy=True) for name, tensor in old.items()})
+        server = SglangServer(url)
+        link = (cuda_ipc if device == "cuda" else shared_memory).Sender(folder / "socket")
+        with EngineSync(mine, server, link, paused=server.paused, timeout_s=120) as sync:
+            try:
+                sync.connect()
+            except ConfigError as error:
+                return found | {"outcome": "refused", "refused": str(error)}
+            try:
+                found |= syncs(Http(url), mine, sync, others)
+            except DeltaSyncError as error:
+                said = f"{type(error).__name__} in a sync: {error}"
+                return found | {"outcome": "failed", "printed": said}
+        is_same, is_equal = answers(Http(url)) == expected, checksums(Http(url)) == cold
+    outcome = "routed" if is_same and is_equal else "WRONG"
+    wrong = [] if is_equal else ["checksums"]
+    return found | {"outcome": outcome, "wrong": wrong, "tokens": is_same, "tensors": len(cold)}
+
+
+def syncs(
+    http: Http, mine: Weights, sync: EngineSync, versions: list[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """One version after the other."""
+    sync.send_weights()
+    seconds, stats = [], []
+    for weights in versions:
+        answers(http)  # what is cached of its prompts is of the version before
+        mine.take(weights)
+        began = time.perf_counter()
+        stats.append(sync.send_weights())
+        seconds.append(time.perf_counter() - began)
+    return {
+        "syncs": [one.kind for one in stats],
+        "seconds": seconds,
+        "bytes": [one.payload_bytes for one in stats],
+    }
+
+
+def answers(http: Http) -> list[list[int]]:
+    """Greedy tokens, one prompt at a time."""
+    return [generate(http, prompt=length)["output_ids"] for length in _PROMPTS]
+
+
+def checksums(http: Http) -> dict[str, str]:
+    """Of what the server's workers hold, by rank and name."""
+    ranks = http.post("weights_checker", {"action": "checksum"})["ranks"]
+    return {f"{n}.{k}": v for n, rank in enumerate(ranks) for k, v in rank["checksums"].items()}
+
+
+def main(name: str, folder: Path) -> None:
+    case = CASES[name]
+    os.environ.update(case.environment)
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end too
+    tell(name, {"sglang": version("sglang")} | run(case, folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
