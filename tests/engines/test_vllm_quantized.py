@@ -101,13 +101,15 @@ def test_what_is_computed_after_loading_is_refused_by_name(
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("setup", ["one", "tensor"])
+@pytest.mark.parametrize("form", ["channel FP8", "INT4"])
 def test_a_whole_engine_follows_and_generates(
-    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Found
+    form: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Found
 ) -> None:
     use_cpu(monkeypatch, packs=False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     command = ("-m", "tests.engines.parallel", tmp_path, "LlamaForCausalLM", setup, "refuse")
-    with Program(*command, "channel FP8") as program:
+    with Program(*command, form) as program:
         assert "followed" in program.wait(timeout_s=480)
-    found("vLLM", "LlamaForCausalLM, FP8", "1" if setup == "one" else "TP 2", "routed")
+    architecture = f"LlamaForCausalLM, {form.removeprefix('channel ')}"
+    found("vLLM", architecture, "1" if setup == "one" else "TP 2", "routed")
