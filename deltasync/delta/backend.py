@@ -23,6 +23,7 @@ from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.policy import Policy
+from deltasync.delta.routes.codes import Codes
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
 
@@ -251,8 +252,8 @@ def backend_for(
 ) -> Backend:
     """Choose what works on these weights.
 
-    They are worked on in batches if they share a GPU, Triton is installed, and every element has an
-    address. Raises ConfigError if batches are demanded ("triton") and not possible.
+    They are worked on in batches if they share a GPU, Triton is installed, and kernels find every
+    element. Raises ConfigError if batches are demanded ("triton") and not possible.
 
     Args:
         flats: The weights by parameter. They must outlive the back end.
@@ -283,6 +284,7 @@ def backend_for(
             if one is not None
         ),
         box_dims=backend.weights.boxes.dims,
+        has_codes=backend.weights.boxes.has_codes,
         has_gaps=backend.weights.has_gaps,
     )
     return backend
@@ -300,8 +302,8 @@ def _device_for_batches(
         problem = f"the weights live on {len(devices)} devices"
     elif not numel:
         problem = "there are no elements"
-    elif any(flat.numel and not flat.is_contiguous and not flat.boxes() for flat in flats):
-        problem = "weights have elements without an address"
+    elif any(isinstance(flat, Codes) and flat.spread() is None for flat in flats):
+        problem = "codes of 4 bits are spread over words in another way in each element"
     if problem is None:
         return devices.pop()
     if kernels == "triton":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -21,6 +21,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import Region, unpaired
+from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.route import Part, Piece
 from deltasync.delta.shard import whole
 from deltasync.testing.payloads import payloads
@@ -32,14 +33,26 @@ few = settings(max_examples=20 if DEVICE.type == "cpu" else 300, deadline=None)
 
 @dataclass
 class Held:
-    """One parameter: what is held of it, if anything, and what a sync says of it."""
+    """One parameter: what is held of it, if anything, and what a sync says of it.
+
+    With `is_spread`, all first codes of 4 bits lie in a row, then all second ones, and so on, so
+    that a word has codes of several elements.
+    """
 
     spec: ParameterSpec
     pieces: list[Piece]
     runs: list[Run]
+    is_spread: bool
 
     def access(self, storage: Tensor) -> Live:
-        first = self.pieces[0]
+        first, spec = self.pieces[0], self.spec
+        if self.is_spread:
+            spread = [
+                Piece(one.live, one.source, replace(one.target, start=one.target.start + begin), k)
+                for k, begin in enumerate(range(0, 2 * storage.nbytes, len(storage)))
+                for one in self.pieces
+            ]
+            return Codes(spread, {"": storage}, spec.dtype, spec.numel)
         if first.source == Region.run(0, self.spec.numel):
             return Flat.of(first.target.view(storage))
         return Part.of(self.pieces, {"": storage}, name=self.spec.name)
@@ -82,7 +95,7 @@ def runs_of(draw: st.DrawFn, spec: ParameterSpec, rng: np.random.Generator) -> l
     for low, high in pairwise(sorted({0, draw(st.integers(0, spec.numel)), spec.numel})):
         share = draw(st.sampled_from([0.0, 0.3, 1.0]))
         indices = np.flatnonzero(rng.random(high - low) < share).astype(np.int32)
-        bits = torch.from_numpy(rng.integers(0, 100, high - low)).to(integer_dtype(spec.dtype))
+        bits = torch.from_numpy(rng.integers(0, 1 << 62, high - low)).to(integer_dtype(spec.dtype))
         if draw(st.booleans()):
             runs.append(Run(low, high - low, None, bits))
         elif len(indices):
@@ -95,17 +108,19 @@ def runs_of(draw: st.DrawFn, spec: ParameterSpec, rng: np.random.Generator) -> l
 def helds(draw: st.DrawFn) -> list[Held]:
     rng, found = np.random.default_rng(draw(st.integers(0, 99))), []
     for number in range(draw(st.integers(1, 4))):
-        dtype = dtypes.BY_NAME[draw(st.sampled_from(["bfloat16", "float32", "uint8"]))]
+        is_spread = draw(st.booleans())
+        names = ["uint8", "int32", "int64"] if is_spread else ["bfloat16", "float32", "uint8"]
+        dtype = dtypes.BY_NAME[draw(st.sampled_from(names))]
         shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
         spec = ParameterSpec((f"w{number}",), shape, dtype)
         pieces = pieces_of(draw, shape, spec.numel)
-        found.append(Held(spec, pieces, runs_of(draw, spec, rng)))
+        found.append(Held(spec, pieces, runs_of(draw, spec, rng), is_spread))
     return found
 
 
 def bits_for(held: Held) -> Tensor:
     generator = torch.Generator().manual_seed(held.spec.numel)
-    bits = torch.randint(100, (4 * held.spec.numel + 1,), generator=generator)
+    bits = torch.randint(1 << 62, (4 * held.spec.numel + 4,), generator=generator)
     return bits.to(DEVICE, integer_dtype(held.spec.dtype))
 
 

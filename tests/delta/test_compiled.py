@@ -49,19 +49,25 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
-    own, wire = BY_NAME["float32"], BY_NAME["bfloat16"]
-    formats = frozenset({(wire, wire), (own, wire), (own, own)})
+    own, wire, words = (BY_NAME[name] for name in ("float32", "bfloat16", "int32"))
+    formats = frozenset({(wire, wire), (own, wire), (own, own), (words, words)})
     some = frozenset(
         (own, kernel_of(form)) for form in FORMS if form in (BlockFp8(), Fp8(), Int4())
     )
     every = frozenset((wire, kernel_of(form)) for form in FORMS) | some
-    for dims, has_gaps, quantized in ((0, False, every), (1, False, some), (3, True, some)):
+    for dims, has_gaps, has_codes, quantized in (
+        (0, False, False, every),
+        (1, False, False, some),
+        (3, True, False, some),
+        (3, False, True, frozenset()),
+    ):
         sync_tiny_models(
             formats,
             1 << 18,
             torch.device("cpu"),
             quantized=quantized,
             box_dims=dims,
+            has_codes=has_codes,
             has_gaps=has_gaps,
         )
     program = subprocess.run(

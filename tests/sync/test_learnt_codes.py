@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from typing import get_args
 
 import pytest
 import torch
@@ -13,17 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from deltasync import ReceiverOptions
-from deltasync.delta.backend import backend_for
+from deltasync.delta.backend import Kernels, backend_for
 from deltasync.delta.bits import as_bits
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SyncAborted, TargetMoved
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
-from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin
+from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin, unpacked
 from tests.sync.harness import Fleet, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
 
@@ -149,9 +149,14 @@ def check(
 
 
 @settings(max_examples=12)
-@given(made=st.sampled_from(ENGINES), seed=st.integers(0, 1 << 20), share=st.floats(0.001, 1))
+@given(
+    made=st.sampled_from(ENGINES),
+    seed=st.integers(0, 1 << 20),
+    share=st.floats(0.001, 1),
+    kernels=st.sampled_from(get_args(Kernels)),
+)
 def test_any_history_leaves_what_the_engine_would_make(
-    made: type[Engine], seed: int, share: float
+    made: type[Engine], seed: int, share: float, kernels: Kernels
 ) -> None:
     first = checkpoint(seed)
     engine = made.started(first)
@@ -161,7 +166,7 @@ def test_any_history_leaves_what_the_engine_would_make(
     check(engine, first, before)
     source = copied(first)
     with fleet(source) as here:
-        here.add(target)
+        here.add(target, options=ReceiverOptions(kernels=kernels))
         here.wait(1)
         assert here.sender.send_weights().full_synced == 0
         for number in (1, 2, 3):
@@ -175,9 +180,10 @@ def test_any_history_leaves_what_the_engine_would_make(
 
 
 @pytest.mark.parametrize("made", ENGINES)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("max_staged_bytes", [None, 0])
 def test_a_receiver_that_joins_late_gets_everything_through_routes(
-    made: type[Engine], max_staged_bytes: int | None
+    made: type[Engine], max_staged_bytes: int | None, kernels: Kernels
 ) -> None:
     """Staged, and written at once where there is no memory to stage."""
     first, new = checkpoint(0), checkpoint(1)
@@ -185,7 +191,9 @@ def test_a_receiver_that_joins_late_gets_everything_through_routes(
     before, source, target = bits_of(engine), copied(new), target_of(engine, new)
     target.verify_routes(first.items())
     with fleet(source) as here:
-        here.add(target, options=ReceiverOptions(max_staged_bytes=max_staged_bytes))
+        here.add(
+            target, options=ReceiverOptions(max_staged_bytes=max_staged_bytes, kernels=kernels)
+        )
         here.wait(1)
         assert here.sender.send_weights().full_synced == 1
         check(engine, new, before)
@@ -219,13 +227,16 @@ def joined(here: Fleet, target: LearntTarget, options: ReceiverOptions | None = 
 
 @pytest.mark.parametrize("made", ENGINES)
 @pytest.mark.parametrize("share", [0.002, 0.9])
-def test_a_sync_that_fails_after_it_has_written_is_undone(made: type[Engine], share: float) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_sync_that_fails_after_it_has_written_is_undone(
+    made: type[Engine], share: float, kernels: Kernels
+) -> None:
     first = checkpoint(0)
     engine, source = made.started(first), copied(first)
     before, target = bits_of(engine), failing_target(engine, first)
     target.verify_routes(first.items())
     with fleet(source) as here:
-        joined(here, target)
+        joined(here, target, ReceiverOptions(kernels=kernels))
         source.take(new := changed(first, share, 1))
         target.fails = True
         with pytest.raises(SyncAborted, match="planted"):
@@ -237,13 +248,16 @@ def test_a_sync_that_fails_after_it_has_written_is_undone(made: type[Engine], sh
 
 
 @pytest.mark.parametrize("made", ENGINES)
-def test_a_code_that_somebody_else_changed_is_found_and_healed(made: type[Engine]) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_code_that_somebody_else_changed_is_found_and_healed(
+    made: type[Engine], kernels: Kernels
+) -> None:
     first = checkpoint(0)
     engine, source = made.started(first), copied(first)
     before, target = bits_of(engine), target_of(engine, first)
     target.verify_routes(first.items())
     with fleet(source) as here:
-        joined(here, target, ReceiverOptions(scrub_every=1))
+        joined(here, target, ReceiverOptions(scrub_every=1, kernels=kernels))
         serving = here.serving["engine/0"]
         live = engine.layers[1].get_parameter("weight_packed").data
         live[0, 0] ^= 1 << 13
@@ -266,18 +280,46 @@ def test_codes_that_are_changed_as_well_are_refused_by_name() -> None:
     check(engine, first, before)
 
 
-def test_codes_have_no_address_and_so_no_kernels_that_need_one() -> None:
+@pytest.mark.parametrize("made", ENGINES)
+def test_kernels_find_the_codes_of_real_orders(made: type[Engine]) -> None:
     first = checkpoint(0)
-    engine = OfInt4.started(first)
+    engine = made.started(first)
     target = target_of(engine, first)
     held = target.bind(target.parameters())
     codes = [live for live in held.values() if isinstance(live, Codes)]
     assert len(codes) == 6
-    assert all(len(live._boxes) == 1 for live in codes)
-    assert all(live.boxes() == [] and live.numel == ROWS * COLS // 8 for live in codes)
-    ledger = DigestLedger(whole(target.parameters()), chunk_numel=1 << 20)
-    with pytest.raises(ConfigError, match="elements without an address"):
-        backend_for(held, ledger, kernels="triton")
+    for live in codes:
+        assert live.boxes() == []  # no element has an address
+        assert len(live.spread() or ()) == 1
+
+
+def test_orders_that_kernels_do_not_find_are_written_by_torch() -> None:
+    """Here the high codes of a word are in another order than the low ones."""
+
+    class Uneven(Int4):
+        @staticmethod
+        def repacked(words: Tensor) -> Tensor:
+            codes = unpacked(words).view(*words.shape, 8)
+            low, high = codes[..., :4], codes[..., 4:].transpose(0, 1)
+            return packed(torch.cat([low.flatten(), high.flatten()])).view(words.shape)
+
+    class OfUneven(Engine):
+        made = Uneven
+
+    first = checkpoint(0)
+    engine = OfUneven.started(first)
+    before, target = bits_of(engine), target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    held = target.bind(target.parameters())
+    assert all(live.spread() is None for live in held.values() if isinstance(live, Codes))
+    with pytest.raises(ConfigError, match="spread over words in another way"):
+        backend_for(held, DigestLedger((), chunk_numel=1), kernels="triton")
+    source = copied(first)
+    with fleet(source) as here:
+        joined(here, target)
+        source.take(new := changed(first, 0.01, 1))
+        here.sender.send_weights()
+        check(engine, new, before)
 
 
 def test_the_last_layer_is_proved_too() -> None:

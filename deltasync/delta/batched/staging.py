@@ -38,6 +38,7 @@ class _Sparse:
 
     item_size: int
     dims: int
+    codes: int
     rows: Tensor
     segment_row: Tensor
 
@@ -52,6 +53,7 @@ class _Dense:
 
     item_size: int
     dims: int
+    codes: int
     pieces: Tensor
     blocks_each: int
     is_aligned: bool
@@ -224,22 +226,24 @@ class BatchedStaging:
         item_sizes = self._before.item_sizes[rows["parameter"]]
         is_dense = rows["kind"] == RowKind.DENSE
         in_run = self._weights.pointers[rows["parameter"]] != 0
-        # Sparse rows all go by boxes, if any does: that is one launch.
+        # Sparse rows all go by boxes, if any does: that is one launch, and one for spread codes.
         in_boxes = (boxes.count[rows["parameter"]] > 0) & ~(is_dense & in_run)
-        ways = 4 * item_sizes + 2 * in_boxes + is_dense
+        ways = 8 * item_sizes + 4 * boxes.is_spread[rows["parameter"]] + 2 * in_boxes + is_dense
         parts: list[_Sparse | _Dense] = []
         for way in np.flatnonzero(np.bincount(ways)).tolist():
             here, box = np.flatnonzero(ways == way), None
             if way & 2:  # a row for each box, which takes from it what is its own
                 which, box = boxes.of(rows["parameter"][here])
                 here = here[which]
-            item_size, index_at, value_at = way // 4, bucket.index_at[here], bucket.value_at[here]
+            item_size, index_at, value_at = way // 8, bucket.index_at[here], bucket.value_at[here]
+            codes = 2 * item_size if way & 4 else 0
             if way & 1:
-                parts += self._dense(rows[here], value_at // item_size, item_size, box, address)
+                value_at //= item_size
+                parts += self._dense(rows[here], value_at, item_size, box, address, codes)
             else:
                 index_at //= INDEX_ITEM_BYTES
                 value_at //= item_size
-                parts.append(self._sparse(rows[here], index_at, value_at, item_size, box))
+                parts.append(self._sparse(rows[here], index_at, value_at, item_size, box, codes))
         return parts
 
     def _addresses(self, parameter: NDArray[np.uint32], box: Ints | None) -> Ints:
@@ -249,7 +253,13 @@ class BatchedStaging:
         return self._weights.boxes.address[box]
 
     def _sparse(
-        self, rows: Rows, index_at: Ints, value_at: Ints, item_size: int, box: Ints | None
+        self,
+        rows: Rows,
+        index_at: Ints,
+        value_at: Ints,
+        item_size: int,
+        box: Ints | None,
+        codes: int,
     ) -> _Sparse:
         parameter = rows["parameter"]
         columns = np.zeros((12, len(rows)), np.int64)
@@ -263,10 +273,16 @@ class BatchedStaging:
             columns[11], dims = box, self._weights.boxes.dims
         columns[9], columns[10] = segments_in(columns[2])
         (there,) = upload([columns], self._weights.device)
-        return _Sparse(item_size, dims, there, segment_rows(columns[10], there[10]))
+        return _Sparse(item_size, dims, codes, there, segment_rows(columns[10], there[10]))
 
     def _dense(
-        self, rows: Rows, value_at: Ints, item_size: int, box: Ints | None, address: int
+        self,
+        rows: Rows,
+        value_at: Ints,
+        item_size: int,
+        box: Ints | None,
+        address: int,
+        codes: int,
     ) -> list[_Dense]:
         """Pieces of the rows that are held here, none of which reaches into another chunk."""
         places = self._addresses(rows["parameter"], box)
@@ -304,7 +320,7 @@ class BatchedStaging:
         begins = (columns[0] | columns[2]) * item_size | columns[3] | columns[1] | address
         is_aligned = box is None and not (begins % ALIGNMENT).any()
         dims = 0 if box is None else self._weights.boxes.dims
-        return [_Dense(item_size, dims, pieces, blocks_each, is_aligned)]
+        return [_Dense(item_size, dims, codes, pieces, blocks_each, is_aligned)]
 
     def _check(self, part: _Sparse | _Dense, payload: Tensor) -> None:
         if isinstance(part, _Sparse):
@@ -319,6 +335,7 @@ class BatchedStaging:
                 part.rows.shape[1],
                 TYPE=TYPES[part.item_size],
                 DIMS=part.dims,
+                CODES=part.codes,
                 CHUNK=self._before.chunk_numel,
                 SEGMENT=SEGMENT,
                 num_warps=4,
@@ -334,6 +351,7 @@ class BatchedStaging:
                 part.blocks_each,
                 TYPE=TYPES[part.item_size],
                 DIMS=part.dims,
+                CODES=part.codes,
                 ALIGNED=part.is_aligned,
                 BLOCK=SPAN,
                 num_warps=4,
@@ -352,6 +370,7 @@ class BatchedStaging:
                 part.rows.shape[1],
                 TYPE=TYPES[part.item_size],
                 DIMS=part.dims,
+                CODES=part.codes,
                 KEEP=not self.in_place,
                 SEGMENT=SEGMENT,
                 PART=kernels.PART,
@@ -369,6 +388,7 @@ class BatchedStaging:
                 part.blocks_each,
                 TYPE=TYPES[part.item_size],
                 DIMS=part.dims,
+                CODES=part.codes,
                 IN_PLACE=self.in_place,
                 ALIGNED=part.is_aligned,
                 BLOCK=SPAN,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor
 from deltasync.delta.batched.backend import BatchedBackend
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import device_of
-from deltasync.delta.bits import Flat, Reader, WireReader, integer_dtype, torch_dtype
+from deltasync.delta.bits import Flat, Live, Reader, WireReader, integer_dtype, torch_dtype
 from deltasync.delta.bucket import BucketReader
 from deltasync.delta.computation import Computation, KernelForm, Total
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.kernels.reads import codes_of
 from deltasync.delta.policy import Policy
 from deltasync.delta.region import Region
+from deltasync.delta.routes.codes import Codes
+from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import Share, whole
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.wire.messages import ParameterSpec
@@ -34,6 +36,7 @@ def warm_up(
     *,
     quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
     box_dims: int = 0,
+    has_codes: bool = False,
     has_gaps: bool = False,
 ) -> None:
     """`sync_tiny_models`, once in a process and where there is something to compile.
@@ -42,14 +45,16 @@ def warm_up(
     """
     if device.type == "cuda":
         for dims in {0, box_dims}:
-            sync_tiny_models(
-                formats,
-                chunk_numel,
-                device,
-                quantized=quantized,
-                box_dims=dims,
-                has_gaps=has_gaps,
-            )
+            for codes in {False, has_codes and dims > 0}:
+                sync_tiny_models(
+                    formats,
+                    chunk_numel,
+                    device,
+                    quantized=quantized,
+                    box_dims=dims,
+                    has_codes=codes,
+                    has_gaps=has_gaps,
+                )
 
 
 def sync_tiny_models(
@@ -59,6 +64,7 @@ def sync_tiny_models(
     *,
     quantized: frozenset[tuple[Dtype, KernelForm]] = frozenset(),
     box_dims: int = 0,
+    has_codes: bool = False,
     has_gaps: bool = False,
 ) -> None:
     """Sync in every way there is, which launches every kernel that a sync may need.
@@ -69,6 +75,7 @@ def sync_tiny_models(
         device: Where kernels run.
         quantized: (dtype of the weights, form) of matrices to come.
         box_dims: Dimensions of the boxes that receivers hold weights in; 0 for weights in one run.
+        has_codes: Whether receivers hold integers as codes of 4 bits, spread over words.
         has_gaps: Whether what is compared are shares with gaps.
     """
     with device_of(device):
@@ -90,7 +97,7 @@ def sync_tiny_models(
         for dense_above in (1.0, 0.0):
             for max_held_bytes in (_BUCKET_BYTES, 0):
                 policy = Policy(dense_above=dense_above, chunk_numel=chunk_numel)
-                _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims)
+                _sync(specs, shares, readers, policy, device, max_held_bytes, box_dims, has_codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +129,25 @@ class _Codes:
         return torch.zeros(stop - start, dtype=integer_dtype(self.dtype), device=self.device)
 
 
-def _live(share: Share, device: torch.device, dims: int) -> Flat:
-    """Weights in one run, or in a box of so many dimensions, the first of them the innermost."""
+def _live(share: Share, device: torch.device, dims: int, has_codes: bool) -> Live:
+    """Weights in one run, or in a box of so many dimensions, the first of them the innermost.
+
+    With `has_codes` that is a box of codes, if the weights are integers.
+    """
     numel = share.numel
     storage = torch.zeros(2 * numel, dtype=torch_dtype(share.spec.dtype), device=device)
     if not dims:
         return Flat.of(storage[:numel])
     twos = min(dims, numel.bit_length() - 1) - 1
     shape = *[2] * twos, numel >> twos
-    return Flat.of(storage.as_strided(shape, [2 << nth for nth in range(len(shape))]))
+    box = storage.as_strided(shape, [2 << nth for nth in range(len(shape))])
+    if not has_codes or share.spec.dtype.is_floating:
+        return Flat.of(box)
+    count = 2 * share.spec.dtype.item_size
+    elements, places = Region.run(0, numel), Region.of(box)
+    target = Region(0, tuple((size, step * count) for size, step in places.dims))
+    pieces = [Piece("", elements, replace(target, start=code), code) for code in range(count)]
+    return Codes(pieces, {"": storage}, share.spec.dtype, numel)
 
 
 def _filled(dtype: Dtype, device: torch.device) -> Tensor:
@@ -146,6 +163,7 @@ def _sync(
     device: torch.device,
     max_held_bytes: int,
     box_dims: int,
+    has_codes: bool,
 ) -> None:
     sent, ledger = (
         DigestLedger(own, chunk_numel=policy.chunk_numel_on(device.type))
@@ -153,7 +171,10 @@ def _sync(
     )
     snapshot, replica, other = (
         BatchedBackend(
-            {number: _live(share, device, dims) for number, share in enumerate(own.shares)},
+            {
+                number: _live(share, device, dims, has_codes)
+                for number, share in enumerate(own.shares)
+            },
             own,
             device,
         )

@@ -18,9 +18,14 @@ from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels import triton_live as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.delta.region import Pairs, Region, paired
+from deltasync.delta.routes.codes import Codes, Spread
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
+
+
+_MOST_CODES = 16
+"""Of 4 bits, in an element of 8 bytes."""
 
 
 class Boxes:
@@ -29,30 +34,42 @@ class Boxes:
     Attributes:
         count, first: int64[parameters]: how many boxes each has, and which is its first.
         address: int64[boxes].
+        is_spread: bool[parameters]: whether its elements are codes of 4 bits, each at its own
+            place. Its boxes are `Spread`.
         dims: Of every box: the most that one needs. 0 without boxes.
-        table: int64[2 + 3 * dims, boxes] on the device, and how many: as kernels take them.
+        table: int64[2 + 3 * dims + 16, boxes] on the device, and how many: as kernels take them.
     """
 
     def __init__(
         self, flats: Mapping[int, Live], num_parameters: int, device: torch.device
     ) -> None:
-        boxes: list[tuple[int, int, Pairs]] = []
+        boxes: list[tuple[int, int, Pairs, tuple[int, ...]]] = []
         self.count = np.zeros(num_parameters, np.int64)
+        self.is_spread = np.zeros(num_parameters, np.bool_)
         if not all(flat.is_contiguous for flat in flats.values()):
             for parameter, flat in flats.items():
-                found = flat.boxes()
+                found = _spread(flat)
                 self.count[parameter] = len(found)
+                self.is_spread[parameter] = isinstance(flat, Codes)
                 boxes += [
-                    (view.data_ptr(), positions.start, paired(positions, Region.of(view)))
-                    for positions, view in found
+                    (one.address, one.source.start, paired(one.source, one.target), one.apart)
+                    for one in found
                 ]
         self.first = np.cumsum(self.count) - self.count
-        self.dims = max((max(1, len(dims)) for _, _, dims in boxes), default=0)
-        rows = [[address, start, *self._padded(dims)] for address, start, dims in boxes]
-        columns = np.array(rows, np.int64).reshape(len(boxes), 2 + 3 * self.dims).T
+        self.dims = max((max(1, len(dims)) for _, _, dims, _ in boxes), default=0)
+        rows = [
+            [address, start, *self._padded(dims), *apart, *[0] * (_MOST_CODES - len(apart))]
+            for address, start, dims, apart in boxes
+        ]
+        columns = np.array(rows, np.int64).reshape(len(boxes), 2 + 3 * self.dims + _MOST_CODES).T
         self.address: NDArray[np.int64] = columns[0]
         (there,) = upload([columns], device)
         self.table = there, len(boxes)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether elements are codes of 4 bits, each at its own place."""
+        return bool(self.is_spread.any())
 
     def _padded(self, dims: Pairs) -> Iterator[int]:
         """The numbers of so many dimensions, the first of them of one element each."""
@@ -139,19 +156,26 @@ class BatchedWeights:
         in_runs, (which, box) = np.flatnonzero(self.pointers[parameter]), self.boxes.of(parameter)
         others = self.pointers[parameter[which]] == 0
         which, box = which[others], box[others]
+        is_spread = self.boxes.is_spread[parameter[which]]
         found = np.zeros(len(chunks), np.uint64)
         with device_of(self.device):
             for item_size in np.unique(self.item_sizes[chunks]).tolist():
                 here = self.item_sizes[chunks] == item_size
                 these = in_runs[here[in_runs]]
                 found[these] = self._digests(chunks[these], item_size)
-                these = np.flatnonzero(here[which])
-                in_boxes = self._digests(chunks[which[these]], item_size, box[these])
-                np.add.at(found, which[these], in_boxes)
+                for codes in (0, 2 * item_size):
+                    these = np.flatnonzero(here[which] & (is_spread == bool(codes)))
+                    in_boxes = self._digests(chunks[which[these]], item_size, box[these], codes)
+                    np.add.at(found, which[these], in_boxes)
         return found
 
-    def _digests(self, chunks: Ints, item_size: int, box: Ints | None = None) -> NDArray[np.uint64]:
-        """uint64[n]: digests of chunks that are contiguous, or of what of each is in a box."""
+    def _digests(
+        self, chunks: Ints, item_size: int, box: Ints | None = None, codes: int = 0
+    ) -> NDArray[np.uint64]:
+        """uint64[n]: digests of chunks that are contiguous, or of what of each is in a box.
+
+        With `codes` an element has so many of 4 bits, spread as the box says.
+        """
         if not len(chunks):
             return np.zeros(0, np.uint64)
         there, box_of = upload([chunks, chunks if box is None else box], self.device)
@@ -171,6 +195,7 @@ class BatchedWeights:
             each,
             TYPE=TYPES[item_size],
             DIMS=0 if box is None else self.boxes.dims,
+            CODES=codes,
             GAPS=self.has_gaps,
             ALIGNED=box is None and self._is_aligned(chunks),
             BLOCK=SPAN,
@@ -180,6 +205,18 @@ class BatchedWeights:
 
     def _is_aligned(self, chunks: Ints) -> bool:
         return not ((self.addresses | self.table.numel)[chunks] % ALIGNMENT).any()
+
+
+def _spread(flat: Live) -> list[Spread]:
+    """The boxes of a parameter, of codes or not."""
+    if isinstance(flat, Codes):
+        found = flat.spread()
+        assert found is not None, "the host works on such weights"
+        return found
+    return [
+        Spread(view.data_ptr(), positions, Region(0, Region.of(view).dims), ())
+        for positions, view in flat.boxes()
+    ]
 
 
 def blocks_in(numels: NDArray[np.int64]) -> int:

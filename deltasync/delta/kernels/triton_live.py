@@ -1,9 +1,14 @@
 """Kernels over live weights: digests, the check of what a bucket would write, and its writing.
 
 Weights that lie in one run are found by their address alone. Others are found through *boxes*:
-int64[2 + 3 * DIMS, num_boxes], the address of a box's first element, its flat position in the
+int64[2 + 3 * DIMS + 16, num_boxes], the address of a box's first element, its flat position in the
 parameter, and of each dimension size, distance of positions and distance in memory, in elements.
 What holds for chunks and addresses in `triton` holds here.
+
+With CODES, an element is so many codes of 4 bits, each at a place of its own: see `Spread`. Then
+the address is that of the storage, and distances in memory are in codes. The last numbers of a box
+say how much farther each code of an element is. A write adds, to the word that has a code, how much
+the code changes. So programs that write other codes of the same word do not disturb each other.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from deltasync.delta.kernels.triton_base import (
     aligned,
     left_out,
     length_of,
-    load,
     mix,
     seed_of,
 )
@@ -64,13 +68,19 @@ def _find(box, num_boxes, position, end, DIMS: tl.constexpr):
 
 
 @triton.jit
+def _box(boxes, row, num_rows, DIMS: tl.constexpr):
+    """The box of a row."""
+    return boxes + tl.load(row + 11 * num_rows) if DIMS else boxes
+
+
+@triton.jit
 def _held(row, boxes, num_boxes, num_rows, position, there, DIMS: tl.constexpr):
     """(where, there, any): elements from a row's address on to flat positions; with DIMS those in
     its box.
     """
     if DIMS:
         end = tl.load(row + 3 * num_rows) + tl.load(row + 4 * num_rows)
-        box = boxes + tl.load(row + 11 * num_rows)
+        box = _box(boxes, row, num_rows, DIMS)
         where, inside = _find(box, num_boxes, position, end, DIMS)
         there &= inside
         return where, there, tl.max(there.to(tl.int32)) > 0
@@ -78,12 +88,59 @@ def _held(row, boxes, num_boxes, num_rows, position, there, DIMS: tl.constexpr):
         return position, there, True
 
 
+@triton.jit
+def _at(address, where, TYPE: tl.constexpr, CODES: tl.constexpr):
+    """Elements so far from an address, as `_get` takes them."""
+    if CODES:
+        return where
+    else:
+        return address.to(tl.pointer_type(TYPE)) + where
+
+
+@triton.jit
+def _get(
+    weights, there, address, box, num_boxes, TYPE: tl.constexpr, DIMS: tl.constexpr,
+    CODES: tl.constexpr, VOLATILE: tl.constexpr,
+):  # fmt: skip
+    """Bits of elements: at pointers, or with CODES of a box, at places from an address on."""
+    if CODES:
+        words = address.to(tl.pointer_type(tl.uint32))
+        bits = tl.zeros_like(weights).to(TYPE)
+        for code in tl.static_range(CODES):
+            place = weights + tl.load(box + (2 + 3 * DIMS + code) * num_boxes)
+            word = tl.load(words + (place >> 3), mask=there, other=0, volatile=VOLATILE)
+            own = (word >> ((place & 7) * 4).to(tl.uint32)) & 15
+            bits |= own.to(TYPE) << (4 * code)
+    else:
+        bits = tl.load(weights, mask=there, other=0, volatile=VOLATILE)
+    return bits
+
+
+@triton.jit
+def _put(
+    weights, there, address, box, num_boxes, old, new, DIMS: tl.constexpr, CODES: tl.constexpr
+):
+    """Overwrite elements, as `_get` takes them. With CODES, `old` is what is there."""
+    if CODES:
+        words = address.to(tl.pointer_type(tl.int32))
+        for code in tl.static_range(CODES):
+            place = weights + tl.load(box + (2 + 3 * DIMS + code) * num_boxes)
+            change = ((new >> (4 * code)) & 15).to(tl.int32) - ((old >> (4 * code)) & 15).to(
+                tl.int32
+            )
+            change = change << ((place & 7) * 4).to(tl.int32)
+            tl.atomic_add(words + (place >> 3), change, mask=there & (change != 0), sem="relaxed")
+        tl.debug_barrier()  # before they are read back
+    else:
+        tl.store(weights, new, mask=there)
+
+
 @triton.jit(do_not_specialize=["num_boxes", "blocks_each"])
 def digest(
     addresses, starts, numels, keys, cols, gaps, chunks, box_of, boxes, num_boxes, digests,
     blocks_each,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, GAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Digests of chunks, with DIMS of what of each lies in a box. Others are as in `pack_dense`."""
     item, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
@@ -93,15 +150,17 @@ def digest(
         lane = tl.arange(0, BLOCK)
         offset = block * BLOCK + lane
         there = offset < numel
-        start = tl.load(starts + chunk)
+        start, box = tl.load(starts + chunk), boxes
+        address = tl.load(addresses + chunk)
         if DIMS:
-            box = boxes + tl.load(box_of + item)
+            box += tl.load(box_of + item)
+            address = tl.load(box)
             where, inside = _find(box, num_boxes, start + offset, start + numel, DIMS)
             there &= inside
-            weights = tl.load(box).to(tl.pointer_type(TYPE)) + where
+            weights = _at(address, where, TYPE, CODES)
         else:
-            weights = aligned(tl.load(addresses + chunk), TYPE, ALIGNED) + offset
-        bits = tl.load(weights, mask=there, other=0)
+            weights = aligned(address, TYPE, ALIGNED) + offset
+        bits = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, False)
         key = tl.load(keys + chunk).to(tl.uint64, bitcast=True)
         seed = seed_of(key, start + block * BLOCK) + lane.to(tl.uint64) * GOLDEN
         if GAPS:
@@ -112,7 +171,8 @@ def digest(
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
 def check(
     rows, segment_row, boxes, num_boxes, payload, flag, digests, sums, num_rows,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
 
@@ -139,7 +199,9 @@ def check(
         where, good, is_any = _held(row, boxes, num_boxes, num_rows, position, good, DIMS)
         if is_any:
             new = tl.load(values + lane, mask=good, other=0)
-            old = load(address, where, good, TYPE, False)
+            box = _box(boxes, row, num_rows, DIMS)
+            weights = _at(address, where, TYPE, CODES)
+            old = _get(weights, good, address, box, num_boxes, TYPE, DIMS, CODES, False)
             key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
             seed = seed_of(key, position)
             gained = tl.where(good, mix(seed, new), 0)
@@ -151,8 +213,8 @@ def check(
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
 def write(
     rows, segment_row, boxes, num_boxes, payload, flag, sums, num_rows,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, KEEP: tl.constexpr, SEGMENT: tl.constexpr,
-    PART: tl.constexpr,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, KEEP: tl.constexpr,
+    SEGMENT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Write rows, as `check` takes them, unless `flag` is raised, and read them back.
 
@@ -170,51 +232,58 @@ def write(
         position = tl.load(row + 4 * num_rows) + tl.load(indices + lane, mask=there, other=0)
         where, there, is_any = _held(row, boxes, num_boxes, num_rows, position, there, DIMS)
         if is_any:
-            target = address.to(tl.pointer_type(TYPE)) + where
+            box = _box(boxes, row, num_rows, DIMS)
+            weights = _at(address, where, TYPE, CODES)
             values = payload.to(tl.pointer_type(TYPE)) + tl.load(row + num_rows) + lane
             key = tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True)
             seed = seed_of(key, position)
             new = tl.load(values, mask=there, other=0)
+            old = new
+            if KEEP or CODES:
+                old = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, False)
             if KEEP:
-                tl.store(values, tl.load(target, mask=there, other=0), mask=there)
-            tl.store(target, new, mask=there)
-            read = tl.load(target, mask=there, other=0, volatile=True)
+                tl.store(values, old, mask=there)
+            _put(weights, there, address, box, num_boxes, old, new, DIMS, CODES)
+            read = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, True)
             add_up(sums, tl.program_id(0) % _ACCUMULATORS, tl.where(there, mix(seed, read), 0))
 
 
 @triton.jit
 def _piece(
     pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK,
+    CODES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK,
 ):  # fmt: skip
-    """(values, weights, seeds, mask) of the elements of a piece that this program looks at."""
+    """(values, weights, seeds, mask, address, box) of the elements of a piece that this program
+    looks at.
+    """
     column, block = pieces + tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
     lane = tl.arange(0, BLOCK)
     offset = block * BLOCK + lane
     start = tl.load(column + 2 * num_pieces)
     there = offset < length_of(column + num_pieces, ALIGNED)
     values = payload.to(tl.pointer_type(TYPE)) + tl.load(column)
-    weights = tl.load(column + 3 * num_pieces).to(tl.pointer_type(TYPE))
+    address, box = tl.load(column + 3 * num_pieces), boxes
     if DIMS:
-        box = boxes + tl.load(column + 7 * num_pieces)
+        box += tl.load(column + 7 * num_pieces)
         end = start + tl.load(column + num_pieces)
         where, inside = _find(box, num_boxes, start + offset, end, DIMS)
         there &= inside
-        weights += where
+        weights = _at(address, where, TYPE, CODES)
     else:
-        weights += start
+        weights = address.to(tl.pointer_type(TYPE)) + start
         if ALIGNED:
             values, weights = tl.multiple_of(values, 16), tl.multiple_of(weights, 16)
         weights += offset
     key = tl.load(column + 4 * num_pieces).to(tl.uint64, bitcast=True)
     seed = seed_of(key, start + block * BLOCK)
-    return values + offset, weights, seed + lane.to(tl.uint64) * GOLDEN, there
+    return values + offset, weights, seed + lane.to(tl.uint64) * GOLDEN, there, address, box
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_pieces", "blocks_each"])
 def check_dense(
     pieces, boxes, num_boxes, payload, digests, sums, num_pieces, blocks_each,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By how much dense pieces will change the digests.
 
@@ -226,21 +295,23 @@ def check_dense(
     """
     piece, block = tl.program_id(0) // blocks_each, tl.program_id(0) % blocks_each
     if block * BLOCK < tl.load(pieces + num_pieces + piece):
-        values, weights, seed, there = _piece(
-            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, ALIGNED, BLOCK
-        )
+        values, weights, seed, there, address, box = _piece(
+            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, CODES, ALIGNED,
+            BLOCK,
+        )  # fmt: skip
         gained = tl.where(there, mix(seed, tl.load(values, mask=there, other=0)), 0)
         add_up(sums, tl.program_id(0) % _ACCUMULATORS, gained)
         if tl.load(pieces + 6 * num_pieces + piece) == 0:
-            gained -= tl.where(there, mix(seed, tl.load(weights, mask=there, other=0)), 0)
+            old = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, False)
+            gained -= tl.where(there, mix(seed, old), 0)
         add_up(digests, tl.load(pieces + 5 * num_pieces + piece), gained)
 
 
 @triton.jit(do_not_specialize=["num_boxes", "num_pieces", "blocks_each"])
 def write_dense(
     pieces, boxes, num_boxes, payload, flag, digests, sums, num_pieces, blocks_each,
-    TYPE: tl.constexpr, DIMS: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, IN_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write dense pieces, unless `flag` is raised, and read them back.
 
@@ -252,22 +323,27 @@ def write_dense(
     nth = tl.program_id(0) % _ACCUMULATORS
     is_here = block * BLOCK < tl.load(pieces + num_pieces + piece)
     if is_here & (tl.load(flag) == _CLEAR):
-        values, weights, seed, there = _piece(
-            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, ALIGNED, BLOCK
-        )
+        values, weights, seed, there, address, box = _piece(
+            pieces, boxes, num_boxes, payload, num_pieces, blocks_each, TYPE, DIMS, CODES, ALIGNED,
+            BLOCK,
+        )  # fmt: skip
         new = tl.load(values, mask=there, other=0)
+        old = new
         is_part = tl.load(pieces + 6 * num_pieces + piece) == 0
         lost = tl.zeros((BLOCK,), tl.uint64)
+        if CODES or not IN_PLACE:
+            old = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, False)
         if IN_PLACE:
             if is_part:
-                lost = tl.where(there, mix(seed, tl.load(weights, mask=there, other=0)), 0)
+                if not CODES:
+                    old = tl.load(weights, mask=there, other=0)
+                lost = tl.where(there, mix(seed, old), 0)
         else:
-            old = tl.load(weights, mask=there, other=0)
             tl.store(values, old, mask=there)
             if not is_part:
                 add_up(sums, _ACCUMULATORS + nth, tl.where(there, mix(seed, old), 0))
-        tl.store(weights, new, mask=there)
-        read = tl.load(weights, mask=there, other=0, volatile=True)
+        _put(weights, there, address, box, num_boxes, old, new, DIMS, CODES)
+        read = _get(weights, there, address, box, num_boxes, TYPE, DIMS, CODES, True)
         gained = tl.where(there, mix(seed, read), 0)
         if IN_PLACE:
             add_up(digests, tl.load(pieces + 5 * num_pieces + piece), gained - lost)

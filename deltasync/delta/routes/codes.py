@@ -22,6 +22,23 @@ _BLOCK = 1 << 18  # elements at once: some 400 bytes for each that has 8 codes
 _MASK = (1 << CODE_BITS) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A box of elements whose codes are equally far apart in all of them.
+
+    Attributes:
+        address: Where the storage begins: a multiple of 4 bytes, as its size is.
+        source: The elements, by flat position.
+        target: Where each is, in codes, before `apart` is added.
+        apart: How far each of its codes is from there, in codes, from the low ones on.
+    """
+
+    address: int
+    source: Region
+    target: Region
+    apart: tuple[int, ...]
+
+
 class Codes:
     """Elements whose 4-bit codes are written one by one: see `delta.bits.Live`.
 
@@ -59,8 +76,13 @@ class Codes:
         self._is_whole = self._sources == [Region.run(0, numel)]
 
     def boxes(self) -> list[tuple[Region, Tensor]]:
-        """None: no element has an address."""
+        """None: no element has an address. See `spread`."""
         return []
+
+    def spread(self) -> list[Spread] | None:
+        """Where kernels find all that is held; None if they cannot."""
+        found = [box.spread(2 * self.dtype.item_size) for box in self._boxes]
+        return None if None in found else [one for one in found if one is not None]
 
     def held(self, start: int, stop: int) -> Tensor | None:
         if self._is_whole:
@@ -132,7 +154,7 @@ class _Box:
         source: The elements.
         target: Where the first code of each is, in codes of the storage.
         apart: int64[codes]: how much farther each code is than the first.
-        order: int64[codes]: which code of its element each is.
+        order: int64[codes]: which code of its element each is, rising.
         words: int[...]: the storage. Not owned.
     """
 
@@ -148,9 +170,18 @@ class _Box:
         storage, first = live.untyped_storage(), pieces[0]
         dtype = torch.uint8 if storage.nbytes() % 4 else torch.int32
         words = torch.empty(0, dtype=dtype, device=live.device).set_(storage)
+        pieces = sorted(pieces, key=lambda one: one.code or 0)
         columns = [(one.target.start - first.target.start, one.code) for one in pieces]
         apart, order = torch.tensor(columns, device=live.device).unbind(1)
         return cls(first.source, first.target, apart, order, words)
+
+    def spread(self, count: int) -> Spread | None:
+        """What kernels need; None if here are not all codes of the elements, which are `count`."""
+        if len(self.order) != count or self.words.dtype != torch.int32:
+            return None
+        target = Region(0, self.target.dims)
+        apart = (self.apart + self.target.start).tolist()
+        return Spread(self.words.data_ptr(), self.source, target, tuple(apart))
 
     def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """int[n]: the codes of int64[n] elements, each at its place in the element."""
