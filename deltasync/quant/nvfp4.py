@@ -129,7 +129,7 @@ class ModelOptNvfp4:
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
-        return {"weight_scale_2": _second_scale(_peak(weights))}
+        return {"weight_scale_2": _second_scale(_peak(weights)).view(())}
 
     def quantize(self, band: Tensor, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         blocks, total = band.view(len(band), -1, _BLOCK), whole["weight_scale_2"]
