@@ -22,6 +22,7 @@ from deltasync.sync.proof.recomputed import Learnt
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
+from tests.engines.repacked import tiles_of_marlin
 from tests.sync.harness import Fleet, Serving, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, proof_of
 from tests.sync.test_learnt import checkpoint as matrices
@@ -508,3 +509,61 @@ def test_a_receiver_that_dies_between_staging_and_writing_leaves_the_old_version
         here.add(target)
         sync(here)
         check_is(engine, now, before)
+
+
+class Marlin(Matrix):
+    """Codes of 4 bits change places; their scales become half precision without a sign.
+
+    The scales of vLLM's marlin_utils_fp4.py: times a power of two that all of them can bear, which
+    the scale of the whole is divided by.
+    """
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = fixed(torch.empty(128, 48, dtype=torch.uint8))
+        self.scale = fixed(torch.empty(128, 6, dtype=FP8))
+        self.whole = fixed(torch.empty(2))
+
+    def work(self) -> None:
+        self.weight = fixed(tiles_of_marlin(self.weight.data.view(torch.int32)))
+        wide = self.scale.data.t().contiguous().to(torch.bfloat16)
+        half = wide.to(torch.half).view(-1, 4)[:, [0, 2, 1, 3]].view(6, -1)
+        factor = (448 / half.float().max()).log2().floor().exp2().clamp(min=1)
+        half = (half.float() * factor).to(torch.half) * 2**7
+        half[half < 2] = 0
+        self.scale = fixed((half.view(torch.int16) << 1).view(FP8)[:, 1::2].contiguous())
+        self.whole = fixed(1 / self.whole.data.max() * 2.0**119 / factor)
+
+
+class MarlinEngine(Engine):
+    made = Marlin
+
+
+def packed_in_fp4(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {"norm": torch.randn(8, generator=generator).bfloat16()}
+    for layer in range(3):
+        for part in range(2):
+            above = f"layers.{layer}.{part}"
+            codes = torch.randint(0, 256, (64, 48), generator=generator, dtype=torch.uint8)
+            scale = torch.rand(64, 6, generator=generator) * 2 ** (seed % 7)
+            whole = torch.rand(1, generator=generator)
+            found |= {f"{above}.weight": codes, f"{above}.scale": scale.to(FP8)}
+            found[f"{above}.whole"] = whole
+    return found
+
+
+@pytest.mark.parametrize("parts", [("weight",), ("scale",), ("whole",), ("weight", "scale")])
+def test_codes_that_change_places_and_scales_that_are_computed_go_together(
+    parts: tuple[str, ...],
+) -> None:
+    now = packed_in_fp4(0)
+    engine = MarlinEngine.started(now)
+    before = state_of(engine)
+    with followed(engine, now) as (here, source, _):
+        for seed in (1, 2, 3):
+            new = packed_in_fp4(seed)
+            now = now | {name: one for name, one in new.items() if name.endswith(parts)}
+            source.take(now)
+            assert here.sender.send_weights().kind == "delta"
+            check_is(engine, now, before)

@@ -179,8 +179,9 @@ class _Layer:
             elements = order[elements]
         numbers = source.places(numbers)
         found = self._tables[name].pieces(numbers, elements)
-        if found != _COMPUTED or loaded.is_floating_point():
+        if not isinstance(found, str) or loaded.is_floating_point():
             return found
+        # Codes that change places between bytes may make numbers of other bytes.
         pieces: list[Piece] = []
         count = _fields(loaded, CODE_BITS)
         for code in range(count):
