@@ -40,6 +40,10 @@ ROUTED: list[Case] = [
 RECOMPUTED: list[Case] = [
     ("NVFP4", "EmulationNvFp4LinearKernel", "", "LlamaForCausalLM"),  # inverse scales, products
     ("NVFP4", "CutlassNvFp4LinearKernel", "", "LlamaForCausalLM"),  # and scales in tiles
+    ("NVFP4", "MarlinNvFp4LinearKernel", "", "LlamaForCausalLM"),  # scales of another format
+    ("NVFP4", "MarlinNvFp4LinearKernel", "MARLIN", "Qwen3MoeForCausalLM"),
+    ("NVFP4, ModelOpt", "EmulationNvFp4LinearKernel", "", "LlamaForCausalLM"),
+    ("NVFP4", "EmulationNvFp4LinearKernel", "VLLM_CUTLASS", "Qwen3MoeForCausalLM"),
     ("NVFP4", "EmulationNvFp4LinearKernel", "EMULATION", "Qwen3MoeForCausalLM"),
     ("block FP8", TRITON, "FLASHINFER_CUTLASS", "Qwen3MoeForCausalLM"),  # clamped scales
 ]
