@@ -17,8 +17,11 @@ _KEPT = ("embed_tokens", "lm_head", "norm", ".gate.")  # in the trainer's dtype,
 
 
 def forms(name: str, shape: tuple[int, ...], form: Form = _BLOCK_FP8) -> Form | None:
-    """A form for what Qwen3's FP8 checkpoints quantize."""
-    return None if len(shape) != 2 or any(kept in name for kept in _KEPT) else form
+    """A form for what Qwen3's FP8 checkpoints quantize, and for what has whole groups of it."""
+    if len(shape) != 2 or any(kept in name for kept in _KEPT):
+        return None
+    has_groups = form.cols is None or not shape[1] % form.cols or isinstance(form, BlockFp8)
+    return form if has_groups else None
 
 
 def served_source(module: nn.Module, form: Form = _BLOCK_FP8) -> ServedSource:
