@@ -11,6 +11,7 @@ from tests.engines.programs import Program, objects
 
 NAMES = [
     "LlamaForCausalLM/channel FP8",
+    "LlamaForCausalLM/LoRA",
     "LlamaForCausalLM/sleep",
     "LlamaForCausalLM/AsyncLLM",
     "LlamaForCausalLM/vllm serve",
