@@ -1,10 +1,10 @@
 """Packs a vLLM or an SGLang for GPU machines without a network, and unpacks it there.
 
-    python -m tests.engines.gpu.pack make WORK OUT [--engine sglang]     some ten minutes
-    python -m tests.engines.gpu.pack unpack OUT SITE   there; then PYTHONPATH=SITE:.
+    python -m tests.engines.gpu.pack make WORK OUT [--engine sglang]      some ten minutes
+    python -m tests.engines.gpu.pack unpack OUT SITE [--engine sglang]    there
 
-For machines with Python 3.12, torch 2.11 (CUDA 13) and transformers; for SGLang, nvcc too. Device
-code of GPUs other than Hopper is left out.
+There, PYTHONPATH=SITE:. does the rest. For machines with Python 3.12, torch 2.11 (CUDA 13) and
+transformers; for SGLang, nvcc too. Device code of GPUs other than Hopper is left out.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Recipe:
     Attributes:
         parts: Requirements, each with the only folder that is taken of it, or "". It takes the
             place of the same folder of parts before it.
+        home: The folder that paths of libraries begin in.
         libraries: Those that stay, of all that lie in `packages`.
         packages: Of the parts.
         needed: Files of requirements.
@@ -49,6 +50,7 @@ class Recipe:
     """
 
     parts: tuple[tuple[str, str], ...]
+    home: str
     libraries: tuple[str, ...]
     packages: tuple[str, ...]
     needed: tuple[str, ...]
@@ -61,16 +63,17 @@ RECIPES = {
     # 2.11, but for DeepGEMM's: that is taken from 0.26, which was built for torch 2.11.
     "vllm": Recipe(
         parts=(("vllm==0.32.0", ""), ("vllm==0.26.0", "vllm/third_party/deep_gemm/")),
+        home="vllm",
         libraries=(
-            "vllm/_C_stable_libtorch.abi3.so",
-            "vllm/_moe_C_stable_libtorch.abi3.so",
-            "vllm/_flashmla_C.abi3.so",
-            "vllm/_flashmla_extension_C.abi3.so",
-            "vllm/cumem_allocator.abi3.so",
-            "vllm/fs_io_C.abi3.so",
-            "vllm/spinloop.abi3.so",
-            "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
-            "vllm/third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
+            "_C_stable_libtorch.abi3.so",
+            "_moe_C_stable_libtorch.abi3.so",
+            "_flashmla_C.abi3.so",
+            "_flashmla_extension_C.abi3.so",
+            "cumem_allocator.abi3.so",
+            "fs_io_C.abi3.so",
+            "spinloop.abi3.so",
+            "vllm_flash_attn/_vllm_fa3_C.abi3.so",
+            "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
         ),
         packages=("vllm",),
         needed=("packages.txt",),
@@ -86,6 +89,7 @@ RECIPES = {
     # SGLang 0.5.20 asks for. FlashAttention 3 alone would take 130 MiB, and is left out.
     "sglang": Recipe(
         parts=(("sglang==0.5.20", ""), ("sglang-kernel==0.4.5", "")),
+        home="",
         libraries=(
             "sgl_kernel/sm90/common_ops.abi3.so",
             "sgl_kernel/flashmla_ops.abi3.so",
@@ -116,18 +120,21 @@ def make(work: Path, out: Path, engine: str) -> None:
     (here / "entry_points.txt").write_text(_ENTRY_POINTS)
     out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(_pack_library, tree / name, out, name) for name in recipe.libraries]
+        jobs = [
+            pool.submit(_pack_library, tree / recipe.home / n, out, n) for n in recipe.libraries
+        ]
         jobs.append(pool.submit(_pack_tree, [tree, site], out / "tree.tar.xz", recipe))
         for job in jobs:
             job.result()
     print(sum(file.stat().st_size for file in out.iterdir()) >> 20, "MiB")  # noqa: T201
 
 
-def unpack(out: Path, site: Path) -> None:
+def unpack(out: Path, site: Path, engine: str) -> None:
     """The opposite, and compile what Python reads."""
     site.mkdir(parents=True, exist_ok=True)
+    home = site / RECIPES[engine].home
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(_unpack_library, packed, site) for packed in out.glob("*.so.xz")]
+        jobs = [pool.submit(_unpack_library, packed, home) for packed in out.glob("*.so.xz")]
         jobs.append(pool.submit(_unpack_tree, out / "tree.tar.xz", site))
         for job in jobs:
             job.result()
@@ -162,8 +169,8 @@ def _pack_library(library: Path, out: Path, name: str) -> None:
     packed.write_bytes(lzma.compress(data, preset=9))
 
 
-def _unpack_library(packed: Path, site: Path) -> None:
-    place = site / packed.name.removesuffix(".xz").replace("@", "/")
+def _unpack_library(packed: Path, home: Path) -> None:
+    place = home / packed.name.removesuffix(".xz").replace("@", "/")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(lzma.decompress(packed.read_bytes()))
 
@@ -196,12 +203,9 @@ def main() -> None:
     parser.add_argument("what", choices=("make", "unpack"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("to", type=Path)
-    parser.add_argument("--engine", choices=RECIPES, default="vllm", help="for make")
+    parser.add_argument("--engine", choices=RECIPES, default="vllm")
     chosen = parser.parse_args()
-    if chosen.what == "make":
-        make(chosen.folder, chosen.to, chosen.engine)
-    else:
-        unpack(chosen.folder, chosen.to)
+    {"make": make, "unpack": unpack}[chosen.what](chosen.folder, chosen.to, chosen.engine)
 
 
 if __name__ == "__main__":
