@@ -21,13 +21,14 @@ from deltasync.quant.rounding import (
     largest,
     power_of_two,
     power_of_two_above,
+    scale_of_compressed_tensors,
     with_one_nan,
 )
 
 _BLOCK = 128
 
 Scale = Literal["float32", "ue8m0"]
-Arithmetic = Literal["deepgemm", "nemo-rl"]
+Arithmetic = Literal["deepgemm", "nemo-rl", "compressed-tensors"]
 
 _REFUSED = {
     "slime": "its kernel divides by Triton's /, which GPUs only approximate",
@@ -39,7 +40,8 @@ _REFUSED = {
 class BlockFp8:
     """`weight` as float8_e4m3fn and `weight_scale_inv`, float32 for each block.
 
-    Blocks at the ends of rows and columns may be smaller. All is in float32.
+    Blocks at the ends of rows and columns may be smaller. All is in float32, but for
+    compressed-tensors.
 
     `arithmetic="deepgemm"`: a block's scale is max(amax, 1e-4) / 448, and an element's code the
     nearest of its product with 1 / scale. With `scale="ue8m0"` the scale is rounded up to a power
@@ -55,6 +57,11 @@ class BlockFp8:
     below amax / 448, from 2^-126 to 2^127, or 1 if that is less. What lacks of a last block counts
     as the matrix's last element. Source: `cast_tensor_to_fp8_blockwise` of NeMo-RL
     (nemo_rl/models/generation/vllm/quantization/fp8.py); 448 / amax is that product in torch.
+
+    `arithmetic="compressed-tensors"`: as `Fp8`, for each block: all is in bfloat16, and so is the
+    scale, which is called `weight_scale`. So are "float-quantized" checkpoints of strategy "block".
+    Source: `calculate_qparams` (compressed_tensors/quantization/utils/helpers.py) on the minimum
+    and the maximum of each block, and `compress` (compressors/naive_quantized/base.py).
     """
 
     scale: Scale = "float32"
@@ -74,9 +81,13 @@ class BlockFp8:
             )
         if self.scale not in get_args(Scale):
             raise ConfigError(f"block FP8 has float32 or ue8m0 scales, not {self.scale!r}")
+        if self.arithmetic == "compressed-tensors" and self.scale != "float32":
+            raise ConfigError("block FP8 of compressed-tensors has bfloat16 scales, not ue8m0")
 
     @property
     def name(self) -> str:
+        if self.arithmetic == "compressed-tensors":
+            return "block FP8 of compressed-tensors"
         whose = "" if self.arithmetic == "deepgemm" else f" of {self.arithmetic}"
         return f"block FP8{whose} with {self.scale} scales"
 
@@ -87,6 +98,11 @@ class BlockFp8:
         number = reads.BLOCK_FP8 if self.scale == "float32" else reads.BLOCK_FP8_UE8M0
         return KernelForm(number, (_BLOCK, _BLOCK), scales="weight_scale_inv")
 
+    @property
+    def _scale_name(self) -> str:
+        is_theirs = self.arithmetic == "compressed-tensors"
+        return "weight_scale" if is_theirs else "weight_scale_inv"
+
     def fills(self, shape: tuple[int, ...]) -> bool:
         """Whether no block has an element for what it lacks."""
         return self.arithmetic != "nemo-rl" or not any(length % _BLOCK for length in shape)
@@ -94,9 +110,11 @@ class BlockFp8:
     def parts(self, shape: Shape) -> Mapping[str, Part]:
         rows, cols = shape
         blocks = -(-rows // _BLOCK), -(-cols // _BLOCK)
+        is_narrow = self.arithmetic == "compressed-tensors"
+        dtype = dtypes.BY_NAME["bfloat16" if is_narrow else "float32"]
         return {
             "weight": Part(shape, dtypes.BY_NAME["float8_e4m3fn"], 1),
-            "weight_scale_inv": Part(blocks, dtypes.BY_NAME["float32"], _BLOCK, _BLOCK),
+            self._scale_name: Part(blocks, dtype, _BLOCK, _BLOCK),
         }
 
     def whole(self, weights: Iterable[Tensor]) -> Mapping[str, Tensor]:
@@ -113,18 +131,22 @@ class BlockFp8:
             padded.copy_(whole["padding"])
         padded[:rows, :cols] = band
         blocks = padded.view(-1, _BLOCK, padded.shape[1] // _BLOCK, _BLOCK)
-        amax = largest(blocks, (1, 3)).float()
-        if self.arithmetic == "nemo-rl":
+        amax = largest(blocks, (1, 3))
+        if self.arithmetic == "compressed-tensors":
+            scale = scale_of_compressed_tensors(amax)
+            scaled = (blocks / scale).add_(0).clamp_(-LARGEST_FP8, LARGEST_FP8)
+        elif self.arithmetic == "nemo-rl":
+            amax = amax.float()
             factor = _nemo_factor(amax, self.scale)
             scale, scaled = 1.0 / factor, (blocks * factor).clamp_(-LARGEST_FP8, LARGEST_FP8)
         else:
-            scale = divided(amax.clamp(1e-4), LARGEST_FP8)
+            scale = divided(amax.float().clamp(1e-4), LARGEST_FP8)
             if self.scale == "ue8m0":
                 exponent = power_of_two_above(scale).clamp_(1, 254)
                 scale = torch.where(scale.isfinite(), power_of_two(exponent), scale)
             scaled = blocks * (1.0 / scale)
         codes = as_fp8(scaled).view_as(padded)
-        return {"weight": codes[:rows, :cols], "weight_scale_inv": with_one_nan(scale[:, 0, :, 0])}
+        return {"weight": codes[:rows, :cols], self._scale_name: with_one_nan(scale[:, 0, :, 0])}
 
 
 def _nemo_factor(amax: Tensor, scale: Scale) -> Tensor:

@@ -14,7 +14,14 @@ from deltasync.delta.computation import KernelForm
 from deltasync.delta.kernels import reads
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Part, Shape, check_columns
-from deltasync.quant.rounding import LARGEST_FP8, as_fp8, divided, largest, with_one_nan
+from deltasync.quant.rounding import (
+    LARGEST_FP8,
+    as_fp8,
+    divided,
+    largest,
+    scale_of_compressed_tensors,
+    with_one_nan,
+)
 
 Per = Literal["channel", "tensor"]
 Arithmetic = Literal["compressed-tensors", "vllm"]
@@ -108,9 +115,7 @@ class Fp8:
 
 
 def _bfloat16_scale(amax: Tensor) -> Tensor:
-    """bfloat16 [...], of largest magnitudes: that of compressed-tensors."""
-    scale = divided(amax, LARGEST_FP8)
-    return with_one_nan(torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale))
+    return with_one_nan(scale_of_compressed_tensors(amax))
 
 
 def _float32_scale(amax: Tensor) -> Tensor:

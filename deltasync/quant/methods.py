@@ -51,6 +51,12 @@ class Fp8(OptionsModel):
 
     def forms(self) -> Mapping[str, Form]:
         """The form of each target. Raises ConfigError for one that is not known."""
+        if self.weight_block_size is None:
+            raise ConfigError(
+                "there is no weight_block_size: FP8 then has one scale for a matrix; the config "
+                "does not say by whose arithmetic; engines round the codes of fused layers again; "
+                'serve FP8 in blocks, or "float-quantized" of compressed-tensors'
+            )
         if self.weight_block_size != (128, 128):
             raise ConfigError(f"weight_block_size {self.weight_block_size} has no served form")
         return {"Linear": BlockFp8("ue8m0" if self.scale_fmt == "ue8m0" else "float32")}
@@ -198,6 +204,9 @@ def _form_of(weights: Arguments, kind: str | None) -> Form:
             return PlainFp8("channel")
         case ("float-quantized", "float", 8, "tensor", None | "bfloat16"):
             return PlainFp8("tensor")
+        case ("float-quantized", "float", 8, "block", None | "bfloat16"):
+            if weights.block_structure in ([128, 128], "128x128"):
+                return BlockFp8(arithmetic="compressed-tensors")
         case ("int-quantized", "int", 8, "channel", None | "bfloat16"):
             return Int8()
     told = {name: value for name, value in weights.model_dump().items() if value is not None}

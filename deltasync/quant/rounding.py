@@ -35,6 +35,12 @@ def divided(values: Tensor, divisor: float) -> Tensor:
     return values / torch.full((1,), divisor, dtype=values.dtype, device=values.device)
 
 
+def scale_of_compressed_tensors(amax: Tensor) -> Tensor:
+    """bfloat16: amax / 448, or 2^-7 if that is 0. Source: see `Fp8`."""
+    scale = divided(amax, LARGEST_FP8)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
 def as_fp8(values: Tensor) -> Tensor:
     """The nearest float8_e4m3fn, ties to even: the largest for what is beyond, one NaN for NaN.
 

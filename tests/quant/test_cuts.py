@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 STEPS: Mapping[Form, int] = {
     BlockFp8(): 1,
     BlockFp8("ue8m0"): 1,
+    BlockFp8(arithmetic="compressed-tensors"): 1,
     Fp8("channel"): 1,
     Fp8("tensor"): 1,
     Fp8("channel", "vllm"): 1,

@@ -29,6 +29,7 @@ BLOCKS: dict[Form, tuple[int, int]] = {
     BlockFp8("ue8m0"): (128, 128),
     BlockFp8("float32", "nemo-rl"): (128, 128),
     BlockFp8("ue8m0", "nemo-rl"): (128, 128),
+    BlockFp8(arithmetic="compressed-tensors"): (128, 128),
     Fp8("channel"): (1, 10**6),
     Fp8("tensor"): (10**6, 10**6),
     Fp8("channel", "vllm"): (1, 10**6),
