@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -117,3 +118,25 @@ def test_a_whole_engine_follows_and_generates(
         assert "followed" in program.wait(timeout_s=480)
     architecture = f"LlamaForCausalLM, {form.removeprefix('channel ')}"
     found("vLLM", architecture, "1" if setup == "one" else "TP 2", "routed")
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("setup", ["tensor", "experts"])
+@pytest.mark.parametrize(
+    ("form", "kernel"), [("block FP8", TRITON), ("channel FP8", "CutlassFP8ScaledMMLinearKernel")]
+)
+def test_ranks_take_their_parts_of_quantized_experts(
+    form: str, kernel: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints name each expert and its scales; two ranks stack halves of them, or half of them.
+
+    After every sync each rank holds what it holds after a cold start.
+    """
+    use_cpu(monkeypatch, packs=False)
+    monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},kernels_of_gpus")
+    monkeypatch.setenv("TESTED_KERNELS", f"{kernel} TRITON")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
+    command = ("-m", "tests.engines.parallel", tmp_path, "Qwen3MoeForCausalLM", setup, "refuse")
+    with Program(*command, form) as program:
+        assert "followed" in program.wait(timeout_s=480)
