@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.engines import Trainer, config_of
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
-from benchmarks.record import SLOW_DOWN, Result, compared
+from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from benchmarks.report import describe, row
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
@@ -191,13 +191,14 @@ def _measured(
         sync.connect()
         sync.send_weights()
         rates = _paced(sync, live, trainer, plan) if live.tokens.times else {}
-    if plan.device.type == "cuda" and hasattr(live.client, "collective_rpc"):
-        began = time.monotonic()
-        live.client.collective_rpc("reload_weights")
-        rates["reload_s"] = time.monotonic() - began
     if live.tokens.failures:
         raise RuntimeError(f"a request failed: {live.tokens.failures[0]}")
-    numel = sum(tensor.numel() for tensor in trainer.weights.values())
+    facts = {
+        "numel": sum(tensor.numel() for tensor in trainer.weights.values()),
+        "parameters": len(trainer.weights),
+        "model": ", ".join(filter(None, (plan.geometry, kind, form))),
+        "link": plan.device.type,
+    }
     for density in (*plan.densities, 0.0):
         ours, theirs = found["one", density], found["several", density]
         parts = {key: median(each[key] for each in ours) for key in ours[0]}
@@ -209,14 +210,25 @@ def _measured(
             baseline="the update in several calls",
             ratio_is=SLOW_DOWN,
             goal=None,
-            numel=numel,
-            parameters=len(trainer.weights),
             density=density,
             changed=int(parts.pop("changed")),
             parts=parts | rates,
-            model=", ".join(filter(None, (plan.geometry, kind, form))),
-            link=plan.device.type,
+            **facts,
         )
+    last = found["one", plan.densities[-1]]
+    began = time.monotonic()
+    live.client.collective_rpc("reload_weights")
+    yield compared(
+        case="live_reload",
+        samples=[median(each["total_s"] for each in last)],
+        baseline_samples=[time.monotonic() - began],
+        baseline="vLLM's reload of its checkpoint",
+        ratio_is=SPEED_UP,
+        goal=None,
+        density=plan.densities[-1],
+        changed=int(last[-1]["changed"]),
+        **facts,
+    )
 
 
 def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> dict[str, float]:
@@ -403,7 +415,7 @@ def _stream(url: str, model: str, tokens: Tokens) -> None:
 _COLUMNS = (
     *("engine", "sync", "whole sync", "calls", "staging", "write"),
     *("longest gap between tokens", "usual gap"),
-    *("tokens/s without syncs", "with one each second", "without again", "vLLM's reload"),
+    *("tokens/s without syncs", "with one each second", "without again"),
 )
 _SAID = (
     "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
@@ -429,6 +441,10 @@ def make_markdown(results: list[Result]) -> str:
 
 def _cells(result: Result) -> Iterator[str]:
     parts = result.parts
+    if result.case == "live_reload":
+        took = f"{result.baseline_seconds:.3g} s"
+        yield from (result.model, "all, by vLLM's own reload", took, *[""] * (len(_COLUMNS) - 3))
+        return
 
     def both(key: str, scale: float = 1e3, unit: str = " ms") -> str:
         if key not in parts:
@@ -442,4 +458,3 @@ def _cells(result: Result) -> Iterator[str]:
     yield from (result.model, case, both("total_s"), both("calls", 1, ""))
     yield from map(both, ("staging_s", "write_s", "gap_s", "usual_gap_s"))
     yield from map(rate, ("before_tokens_per_s", "paced_tokens_per_s", "after_tokens_per_s"))
-    yield f"{parts['reload_s']:.2g} s" if "reload_s" in parts and result.density else ""
