@@ -103,10 +103,11 @@ class Trainer(WeightSource):
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.weights = weights
+        self._tensors = [NamedTensor((name,), tensor) for name, tensor in weights.items()]
         self._generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
 
     def tensors(self) -> list[NamedTensor]:
-        return [NamedTensor((name,), tensor) for name, tensor in self.weights.items()]
+        return self._tensors
 
     def flip(self, density: float) -> dict[str, Tensor]:
         """Change one bit of about a share. int32[n], increasing, by name: which elements."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -333,7 +334,9 @@ class SourceLayout(SentLayout):
             if before != now:
                 readers = self._readers_of(entry, held, local)
             self._known[entry.name] = now, readers
-        self.readers = [reader for _, readers in self._known.values() for reader in readers]
+        readers = [reader for _, readers in self._known.values() for reader in readers]
+        if not _are_same(readers, self.readers):  # back ends look up what is another list
+            self.readers = readers
         self.tensors = tensors
 
     def _readers_of(
@@ -370,6 +373,10 @@ class SourceLayout(SentLayout):
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
         trained = [entry.tensor.requires_grad for entry in self.tensors]
         return coverage_of(trained, changed, full=full)
+
+
+def _are_same(one: list[Reader], other: list[Reader]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
