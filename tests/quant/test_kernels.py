@@ -101,15 +101,49 @@ def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     agrees(backend, readers)
 
 
+@pytest.mark.parametrize("form", [one for one in FORMS if one.shares], ids=lambda form: form.name)
+def test_a_matrix_that_kernels_cannot_reach_does_not_disturb_others(form: Form) -> None:
+    storage = torch.ones(2, 9, 512, dtype=torch.bfloat16)
+    weights = [storage[0], storage[1, :, ::2]]
+    backend, readers = snapshot([Matrix(one, form, name="a.weight") for one in weights])
+    for seed, weight in enumerate(weights):
+        weight.copy_(matrix("usual", (9, weight.shape[1]), seed))
+    for reader in readers:
+        reader.matrix.changed()
+    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
+    agrees(backend, readers)
+
+
+@every_form
+def test_scales_are_computed_where_codes_are_not(form: Form) -> None:
+    """Ranks that hold the same matrix may send its parts one each; a kernel sees some of them."""
+    shape = FORMS[form][-1] if form.shares else FORMS[form][1]
+    weights = [torch.ones(shape, dtype=torch.bfloat16) for _ in range(2)]
+    whole, part = (Matrix(one, form, name="a.weight") for one in weights)
+    readers = [ServedReader(whole, suffix) for suffix in whole.parts]
+    readers += [ServedReader(part, suffix) for suffix in list(part.parts)[1:]]
+    backend = snapshot_of_readers(readers)
+    for weight in weights:
+        weight.copy_(matrix("usual", shape, 5))
+    whole.changed()
+    part.changed()
+    compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192))
+    agrees(backend, readers)
+
+
 def snapshot(matrices: list[Matrix]) -> tuple[BatchedBackend, list[ServedReader]]:
     readers = [ServedReader(one, suffix) for one in matrices for suffix in one.parts]
+    return snapshot_of_readers(readers), readers
+
+
+def snapshot_of_readers(readers: list[ServedReader]) -> BatchedBackend:
     specs = [
         ParameterSpec((f"{number}",), reader.shape, reader.dtype)
         for number, reader in enumerate(readers)
     ]
     backend = snapshot_of(whole(specs), readers, chunk_numel=8192, kernels="triton")
     assert isinstance(backend, BatchedBackend)
-    return backend, readers
+    return backend
 
 
 def compare(

@@ -70,8 +70,9 @@ class Totals:
             self._launches.append((table, matrix_of, is_wide, is_aligned))
 
     def address(self, total: Total) -> int:
-        """Where the value of one stands."""
-        return self.values[self._numbers[id(total)]].data_ptr()
+        """Where the value of one stands; 0 if it is not computed here."""
+        number = self._numbers.get(id(total))
+        return 0 if number is None else self.values[number].data_ptr()
 
     def compute(self) -> None:
         """Of the weights as they are now."""
