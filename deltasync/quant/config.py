@@ -16,7 +16,7 @@ from typing import Any
 
 from deltasync.errors import ConfigError
 from deltasync.quant.form import Form
-from deltasync.quant.methods import CompressedTensors, Fp8, ModelOpt
+from deltasync.quant.methods import CompressedTensors, Fp8, ModelOpt, engines_layer
 from deltasync.quant.served import Forms
 
 _METHODS: dict[str, type[Fp8 | CompressedTensors | ModelOpt]] = {
@@ -104,13 +104,28 @@ class _Forms:
             return None
         if self.ignores(layer) or layer.split(".")[-1] in _ROUTERS:
             return None
-        if (form := named_form(self.groups, layer)) is not None:
+        form, theirs = named_form(self.groups, layer), _engines_form(self.groups, layer)
+        if (form or self.groups.get("Linear")) != (theirs or self.groups.get("Linear")):
+            raise ConfigError(
+                f"{layer}: its target in config_groups is not that of the layer of vLLM that has "
+                "it; give all of q, k and v, of gate and up, and of a layer's experts one target"
+            )
+        if form is not None:
             return form
         if "Linear" not in self.groups:
             return None
         if is_stacked or _any_matches(self.linear, name) or _is_linear(name):
             return self.groups["Linear"]
         return None
+
+
+def _engines_form(groups: Mapping[str, Form], layer: str) -> Form | None:
+    """As `named_form`, for the layer of vLLM that a layer of the checkpoint is a part of."""
+    fused, parts = engines_layer(layer)
+    if (form := named_form(groups, fused)) is not None or not parts:
+        return form
+    forms = [named_form(groups, part) for part in parts]
+    return forms[0] if None not in forms else None
 
 
 def named_form(groups: Mapping[str, Form], layer: str) -> Form | None:

@@ -26,6 +26,11 @@ _FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
 }
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_CLASSES = (  # of vLLM's layers; it finds a target in these that is a part of one
+    *("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear"),
+    *("QKVParallelLinear", "RowParallelLinear", "RoutedExperts", "ParallelLMHead"),
+)
 _VISION = ["vision_tower", "vision_model", "vit_large_projector"]  # of any ModelOpt checkpoint
 _WAY_ON = "take the forms from the engine's checkpoint: forms_of_checkpoint"
 _HEAD = r"re:(.*\.)?lm_head$"  # ModelOpt quantizes it unless it is excluded
@@ -90,7 +95,26 @@ def _is_listed(layer: str, names: Collection[str]) -> bool:
     own = _engines_name(layer)
     if layer in names or own in names:
         return True
-    return own.endswith(".experts") and any(own in name for name in names)
+    is_fused = own.rpartition(".")[2] in _FUSED.values()
+    return "experts" in own and not is_fused and any(own in name for name in names)
+
+
+def engines_layer(layer: str) -> tuple[str, list[str]]:
+    """(name, parts): the layer in vLLM that has this one, and what it fuses; [] if nothing.
+
+    vLLM tells the form of all experts by the first one.
+    """
+    if ".experts." in layer:
+        return first_expert(layer), []
+    owner, dot, last = layer.rpartition(".")
+    fused = _FUSED.get(last)
+    beside = [one for one, whole in _FUSED.items() if whole == fused]
+    return _engines_name(layer), [f"{owner}{dot}{one}" for one in beside]
+
+
+def first_expert(layer: str) -> str:
+    """The same layer of the first expert, if it is one of an expert."""
+    return _EXPERT.sub(".experts.0.", layer)
 
 
 def _engines_name(layer: str) -> str:
@@ -153,7 +177,7 @@ class CompressedTensors(OptionsModel):
         found: dict[str, Form] = {}
         for name, group in self.config_groups.items():
             for target in group.targets:
-                if target != "Linear" and "." not in target and target[:1].isupper():
+                if target != "Linear" and _is_of_classes(target):
                     raise ConfigError(f"{name}: layers of class {target!r} have no served form")
                 try:
                     found[target] = _form_of(group.weights, group.format or self.format)
@@ -162,17 +186,34 @@ class CompressedTensors(OptionsModel):
         return found
 
     def ignores(self) -> Callable[[str], bool]:
-        """Whether a layer is left alone."""
+        """Whether a layer is left alone. It raises ConfigError for one where that is not clear."""
         names = {name for name in self.ignore if not name.startswith(_REGEX)}
         regexes = [
             re.compile(name.removeprefix(_REGEX)) for name in self.ignore if name not in names
         ]
 
-        def is_ignored(layer: str) -> bool:
+        def fits(layer: str) -> bool:
             own = {layer, layer if ".experts." in layer else _engines_name(layer)}
             return bool(own & names) or any(one.match(name) for one in regexes for name in own)
 
+        def is_ignored(layer: str) -> bool:
+            if fits(layer) != fits(first_expert(layer)):
+                raise ConfigError(
+                    f"{layer} and the same layer of expert 0 are not both ignored, and vLLM looks "
+                    f"at that one alone: {_WAY_ON}"
+                )
+            return fits(layer)
+
         return is_ignored
+
+
+def _is_of_classes(target: str) -> bool:
+    """Whether vLLM finds layers by their class with it. A pattern of everything finds by name."""
+    if target.startswith(_REGEX):
+        pattern = re.compile(target.removeprefix(_REGEX))
+        return not pattern.match("") and any(pattern.match(one) for one in _CLASSES)
+    is_one = "." not in target and target[:1].isupper()
+    return is_one or any(target.lower() in one.lower() for one in _CLASSES)
 
 
 def _form_of(weights: Arguments, kind: str | None) -> Form:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import FineGrainedFP8Config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
     find_matched_target,
     should_ignore_layer,
@@ -23,6 +26,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.config import forms_of_config, named_form
+from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
 from deltasync.quant.methods import Arguments, CompressedTensors, Fp8, Group, ModelOpt
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -35,6 +40,7 @@ LAYERS = [
         *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
         *(f"mlp.experts.{expert}.{one}_proj" for expert in (0, 3) for one in ("up", "down")),
         *("mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
+        *("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
     ]
 ] + ["lm_head", "vision_tower.blocks.0.o_proj", "language_model.model.layers.0.mlp.down_proj"]
 NAMES = st.sampled_from(
@@ -42,6 +48,7 @@ NAMES = st.sampled_from(
         *LAYERS,
         *("self_attn", "model.layers.0.self_attn", "mlp.gate", "model.layers.1.mlp.gate", "o_proj"),
         *("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.experts", "model.layers.1"),
+        *("model.layers.0.mlp.shared_experts.down_proj.0", "model.layers.0.mlp.shared_experts"),
     ]
 )
 WILDCARDS = NAMES | st.sampled_from(
@@ -106,6 +113,66 @@ def test_compressed_tensors(layer: str, ignore: list[str], targets: list[str]) -
     forms: dict[str, Any] = {target: target for target in targets}
     found = find_matched_target(layer, nn.Linear(1, 1), [*targets, "Linear"])
     assert (named_form(forms, layer) or "Linear") == found
+
+
+TARGETS = st.sampled_from(
+    [
+        *("Linear", "re:.*q_proj", "re:.*qkv_proj", "re:.*(q|k|v)_proj", "re:.*gate_up_proj"),
+        *("re:.*up_proj", "re:.*experts.*", r"re:.*experts\.3.*", "re:.*experts.0.up_proj"),
+        *("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj", "re:.*mlp.*"),
+        *(r"re:.*layers\.0\..*", "re:.*Linear$", "linear", "Parallel", "re:.*"),
+    ]
+)
+BITS: dict[int, tuple[str, dict[str, Any]]] = {
+    8: ("int-quantized", {"strategy": "channel"}),
+    4: ("pack-quantized", {"group_size": 32}),
+}
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([layer for layer in LAYERS if layer.startswith("model.")]),
+    st.lists(TARGETS, min_size=1, max_size=5, unique=True),
+    st.lists(REGEXES | TARGETS, max_size=2),
+    st.sampled_from([1, 2]),
+)
+def test_layers_have_the_form_that_vllm_gives_them(
+    layer: str, targets: list[str], ignore: list[str], groups: int
+) -> None:
+    config: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": ignore}
+    config["config_groups"] = {
+        f"{bits}": {
+            "targets": targets[number::groups],
+            "weights": {"num_bits": bits, "type": "int", "strategy": "group", **weights},
+            "input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"}
+            if bits == 8
+            else None,
+            "format": kind,
+        }
+        for number, (bits, (kind, weights)) in zip(range(groups), BITS.items(), strict=False)
+    }
+    with suppress(ConfigError, ValueError):
+        form = forms_of_config(config)(f"{layer}.weight", (256, 256))
+        theirs = CompressedTensorsConfig.from_config({"format": "mixed-precision", **config})
+        theirs.packed_modules_mapping = FUSED
+        found = form and {Int8(): 8, Int4(32): 4}[form]
+        assert found == bits_of(theirs, layer), layer
+
+
+def bits_of(theirs: CompressedTensorsConfig, layer: str) -> int | None:
+    """Of a weight; None if it is left alone. Raises ValueError if vLLM refuses the config."""
+    own = called(layer)
+    if not own.endswith(".experts"):
+        module = type("QKVParallelLinear", (nn.Module,), {})()
+        scheme = theirs.get_scheme_dict(module, own)
+    else:
+        theirs._add_fused_moe_to_target_scheme_map()
+        module = type("RoutedExperts", (nn.Module,), {})()
+        names = [f"{own}.0.{one}_proj" for one in ("gate", "up", "down")]
+        scheme, *others = [theirs.get_scheme_dict(module, name) for name in names]
+        if any(one != scheme for one in others):
+            raise ValueError("experts of several schemes")
+    return int(scheme["weights"].num_bits) if scheme else None
 
 
 @pytest.mark.parametrize("preset", [name for name, scheme in PRESET_SCHEMES.items() if scheme])

@@ -150,6 +150,31 @@ def test_layers_that_engines_disagree_on_are_refused_by_name() -> None:
     assert forms("model.layers.1.self_attn.q_proj.weight", SQUARE) is not None
 
 
+@pytest.mark.parametrize("target", ["re:.*q_proj", "re:.*qkv_proj", "re:.*experts.3.*"])
+def test_targets_of_a_part_of_what_vllm_has_as_one_are_refused_by_name(target: str) -> None:
+    narrow = {**GROUP, "targets": [target], "weights": {**GROUP["weights"], "strategy": "tensor"}}
+    config = {**COMPRESSED, "config_groups": {"group_0": GROUP, "group_1": narrow}}
+    forms = forms_of_config(config)
+    assert forms("model.layers.0.self_attn.o_proj.weight", SQUARE) == Fp8("channel")
+    layer = "mlp.experts.3.up_proj" if "experts" in target else "self_attn.q_proj"
+    with pytest.raises(ConfigError, match=rf"model\.layers\.0\.{layer}: its target"):
+        forms(f"model.layers.0.{layer}.weight", SQUARE)
+
+
+def test_an_expert_that_is_ignored_alone_is_refused_by_name() -> None:
+    forms = forms_of_config({**COMPRESSED, "ignore": [r"re:.*experts\.3\..*"]})
+    assert forms("model.layers.0.mlp.experts.0.up_proj.weight", SQUARE) == Fp8("channel")
+    with pytest.raises(ConfigError, match=r"experts\.3\.up_proj and .* expert 0 are not both"):
+        forms("model.layers.0.mlp.experts.3.up_proj.weight", SQUARE)
+
+
+@pytest.mark.parametrize("target", ["linear", "re:.*Linear$", "Parallel", "LinearBase"])
+def test_targets_that_are_parts_of_classes_are_refused(target: str) -> None:
+    told = {**COMPRESSED, "config_groups": {"group_0": {**GROUP, "targets": [target]}}}
+    with pytest.raises(ConfigError, match="layers of class"):
+        forms_of_config(told)
+
+
 @pytest.mark.parametrize(
     "name",
     [
