@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import as_bits
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.proving import Proof
@@ -246,3 +246,59 @@ def test_another_layout_is_noticed() -> None:
     matrix.scale = nn.Parameter(matrix.scale.data.contiguous(), requires_grad=False)
     with pytest.raises(ConfigError, match="laid out its parameters in another way"):
         target.parameters()
+
+
+class Rotary(Matrix):
+    """Has a table of no checkpoint, of which it makes another dtype when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def run(self) -> None:
+        self.table = self.table.bfloat16()
+
+
+class RotaryEngine(Engine):
+    made = Rotary
+
+
+def test_a_table_that_nothing_writes_may_be_replaced() -> None:
+    first, new = checkpoint(0), checkpoint(1)
+    engine = RotaryEngine.started(first)
+    target = target_of(engine, first)
+    target.verify_routes(first.items(), lambda: proof_of(engine))
+    source = Weights({name: tensor.clone() for name, tensor in first.items()})
+    with fleet(source) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        for layer in engine.layers:
+            assert isinstance(layer, Rotary)
+            layer.run()
+        source.take(new)
+        assert here.sender.send_weights().kind == "delta"
+    wanted = bits_of(RotaryEngine.started(new))
+    assert all(torch.equal(bits, wanted[n][1]) for n, (_, bits) in bits_of(engine).items())
+    target.check_unmoved()
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "late", "saved"])
+def test_nothing_else_may_be_replaced(name: str) -> None:
+    engine = RotaryEngine.started(checkpoint(0))
+    first = engine.layers[0]
+    first.register_buffer("saved", torch.zeros(2))
+    target = target_of(engine, checkpoint(0))
+    target.bind(target.parameters())
+    if name == "late":
+        first.register_buffer(name, torch.zeros(1), persistent=False)
+    elif name == "saved":
+        first.register_buffer(name, torch.zeros(2))
+    else:
+        parameter = first.get_parameter(name)
+        parameter.data = parameter.data.clone()
+    with pytest.raises(TargetMoved):
+        target.check_unmoved()
+    with pytest.raises(TargetMoved):
+        target.check_unmoved()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, Live, are_equal, as_bits, torch_dtype
+from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
 from deltasync.delta.region import Region
 from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.loading import RELOAD, Loader
@@ -16,7 +16,7 @@ from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
 from deltasync.delta.routes.route import Part, Piece
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.module import ModuleWatch
+from deltasync.sync.module import ModuleWatch, named_tensors
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import (
     matches,
@@ -80,9 +80,9 @@ class RoutedTarget:
         self._recomputed: Recomputed | None = None
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
         self._names: dict[int, str] = {}  # own, by number
-        self._watch = ModuleWatch(module)
+        self._watch = _Watch(module)
         self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
-        self._known: tuple[ModuleWatch, Recording] | None = None
+        self._known: tuple[_Watch, Recording] | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the checkpoint tensors of which the loader takes something.
@@ -202,7 +202,11 @@ class RoutedTarget:
         self.upkeep = prove_routes(proof, recording, self._held, self._recomputed)
 
     def check_unmoved(self) -> None:
-        """Raise TargetMoved if a tensor's address, size, strides or dtype has changed."""
+        """Raise TargetMoved if a tensor's address, size, strides or dtype has changed.
+
+        The engine may replace buffers that neither a checkpoint nor a route knows: the tables of
+        rotary embeddings get another dtype when they are first used.
+        """
         if not self._watch.is_unmoved():
             raise TargetMoved("storage of the engine was replaced; rejoin")
 
@@ -262,7 +266,7 @@ class RoutedTarget:
             shown = "; ".join(sorted(whys)[:_SHOWN])
             more = f"; and {len(whys) - _SHOWN} more" if len(whys) > _SHOWN else ""
             raise ConfigError(f"{len(whys)} tensors have no route: {shown}{more}; {RELOAD}")
-        self._known = ModuleWatch(self._module), recording
+        self._known = _Watch(self._module, recording), recording
         return recording
 
     def _watched(self) -> Recording:
@@ -296,6 +300,37 @@ class RoutedTarget:
                 f"{len(replaced)} tensors have no route: the loader replaces {some_of(replaced)}, "
                 f"where it should fill them; {RELOAD}"
             )
+
+
+class _Watch:
+    """Checks whether what is registered is where it was, but for buffers that nothing writes.
+
+    Args:
+        module: As of `ModuleWatch`.
+        recording: The routes into it.
+    """
+
+    def __init__(self, module: nn.Module, recording: Recording | None = None) -> None:
+        pieces = [] if recording is None else recording.pieces.values()
+        self._routed = {piece.live for each in pieces for piece in each}
+        self._module, self._watch = module, ModuleWatch(module)
+        self._places = self._now()
+
+    def is_unmoved(self) -> bool:
+        """Whether it is."""
+        if not self._watch.is_unmoved():
+            if self._now() != self._places:
+                return False
+            self._watch = ModuleWatch(self._module)
+        return True
+
+    def _now(self) -> dict[str, tuple[object, ...]]:
+        """Where each tensor is, by name; nothing for a buffer of no checkpoint and no route."""
+        written = self._routed | {name for name, _ in named_tensors(self._module)}
+        return {
+            name: identity(tensor) if name in written else ()
+            for name, tensor in named(self._module).items()
+        }
 
 
 def pieces_of(target: RoutedTarget) -> Mapping[str, Routes] | None:
