@@ -38,7 +38,7 @@ from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.integrations.vllm_core import WRITE, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
-from deltasync.sync.proof.cold import Startup, default_dtype
+from deltasync.sync.proof.cold import Startup, WithoutMemory, default_dtype
 from deltasync.sync.proof.proving import Proof, reached
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.reloaded import ReloadedTarget
@@ -106,6 +106,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.parallel_config
         if parallel.enable_eplb:
             raise ConfigError("vLLM moves experts between ranks: start it without --enable-eplb")
+        _refuse_adapted_experts(self.model)
         self._worker.connect(
             trainer,
             self._target(trainer),
@@ -164,7 +165,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if config.lora_config is not None:
                 runner: Any = SimpleNamespace()  # takes what manages adapters
                 load = LoRAModelRunnerMixin.load_lora_model
-                model = load(runner, model, config, torch.device(self.device))
+                with WithoutMemory({torch.zeros}):  # for as many adapters as there may be
+                    model = load(runner, model, config, torch.device(self.device))
             return model
 
     def _work_on(self, modules: Sequence[nn.Module]) -> None:
@@ -276,6 +278,17 @@ def _reached_of(model: nn.Module) -> set[str]:
         if attribute.endswith(_ADAPTERS)
     )
     return {path for path in reached(model) if not path.startswith(adapted)}
+
+
+def _refuse_adapted_experts(model: nn.Module) -> None:
+    """Raises ConfigError. vLLM's loader passes over such experts, and raises nothing."""
+    for name, module in model.named_modules():
+        if getattr(module, "lora_base_layer_prefix", ""):
+            raise ConfigError(
+                f"{name!r} takes LoRA adapters, and vLLM's loader does not find such experts by "
+                "their checkpoint names: start vLLM with --lora-target-modules that leave experts "
+                "out, such as q_proj k_proj v_proj o_proj"
+            )
 
 
 def _is_lost_by_reload(module: Any) -> bool:

@@ -74,7 +74,13 @@ def cold(folder: Path, weights: dict[str, Tensor] | None = None, **other: Any) -
         write(folder, weights)
     config = settings(folder, **other)
     with set_current_vllm_config(config):
-        return get_model(vllm_config=config), config
+        model = get_model(vllm_config=config)
+        if config.lora_config is not None:
+            from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+            runner: Any = LoRAModelRunnerMixin()
+            model = runner.load_lora_model(model, config, torch.device("cpu"))
+        return model, config
 
 
 def unloaded(folder: Path) -> Any:

@@ -45,9 +45,12 @@ class Verdict:
 class Versions:
     """What is sent, one after the other, and what the engine makes of each when it is started."""
 
-    def __init__(self, folder: Path, specs: Specs, served: Served = dict) -> None:
-        """`served` makes of a trainer's weights what the engine's checkpoint has."""
-        self.folder = folder
+    def __init__(self, folder: Path, specs: Specs, served: Served = dict, **settings: Any) -> None:
+        """`served` makes of a trainer's weights what the engine's checkpoint has.
+
+        Engines are started with `settings`.
+        """
+        self.folder, self._settings = folder, settings
         self.names: set[str] = set()  # of parameters, as paths
         first, second = random_weights(specs, 0), random_weights(specs, 1)
         few = touched(second, 3, 2)
@@ -58,7 +61,7 @@ class Versions:
         self.noise |= again.keys() ^ self.cold[-1].keys()
 
     def _cold(self, weights: dict[str, Tensor]) -> dict[str, Seen]:
-        model, _ = cold(self.folder, weights)
+        model, _ = cold(self.folder, weights, **self._settings)
         self.names = {f".{name}" for name, _ in model.named_parameters()}
         return seen(model)
 
@@ -74,7 +77,7 @@ class Versions:
     def judge(self, mode: WithoutRoutes) -> Verdict:
         """Start on the first, and sync all others."""
         write(self.folder, self.weights[0])
-        model, config = cold(self.folder)
+        model, config = cold(self.folder, **self._settings)
         before = seen(model)
         source, sync = synced(self.weights[1], model, config, self.folder, mode)
         derived = len(self.follows() - self.names)

@@ -92,7 +92,7 @@ class ColdModel:
             ) from error
 
     def _made(self, without_memory: Collection[Any]) -> nn.Module:
-        with torch.no_grad(), Alone(), _WithoutMemory(without_memory):
+        with torch.no_grad(), Alone(), WithoutMemory(without_memory):
             return self._startup.make()
 
     def written(self, checkpoint: Sequence[CheckpointTensor]) -> dict[str, str]:
@@ -259,8 +259,12 @@ def _swap(one: Tensor, other: Tensor) -> None:
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
-class _WithoutMemory(TorchFunctionMode):
-    """Lets these torch functions make tensors without memory."""
+class WithoutMemory(TorchFunctionMode):
+    """Lets torch functions make tensors without memory within its `with` block.
+
+    Args:
+        functions: Such as torch.empty.
+    """
 
     def __init__(self, functions: Collection[Any]) -> None:
         super().__init__()
