@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from deltasync import ModuleSource, ModuleTarget, TrainerGroup, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    SenderOptions,
+    TrainerGroup,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted
 from deltasync.quant.block_fp8 import BlockFp8
@@ -136,7 +143,12 @@ def follow(rank: int, world: int, folder: Path, model: nn.Module, form: Form) ->
 
 
 def joined(
-    rank: int, world: int, folder: Path, model: nn.Module, form: Form
+    rank: int,
+    world: int,
+    folder: Path,
+    model: nn.Module,
+    form: Form,
+    options: SenderOptions | None = None,
 ) -> tuple[WeightSender | TrainerRank, nn.Module | None, Serving | None]:
     """A rank's sender; on rank 0 also an engine that has greeted it."""
     import torch.distributed as dist
@@ -147,14 +159,45 @@ def joined(
     dist.barrier()  # all listen
     if rank:
         link = shared_memory.Receiver(folder / "group")
-        return TrainerRank(source, lane, link, rank=rank, world=world), None, None
+        ranked = TrainerRank(source, lane, link, rank=rank, world=world, options=options)
+        return ranked, None, None
     group = TrainerGroup(shared_memory.Sender(folder / "group"), world)
-    sender = WeightSender(source, lane, group=group)
+    sender = WeightSender(source, lane, group=group, options=options)
     replica = engine(dict(served_weights(gathered.items(), forms(form))))
     first, *lanes = [shared_memory.Receiver(folder / f"lane{n}") for n in range(world)]
     serving = Serving(WeightReceiver(ModuleTarget(replica), first, lanes=lanes)).start()
     sender.wait_for_receivers(1)
     return sender, replica, serving
+
+
+def test_ranks_that_hold_the_same_send_codes_and_scales_one_each(tmp_path: Path) -> None:
+    run_ranks(divide, 2, free_port(), tmp_path, timeout_s=150)
+
+
+def divide(rank: int, port: int, folder: Path) -> None:
+    """Kernels of one rank see scales without their codes."""
+    import torch.distributed as dist
+
+    started(rank, 2, port)
+    options = SenderOptions(kernels="triton")
+    for name in ("channel", "nvfp4"):
+        (folder / name).mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        layer, form = nn.Linear(64, 40, bias=False), FORMS[name]
+        model = nn.ModuleDict({"down_proj": layer})
+        sender, replica, serving = joined(rank, 2, folder / name, model, form, options)
+        for _ in range(2):
+            with torch.no_grad():
+                layer.weight.mul_(-1.7)
+            sender.send_weights(timeout_s=60)
+            expected = dict(served_weights(gather(model).items(), forms(form)))
+            for part, tensor in {} if replica is None else replica.state_dict().items():
+                assert torch.equal(as_bits(tensor), as_bits(expected[part])), part
+        dist.barrier()
+        if serving is not None:
+            serving.stop()
+        sender.close()
+    os._exit(0)
 
 
 @pytest.mark.parametrize("dying", [0, 1])
