@@ -283,19 +283,16 @@ class ModelOpt(OptionsModel):
     def ignores(self) -> Callable[[str], bool]:
         """Whether a layer is left alone. It raises ConfigError for one where that is not clear."""
         patterns = self._told().exclude_modules
-
-        def fits(layer: str) -> bool:
-            return any(one in layer or fnmatchcase(layer, one) for one in patterns + _VISION)
+        split = [half for one in patterns for half in _halves(one)]
 
         def is_excluded(layer: str) -> bool:
-            own = _engines_name(layer)
-            if _is_listed(layer, patterns) or fits(own):
-                return True
-            if fits(layer):
+            found = _is_excluded(layer, patterns)
+            if found != _is_excluded(layer, split):
                 raise ConfigError(
-                    f"{layer} is excluded, and {own}, which has it in vLLM, is not: {_WAY_ON}"
+                    f"{layer} is excluded by a pattern that ends in *, which vLLM reads in another "
+                    f"way where it renames weights: {_WAY_ON}"
                 )
-            return False
+            return found
 
         return is_excluded
 
@@ -308,6 +305,29 @@ class ModelOpt(OptionsModel):
             group_size=self.group_size,
             exclude_modules=self.ignore,
         )
+
+
+def _halves(pattern: str) -> list[str]:
+    """What vLLM makes of a pattern for models whose weights it renames: a module, and inside it."""
+    if len(pattern) > 1 and pattern.endswith("*") and pattern[-2] != ".":
+        return [pattern[:-1], f"{pattern[:-1]}.*"]
+    return [pattern]
+
+
+def _is_excluded(layer: str, patterns: list[str]) -> bool:
+    """Raises ConfigError for a layer that is excluded without its fused one."""
+
+    def fits(name: str) -> bool:
+        return any(one in name or fnmatchcase(name, one) for one in patterns + _VISION)
+
+    own = _engines_name(layer)
+    if _is_listed(layer, patterns) or fits(own):
+        return True
+    if fits(layer):
+        raise ConfigError(
+            f"{layer} is excluded, and {own}, which has it in vLLM, is not: {_WAY_ON}"
+        )
+    return False
 
 
 class Inner(OptionsModel):

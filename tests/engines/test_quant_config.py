@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
 )
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.models.utils import WeightsMapper
 
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
@@ -52,7 +53,19 @@ NAMES = st.sampled_from(
     ]
 )
 WILDCARDS = NAMES | st.sampled_from(
-    ["model.layers.1*", "*.mlp.*", "*self_attn*", "*q_proj", "lm_head*", "*.experts.*", "mlp*"]
+    [
+        "*.mlp.gate*",
+        "*o_pro*",
+        "model.layers.0.mlp*",
+        "*down*",
+        "model.layers.1*",
+        "*.mlp.*",
+        "*self_attn*",
+        "*q_proj",
+        "lm_head*",
+        "*.experts.*",
+        "mlp*",
+    ]
 )
 REGEXES = NAMES | st.sampled_from(
     ["re:.*self_attn", "re:.*mlp.experts", "re:.*q_proj$", "re:.*(gate|up)_proj", "re:lm_head"]
@@ -89,11 +102,13 @@ def test_fp8_of_sglang(layer: str, names: list[str]) -> None:
     agree(config.ignores(), lambda: theirs(called(layer), both, FUSED), layer)
 
 
-@given(st.sampled_from(LAYERS), st.lists(WILDCARDS, max_size=4))
-def test_modelopt(layer: str, patterns: list[str]) -> None:
+@given(st.sampled_from(LAYERS), st.lists(WILDCARDS, max_size=4), st.booleans())
+def test_modelopt(layer: str, patterns: list[str], renames: bool) -> None:
     config = ModelOpt(quant_algo="NVFP4", ignore=patterns)
     theirs = ModelOptNvFp4Config(exclude_modules=patterns)
     theirs.packed_modules_mapping = FUSED
+    if renames:
+        theirs.apply_vllm_mapper(WeightsMapper())
     is_vision = "vision_tower" in layer
     agree(config.ignores(), lambda: is_vision or theirs.is_layer_excluded(called(layer)), layer)
 

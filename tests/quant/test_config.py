@@ -168,6 +168,15 @@ def test_an_expert_that_is_ignored_alone_is_refused_by_name() -> None:
         forms("model.layers.0.mlp.experts.3.up_proj.weight", SQUARE)
 
 
+def test_a_wildcard_that_vllm_reads_in_two_ways_is_refused_by_name() -> None:
+    forms = forms_of_config(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*dow*"]}
+    )
+    assert forms("model.layers.0.self_attn.o_proj.weight", SQUARE) == ModelOptNvfp4()
+    with pytest.raises(ConfigError, match=r"mlp\.down_proj is excluded by a pattern"):
+        forms("model.layers.0.mlp.down_proj.weight", SQUARE)
+
+
 @pytest.mark.parametrize("target", ["linear", "re:.*Linear$", "Parallel", "LinearBase"])
 def test_targets_that_are_parts_of_classes_are_refused(target: str) -> None:
     told = {**COMPRESSED, "config_groups": {"group_0": {**GROUP, "targets": [target]}}}
