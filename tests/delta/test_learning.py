@@ -136,6 +136,42 @@ def test_what_is_computed_has_no_place(how: str) -> None:
     assert len(moves.places("weight", live)["w"][0]) == 64 * 8
 
 
+BY_VALUE: dict[str, Step] = {
+    "at most one": lambda t: t.clamp(max=1),
+    "at least a little": lambda t: t.clamp(min=1e-12),
+    "at most 1e38": lambda t: t.clamp(max=1e38),
+    "ones become others": lambda t: torch.where(t == 1, 2, t),
+    "denormals become zeros": lambda t: torch.where(t.abs() < 1.2e-38, 0, t),
+    "doubled when all are usual": lambda t: t * 2 if 0.3 < t.max() < 100 else t.clone(),
+    "rising": lambda t: t.view(-1).sort().values.view(t.shape),
+    "falling": lambda t: t.view(-1).sort(descending=True).values.view(t.shape),
+    "its magnitude": torch.abs,
+}
+
+
+@pytest.mark.parametrize("how", BY_VALUE)
+@pytest.mark.parametrize("shape", [(2,), (4, 2), (64,)])
+@pytest.mark.parametrize("is_gentle", [False, True])
+def test_few_elements_that_are_changed_for_some_values_are_not_all_moved(
+    how: str, shape: tuple[int, ...], is_gentle: bool
+) -> None:
+    """Numbers of few bytes are small and rise, and none of them is 1."""
+    inputs, step = {"scale": torch.empty(shape)}, BY_VALUE[how]
+    moves = Moves(lambda t: {"s": step(t["scale"])}, inputs, is_gentle=is_gentle)
+    found = moves.places("scale", {"s": torch.empty(shape)})
+    assert sum(len(elements) for elements, _ in found.values()) < inputs["scale"].numel()
+
+
+def test_values_that_code_refuses_are_not_tried() -> None:
+    def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not bool((given["scale"] < 1).all()):
+            raise ValueError("planted")
+        return {"s": given["scale"].flip(0)}
+
+    moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+    assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
+
+
 def test_elements_whose_bytes_are_torn_apart_have_no_place() -> None:
     moves = Moves(
         lambda t: {"out": t["in"].view(torch.uint8).view(-1, 4).t().contiguous()},

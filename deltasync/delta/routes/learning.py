@@ -4,7 +4,9 @@ Engines transpose, pad, shuffle and merge quantized weights after loading. What 
 tensor is found without reading it: it runs on tensors of which every byte carries a digit, in base
 256, of its own number, once for each digit. It runs again on the complements of all digits. A byte
 that comes back with the same number both times was moved; one that is always alike is padding;
-anything else was computed.
+anything else was computed. Numbers are few of the values that occur, and they rise. So code that
+sorts, clamps, or looks for special values may treat them as if it moved them. What seems to be
+moved must therefore be moved with `probes` as well: with ones, and with values of all sizes.
 
 Kernels of 4 bits move half bytes. What they do is learnt in the same way, from tensors of which
 every half byte carries a digit in base 16.
@@ -28,6 +30,9 @@ _BYTE, CODE_BITS = 8, 4
 _GENTLE = 6  # bits
 _BLOCK = 1 << 24  # fields that are looked at together
 _MOST_PIECES = 1024  # of one tensor: beyond, writes would be slow
+
+# What code raises at values that it does not take.
+_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 Tensors = Mapping[str, Tensor]
 Process = Callable[[Tensors], Tensors]
@@ -60,8 +65,34 @@ class Moves:
             total = _rounded_up(total + self._count(tensor), _ALIGNED)
         width = min(bits, _GENTLE if is_gentle else _BYTE)
         self._made = _numbers(process, self._inputs, self._starts, total, bits, width)
+        for probe in range(PROBES):
+            given = {name: probed(tensor, probe) for name, tensor in self._inputs.items()}
+            self._look(process, given, total)
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
+
+    def _look(self, process: Process, given: Tensors, total: int) -> None:
+        """Take for computed what does not move with these values, if the function takes them."""
+        line = torch.zeros(total, dtype=torch.uint8)
+        for name, tensor in given.items():
+            start = self._starts[name]
+            line[start : start + self._count(tensor)] = _fields(tensor, self._bits)
+        try:
+            made = process(given)
+        except _REFUSALS:  # a cold start on such values raises, too
+            return
+        fields = {name: _fields(one, self._bits) for name, one in made.items()}
+        # Whether the others are there, and how large they are, depends on values.
+        self._made = {
+            name: numbers
+            for name, numbers in self._made.items()
+            if name in fields and len(fields[name]) == len(numbers)
+        }
+        for name, numbers in self._made.items():
+            for some, here in zip(
+                torch.split(numbers, _BLOCK), torch.split(fields[name], _BLOCK), strict=True
+            ):
+                some[(some >= 0) & (line[some.clamp(min=0)] != here)] = COMPUTED
 
     def places(self, name: str, live: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
         """Where the elements of an input are.
@@ -159,6 +190,38 @@ def _runs(
 
 def _piece(live: str, starts: Sequence[int], dims: Sequence[tuple[int, int, int]]) -> Piece:
     return Piece.of(live, *unpaired(starts[0], starts[1], dims))
+
+
+PROBES = 5
+
+
+def probed(like: Tensor, number: int) -> Tensor:
+    """Values that numbers are not, to try functions on; the same in each process.
+
+    Floats are finite: of all sizes, with a sign on every other one; among the smallest; among the
+    largest; ones; or from 1.5 down to 0.5. Integers are of random bits.
+
+    Args:
+        like: The wanted shape and dtype.
+        number: Which of `PROBES`.
+    """
+    generator = torch.Generator("cpu").manual_seed(number)
+    count, size = like.numel(), like.element_size()
+    if not like.is_floating_point():
+        line = torch.empty(count * size, dtype=torch.uint8, device="cpu")
+        return line.random_(generator=generator).view(like.dtype).view(like.shape)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    if number >= 3:
+        values = torch.ones_like(drawn) if number == 3 else drawn.sort(descending=True)[0] + 0.5
+        return values.to(like.dtype).view(like.shape)
+    largest = as_bits(torch.tensor(torch.finfo(like.dtype).max, device="cpu").to(like.dtype))
+    most = int(largest) % (1 << _BYTE * size)
+    bits = ((most if number == 0 else 8) * drawn).long()
+    if number == 2:
+        bits = most - bits
+    if number == 0 and like.dtype != torch.float8_e8m0fnu:  # which has no sign
+        bits[::2] -= 1 << _BYTE * size - 1
+    return bits.to(largest.dtype).view(like.dtype).view(like.shape)
 
 
 def _numbers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
+from deltasync.delta.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.proving import Bits, Proof, same_bits, scope_of
@@ -96,13 +98,16 @@ class _Search:
         small = sum(_num_bytes(loaded[name]) for name in small_of(loaded))
         self._most = max(_FACTOR << 10, _SMALL * small)  # bytes of a result that is looked at
         self._run: Run = partial(self._made, moved)
-        self._given = [
-            {name: _drawn(tensor, seed) for name, tensor in loaded.items()} for seed in (0, 1)
-        ]
+        self._given: list[Bits] = []
+        self._full: list[dict[str, Tensor]] = []
 
     def units(self, computed: Collection[str]) -> tuple[Unit, ...]:
-        self._full = [self._run(self._scope, given) for given in self._given]
-        if not computed and not _differing(*self._full):
+        for seed in (0, 1):
+            self._add({name: _drawn(one, seed) for name, one in self._loaded.items()})
+        for number in range(PROBES):
+            with suppress(*FAILURES):  # not with such values
+                self._add({name: probed(one, number) for name, one in self._loaded.items()})
+        if not computed and not any(_differing(self._full[0], one) for one in self._full[1:]):
             return ()
         made_of = {name: self._made_of(name) for name in sorted(small_of(self._loaded))}
         found: list[Unit] = []
@@ -117,6 +122,13 @@ class _Search:
                     f"more than {min(wrong)!r} and other small tensors of its module"
                 )
         return tuple(found)
+
+    def _add(self, given: Bits) -> None:
+        """Values of all tensors, and what is made of them; of large ones the first are kept."""
+        made = self._run(self._scope, given)
+        names = small_of(self._loaded) if self._given else given
+        self._given.append({name: given[name] for name in names})
+        self._full.append(made)
 
     def _made_of(self, name: str) -> set[str]:
         """Paths of what changes with a tensor alone."""
@@ -214,8 +226,9 @@ def _drawn(like: Tensor, seed: int) -> Tensor:
 
 
 def _others(tensor: Tensor) -> Iterator[Tensor]:
-    """Other values of a tensor: drawn again, larger, smaller."""
+    """Other values of a tensor: drawn again, those of probes, larger, smaller."""
     yield _drawn(tensor, 2)
+    yield from (probed(tensor, number) for number in range(PROBES))
     if tensor.is_floating_point():
         wide = tensor.float()
         yield (wide * _FACTOR).to(tensor.dtype)
