@@ -429,7 +429,7 @@ def test_what_an_object_keeps_in_a_slot_is_put_back(at: int, kind: str) -> None:
     assert_same(snapshot(engine), before)
 
 
-@pytest.mark.parametrize("function", ["_swap", "_with_memory"])
+@pytest.mark.parametrize("function", ["_swap", "_with_memory", "restore"])
 def test_an_interrupt_while_a_fresh_engine_is_given_memory_stays_one(function: str) -> None:
     """At each of the function's lines."""
     weights, kind = checkpoint(), engines(Beside)

@@ -80,6 +80,7 @@ class ColdModel:
 
     def __init__(self, startup: Startup, device: torch.device) -> None:
         self._startup, self.device = startup, device
+        self._unended: list[Callable[[], None]] = []  # what has to be restored
         try:
             try:
                 self.model = self._made(_UNFILLED)
@@ -139,6 +140,7 @@ class ColdModel:
 
         Yields what is reached from the modules inside, and the paths of what was filled.
         """
+        self._mend()
         with self._with_memory(Reach(roots, stop=stop), fill) as filled:
             yield Reach(roots, stop=stop), filled
 
@@ -146,9 +148,17 @@ class ColdModel:
     def _with_memory(self, before: Reach, fill: Mapping[str, Tensor]) -> Iterator[set[str]]:
         """As `given_memory`, of what is reached already."""
         storages: dict[int, Tensor] = {}
-        swapped: dict[int, tuple[Tensor, Tensor]] = {}
+        swapped: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}
         filled: set[str] = set()
-        try:
+
+        def restore() -> None:
+            for tensor, real, attributes in swapped.values():
+                if real.is_meta:
+                    _swap(tensor, real)
+                tensor.__dict__ = attributes  # an interrupt may have come between these and that
+            before.put_back()
+
+        with self._restoring(restore):
             for path, found in before.tensors.items():
                 tensor = found.tensor
                 if found.alias.is_meta and id(tensor) not in swapped:
@@ -157,14 +167,25 @@ class ColdModel:
                     if given is not None and (given.shape, given.dtype) == (real.shape, real.dtype):
                         as_bits(real).copy_(as_bits(given))
                         filled.add(path)
-                    swapped[id(tensor)] = tensor, real
+                    swapped[id(tensor)] = tensor, real, tensor.__dict__
                     _swap(tensor, real)
             yield filled
+
+    @contextmanager
+    def _restoring(self, restore: Callable[[], None]) -> Iterator[None]:
+        """Restore something at the end; if that is interrupted, before the model is used again."""
+        self._unended.append(restore)
+        try:
+            yield
         finally:
-            for tensor, real in swapped.values():
-                if real.is_meta:  # an interrupt may have come before they were exchanged
-                    _swap(tensor, real)
-            before.put_back()
+            restore()
+            self._unended.remove(restore)
+
+    def _mend(self) -> None:
+        """Restore what an interrupt has left as it was inside of a context."""
+        while self._unended:
+            self._unended[-1]()
+            self._unended.pop()
 
     def start(self, weights: Weights, modules: Sequence[nn.Module]) -> None:
         """Load weights, and process modules as the engine then does.
@@ -192,18 +213,21 @@ class ColdModel:
 
         Raises what the engine raises.
         """
+        self._mend()
         reach = Reach(roots, stop=stop)
         made = {path: found.alias for path, found in reach.tensors.items()}
         own = {p: one.clone() for p, one in made.items() if p in given and not one.is_meta}
-        try:
+
+        def restore() -> None:
+            for path, before in own.items():
+                as_bits(made[path]).copy_(as_bits(before))
+
+        with self._restoring(restore):
             for path in own:
                 as_bits(made[path]).copy_(as_bits(given[path]))
             with self._with_memory(reach, given), torch.no_grad(), Alone():
                 self._startup.work_on(modules)
                 yield Reach(roots, stop=stop)
-        finally:
-            for path, before in own.items():
-                as_bits(made[path]).copy_(as_bits(before))
 
     def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
         """The same tensor with memory, which shares storage as the original does."""
