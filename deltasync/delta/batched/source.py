@@ -45,7 +45,7 @@ class Launch:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its masks come from `BatchedSource.matrices`."""
+        """Whether its masks come from `BatchedSource.computed`."""
         return self.read >= FORM
 
     @property

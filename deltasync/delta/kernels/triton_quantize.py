@@ -5,6 +5,11 @@ with a column for each matrix, int64[8, num_matrices]: the address of the weight
 it is compared with, and of its scales; rows; columns; the first word of its masks; its first
 program; the address of the scale of the whole. And matrix_of, int32[programs]: whose each is.
 ALIGNED: Weights and codes begin at multiples of 16 bytes, and have a multiple of 16 elements.
+FORM, WIDE: See `reads`. TYPE, CODES: Of an element that is served, and how many codes it has. SPAN:
+Weights that a program goes over at once.
+
+Masks are int32 words, a bit for each element that differs, in the order of the elements; chunks
+begin at multiples of `triton.BLOCK` elements. A program writes all bits of the words that it has.
 """
 
 from __future__ import annotations
