@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from deltasync.delta.kernels import reads
-from deltasync.delta.kernels.triton_base import load, rounded
+from deltasync.delta.kernels.triton_base import aligned, rounded
 
 _WIDE, _FORM = tl.constexpr(reads.WIDE), tl.constexpr(reads.FORM)
 _BLOCK_FP8, _BLOCK_FP8_UE8M0, _FP8, _FP8_CHANNEL_VLLM, _FP8_TENSOR_VLLM = (
@@ -45,9 +45,14 @@ _POWER_120 = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def weights_at(address, offsets, mask, WIDE: tl.constexpr):
-    """uint32: bfloat16 bits of elements; WIDE reads float32."""
-    return load(address, offsets, mask, tl.uint16, WIDE).to(tl.uint32)
+def weights_at(address, offsets, mask, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """uint32: bfloat16 bits of elements; WIDE reads float32. ALIGNED: See `aligned`."""
+    if WIDE:
+        raw = tl.load(aligned(address, tl.uint32, ALIGNED) + offsets, mask=mask, other=0)
+        bits = rounded(raw)
+    else:
+        bits = tl.load(aligned(address, tl.uint16, ALIGNED) + offsets, mask=mask, other=0)
+    return bits.to(tl.uint32)
 
 
 @triton.jit
@@ -253,7 +258,9 @@ def _any_nan(address, first, mask, WIDE: tl.constexpr):
     left = tl.max(mask.to(tl.int32), axis=0) * 32
     while left > 0:
         left -= 1
-        found = found | ((weights_at(address, first + left, mask, WIDE) & 0x7FFF) > _INFINITY)
+        found = found | (
+            (weights_at(address, first + left, mask, WIDE, False) & 0x7FFF) > _INFINITY
+        )
     return found
 
 
@@ -292,7 +299,7 @@ def codes_at(
         divisor = tl.where(is_nan, float("nan"), divisor)
     elements = tl.zeros_like(scale)
     for nth in tl.static_range(CODES):
-        weight = weights_at(address, offsets * CODES + nth, mask, WIDE)
+        weight = weights_at(address, offsets * CODES + nth, mask, WIDE, False)
         code = code_of(weight, divisor, FORM)
         elements = elements | (code << (4 * nth))
     return elements.to(TYPE)

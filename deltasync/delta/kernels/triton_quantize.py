@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deltasync.delta.kernels.reads import MXFP8_VLLM
-from deltasync.delta.kernels.triton_base import aligned, popcount, rounded
+from deltasync.delta.kernels.triton_base import aligned, popcount
 from deltasync.delta.kernels.triton_forms import (
     code_of,
     divisor_of,
@@ -26,6 +26,7 @@ from deltasync.delta.kernels.triton_forms import (
     load_total,
     scale_of,
     store_scale,
+    weights_at,
 )
 
 SPAN = 4096
@@ -34,17 +35,6 @@ SPAN = 4096
 _SIDE = tl.constexpr(128)
 _INFINITY = tl.constexpr(0x7F80)
 _MXFP8_VLLM = tl.constexpr(MXFP8_VLLM)
-
-
-@triton.jit
-def _weights(address, offsets, mask, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """As `weights_at`, in wide loads if ALIGNED."""
-    if WIDE:
-        raw = tl.load(aligned(address, tl.uint32, ALIGNED) + offsets, mask=mask, other=0)
-        bits = rounded(raw)
-    else:
-        bits = tl.load(aligned(address, tl.uint16, ALIGNED) + offsets, mask=mask, other=0)
-    return bits.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["num_matrices"])
@@ -65,7 +55,7 @@ def compare_squares(
     lane = tl.arange(0, 32)[None, None, :]
     there = (row < rows) & (begin < cols)
     offsets = row * cols + begin + lane
-    bits = _weights(weight, offsets, there, WIDE, ALIGNED)
+    bits = weights_at(weight, offsets, there, WIDE, ALIGNED)
     peak = tl.max(tl.max(tl.max(bits & 0x7FFF, axis=2), axis=1), axis=0)
     scale = scale_of(peak, 1.0, FORM)
     store_scale(tl.load(at + 2 * num_matrices), here, scale, True, FORM)
@@ -129,7 +119,7 @@ def compare_groups(
         numel = tl.multiple_of(numel, 16)
     here = program - tl.load(at + 6 * num_matrices)
     offsets = here * SPAN + tl.arange(0, SPAN)
-    bits = _weights(weight, offsets, offsets < numel, WIDE, ALIGNED)
+    bits = weights_at(weight, offsets, offsets < numel, WIDE, ALIGNED)
     if GROUP == 0:
         bits = bits[None, :]
         scale = load_scale(whole, tl.zeros([1], tl.int32), True, FORM)
@@ -172,7 +162,7 @@ def compare_rows(
     largest = tl.zeros([SPAN], tl.uint32)
     begin = 0
     while begin < cols:
-        bits = _weights(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
+        bits = weights_at(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
         largest = tl.maximum(largest, bits & 0x7FFF)
         begin += SPAN
     scale = scale_of(tl.max(largest, axis=0), 1.0, FORM)
@@ -182,7 +172,7 @@ def compare_rows(
     width = tl.multiple_of(cols // CODES, 32)
     begin = 0
     while begin < cols:
-        bits = _weights(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
+        bits = weights_at(weight, begin + lane, begin + lane < cols, WIDE, ALIGNED)
         first = row * width + begin // CODES
         _mark(
             bits[None, :], divisor, old, masks, first, (row + 1) * width,
@@ -208,7 +198,7 @@ def find_peaks(
     if ALIGNED:
         numel = tl.multiple_of(numel, 16)
     offsets = (program - tl.load(at + 2 * num_matrices)) * SPAN + tl.arange(0, SPAN)
-    bits = _weights(weight, offsets, offsets < numel, WIDE, ALIGNED)
+    bits = weights_at(weight, offsets, offsets < numel, WIDE, ALIGNED)
     peak = tl.max(bits & 0x7FFF, axis=0).to(tl.int32)
     to = peaks + tl.load(at + 3 * num_matrices)
     if peak > tl.load(to):  # it only grows
