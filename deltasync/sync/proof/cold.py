@@ -20,7 +20,7 @@ from deltasync.delta.bits import as_bits, storage_of
 from deltasync.delta.routes.operations import as_returned, refuse_waits, tensors_in, written_by
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.sync.proof.reach import Reach
+from deltasync.sync.proof.reach import Reach, named
 
 _UNFILLED: frozenset[Any] = frozenset(
     {torch.empty, torch.empty_strided, torch.empty_like, torch.rand, torch.randn}
@@ -100,7 +100,7 @@ class ColdModel:
         """Names of the parameters and buffers that the loader writes, with the checkpoint tensor
         that it was given then. Raises ConfigError if the loader cannot be watched.
         """
-        named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        live = named(self.model)
         refused: set[str] = set()  # the engine was started without
         while True:
             watch, reach = _Watch(), Reach([("", self.model)])
@@ -119,7 +119,7 @@ class ColdModel:
                 reach.put_back()
         return {
             name: watch.writes[key]
-            for name, tensor in named.items()
+            for name, tensor in live.items()
             if (key := storage_of(tensor)) in watch.writes
         }
 

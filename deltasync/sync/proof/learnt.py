@@ -18,8 +18,9 @@ from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.fixed import fixed_in, with_fixed
-from deltasync.sync.proof.proved import named, recorded
+from deltasync.sync.proof.proved import recorded
 from deltasync.sync.proof.proving import Proof, scope_of
+from deltasync.sync.proof.reach import named
 from deltasync.sync.proof.recomputed import Learnt, with_recomputed
 
 Pieces = tuple[Piece, ...]

@@ -27,7 +27,7 @@ from deltasync.sync.proof.proving import (
     groups_of,
     under,
 )
-from deltasync.sync.proof.reach import Reach, settle
+from deltasync.sync.proof.reach import Reach, named, settle
 from deltasync.sync.proof.recomputed import KeptBeside, Recomputed
 from deltasync.wire.messages import ParameterSpec
 
@@ -301,11 +301,6 @@ def refuse_unfilled(proof: Proof, names: Collection[str], keep: Collection[str])
             f"{len(empty)} tensors of the engine, {min(empty)!r} among them, are not sent by the "
             "trainer: they would stay as they are; send them, or name them in `keep`"
         )
-
-
-def named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, by name."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:

@@ -47,6 +47,11 @@ Link = tuple[Any, Any]
 """An object, and the key under which it holds the next."""
 
 
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A tensor, or a numpy array, and where it was found.

@@ -22,7 +22,7 @@ from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.proving import Proof, same_bits, scope_of
-from deltasync.sync.proof.reach import Found
+from deltasync.sync.proof.reach import Found, named
 from deltasync.sync.proof.units import Unit, made_alone, small_of, units_of
 from deltasync.wire.digest import seed
 
@@ -339,8 +339,7 @@ def empty_as(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _named_in(model: torch.nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    every = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: every[name] for name in every if name in names}
+    return {name: tensor for name, tensor in named(model).items() if name in names}
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> int:

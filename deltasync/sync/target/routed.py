@@ -20,14 +20,13 @@ from deltasync.sync.module import ModuleWatch, named_tensors
 from deltasync.sync.proof.cold import refusing_failures
 from deltasync.sync.proof.proved import (
     matches,
-    named,
     prove_routes,
     read_whole,
     refuse_unfilled,
     refuse_unsent,
 )
 from deltasync.sync.proof.proving import Proof, Upkeep
-from deltasync.sync.proof.reach import Reach
+from deltasync.sync.proof.reach import Reach, named
 from deltasync.sync.proof.recomputed import Recomputed
 from deltasync.sync.target.base import match_parameters, refuse_missing, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
