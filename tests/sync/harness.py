@@ -24,6 +24,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
+from deltasync.sync.target.learnt import LearntTarget
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 
@@ -67,16 +68,24 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-class Stubborn(ModuleTarget):
-    """A target that fails in the pause, after it was written, once it is told to."""
+class FailsOnce:
+    """A target that fails in the pause, after everything was done there, once it is told to."""
 
     fails = False
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        super().finish(changed)
+        super().finish(changed)  # type: ignore[misc]
         if self.fails:
             self.fails = False
             raise TargetMoved("planted")
+
+
+class Stubborn(FailsOnce, ModuleTarget):
+    """Weights of a module."""
+
+
+class StubbornLearnt(FailsOnce, LearntTarget):
+    """Weights of an engine to which routes were learnt."""
 
 
 class Serving:

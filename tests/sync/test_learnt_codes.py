@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from typing import get_args
 
 import pytest
@@ -19,12 +18,12 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.errors import ConfigError, SyncAborted, TargetMoved
+from deltasync.errors import ConfigError, SyncAborted
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin, unpacked
-from tests.sync.harness import Fleet, fleet, until
+from tests.sync.harness import Fleet, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -202,21 +201,9 @@ def test_a_receiver_that_joins_late_gets_everything_through_routes(
         check(engine, new, before)
 
 
-class Failing(LearntTarget):
-    """Fails in the pause, after it was written, once it is told to."""
-
-    fails = False
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        super().finish(changed)
-        if self.fails:
-            self.fails = False
-            raise TargetMoved("planted")
-
-
-def failing_target(engine: Engine, weights: dict[str, Tensor]) -> Failing:
+def failing_target(engine: Engine, weights: dict[str, Tensor]) -> StubbornLearnt:
     tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    return Failing(engine, tensors, learn_routes(proof_of(engine), tensors))
+    return StubbornLearnt(engine, tensors, learn_routes(proof_of(engine), tensors))
 
 
 def joined(here: Fleet, target: LearntTarget, options: ReceiverOptions | None = None) -> None:

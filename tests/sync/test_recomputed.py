@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltasync import ReceiverOptions, WeightReceiver
 from deltasync.delta.bits import as_bits
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TargetMoved
+from deltasync.errors import ConfigError, EngineFailed, SyncAborted
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.reach import Reach
 from deltasync.sync.proof.recomputed import Learnt
@@ -23,7 +23,7 @@ from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import tiles_of_marlin
-from tests.sync.harness import Fleet, Serving, fleet, until
+from tests.sync.harness import Fleet, Serving, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, proof_of
 from tests.sync.test_learnt import checkpoint as matrices
 
@@ -356,18 +356,6 @@ def test_an_engine_whose_code_raises_keeps_its_version(monkeypatch: pytest.Monke
         check_is(engine, now, before)
 
 
-class Stubborn(LearntTarget):
-    """Fails in the pause, after all was written and computed."""
-
-    fails = False
-
-    def finish(self, changed: Collection[int] | None = None) -> None:
-        super().finish(changed)
-        if self.fails:
-            self.fails = False
-            raise TargetMoved("planted")
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_was_computed_is_undone_with_the_rest(which: int) -> None:
     """In the rank that failed, and in the one that had committed."""
@@ -375,13 +363,13 @@ def test_what_was_computed_is_undone_with_the_rest(which: int) -> None:
     engines = [FusedEngine.started(first) for _ in range(2)]
     before = [state_of(engine) for engine in engines]
     source = Weights({name: tensor.clone() for name, tensor in first.items()})
-    targets = [verified(engine, first, Stubborn) for engine in engines]
+    targets = [verified(engine, first, StubbornLearnt) for engine in engines]
     with fleet(source) as here:
         ranks = [here.add(target, rank=n, world=2) for n, target in enumerate(targets)]
         here.wait(2)
         assert here.sender.send_weights().full_synced == 0
         failing = targets[which]
-        assert isinstance(failing, Stubborn)
+        assert isinstance(failing, StubbornLearnt)
         failing.fails = True
         source.take(new := checkpoint(1))
         with pytest.raises(SyncAborted):
