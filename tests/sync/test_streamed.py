@@ -148,6 +148,7 @@ def test_a_receiver_that_fails_does_not_cost_the_others_the_version() -> None:
     trainer.step(0.4)  # some chunks go dense, and are in the snapshot when that is tried again
     trainer.sync()
     assert good.holds(trainer.weights)
+    until(lambda: bool(bad.serving.errors))
     assert "planted" in str(bad.serving.errors[0])
     trainer.sender.wait_for_receivers(2)
     trainer.step(0.4)
