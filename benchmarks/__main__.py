@@ -21,6 +21,7 @@ from benchmarks.cases import GROUPS
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import timeline
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
@@ -36,6 +37,10 @@ from benchmarks.verl import run as run_verl
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
+TIMELINES = {
+    "NCCL": RESULTS / "timeline-nccl.jsonl",
+    "CUDA IPC": RESULTS / "timeline-ipc.jsonl",
+}
 LIVE_RECORDS = {"cpu": RESULTS / "live-cpu.jsonl", "cuda": RESULTS / "live-gpu.jsonl"}
 ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
 SHARDED_RECORDS = {
@@ -103,8 +108,14 @@ def gpu(
     geometry: Annotated[str, typer.Option(help=f"One of: {', '.join(GEOMETRIES)}.")] = _MODEL,
     device: Device = None,
     link: Link = None,
+    is_timeline: Annotated[
+        bool, typer.Option("--timeline", help="Note what a sync does when instead.")
+    ] = False,
 ) -> None:
     """Measure on one or two GPUs; under seven minutes, under two and a half with --quick."""
+    if is_timeline:
+        _note_timelines(_setup("quick", geometry, device, link), out, record=record)
+        return
     groups = _chosen(only, GPU_GROUPS)
     setup = _setup("quick" if quick else "full", geometry, device, link)
     failures: list[str] = []
@@ -116,6 +127,20 @@ def gpu(
         print(f"failed: {failure}", file=sys.stderr)
     if failures:
         raise typer.Exit(1)
+
+
+def _note_timelines(setup: Setup, out: Path | None, *, record: bool) -> None:
+    """A sync at each share that changes, as a table and, with `record`, as docs show it."""
+    kept = TIMELINES[setup.transport] if record else None
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    found = []
+    for one in timeline.run(setup):
+        found.append(one)
+        for path in filter(None, (kept, out)):
+            with path.open("a", encoding="utf-8") as file:
+                print(one.to_json(), file=file)
+    print(timeline.make_markdown(found))
 
 
 @app.command()
@@ -290,10 +315,13 @@ def plot(folder: Path = IMAGES) -> None:
     from benchmarks import live_plots
     from benchmarks import plots as cpu_plots
     from benchmarks.gpu import plots as gpu_plots
+    from benchmarks.gpu import timeline_plots
 
     paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
     for records in filter(Path.exists, (*GPU_RECORDS.values(), *SHARDED_RECORDS.values())):
         paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
+    for records in filter(Path.exists, TIMELINES.values()):
+        paths += timeline_plots.draw(timeline.read(records), folder, name=records.stem)
     for records in filter(Path.exists, LIVE_RECORDS.values()):
         paths += live_plots.draw_all(read_records(records), folder, name=records.stem)
     for path in paths:
@@ -308,6 +336,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         RECORDS,
         *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
         *LIVE_RECORDS.values(),
+        *TIMELINES.values(),
         VERL_RECORDS,
     )
     for records in kept:
@@ -325,6 +354,8 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 
 
 def _markdown(records: Path) -> str:
+    if records in TIMELINES.values():
+        return timeline.make_markdown(timeline.read(records))
     results = read_records(records)
     if records in LIVE_RECORDS.values():
         return live.make_markdown(results)

@@ -173,6 +173,7 @@ def _alt(image: str) -> str:
     """What the image shows, by the end of its name."""
     return {
         "commit": "Receiver commit time by model size",
+        "lanes": "What the trainer, the engine and their GPUs do in one sync, and when",
         "kernels": "Kernel times by share of changed elements",
         "requests": "Gaps between tokens, and tokens per second, with syncs and without",
         "sync": "Whole-sync time by share of changed elements",
