@@ -123,10 +123,17 @@ def test_a_whole_engine_follows_and_generates(
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("setup", ["tensor", "experts"])
 @pytest.mark.parametrize(
-    ("form", "kernel"), [("block FP8", TRITON), ("channel FP8", "CutlassFP8ScaledMMLinearKernel")]
+    ("form", "kernel", "experts"),
+    [
+        ("block FP8", TRITON, "TRITON"),
+        ("channel FP8", "CutlassFP8ScaledMMLinearKernel", "TRITON"),
+        ("INT4", "MarlinLinearKernel", "MARLIN"),
+        ("NVFP4", "EmulationNvFp4LinearKernel", "EMULATION"),
+        ("NVFP4", "MarlinNvFp4LinearKernel", "MARLIN"),
+    ],
 )
 def test_ranks_take_their_parts_of_quantized_experts(
-    form: str, kernel: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, kernel: str, experts: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints name each expert and its scales; two ranks stack halves of them, or half of them.
 
@@ -134,7 +141,7 @@ def test_ranks_take_their_parts_of_quantized_experts(
     """
     use_cpu(monkeypatch, packs=False)
     monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},kernels_of_gpus")
-    monkeypatch.setenv("TESTED_KERNELS", f"{kernel} TRITON")
+    monkeypatch.setenv("TESTED_KERNELS", f"{kernel} {experts}")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     command = ("-m", "tests.engines.parallel", tmp_path, "Qwen3MoeForCausalLM", setup, "refuse")
