@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -19,6 +20,7 @@ from benchmarks.gpu.pair import (
     Pair,
     Synced,
     Transferred,
+    open_engine,
     open_pair,
     rounds,
 )
@@ -31,7 +33,8 @@ GOALS = {  # of models on GPUs: (most density that it counts for, goal)
     "sync_over_dense": (0.003, 2.7),
     "sync_over_usual": (0.003, 20.0),
     "commit_growth": (1.0, 1.1),
-    "moe_sync": (1.0, 1.6),
+    "moe_sync": (1.0, 1.3),
+    "moe_sync_most": (1.0, 1.6),
     "diff": (0.003, 1.5),
     "apply_over_flat": (0.003, 1.5),
     "quant_diff": (0.003, 1.5),
@@ -223,23 +226,50 @@ def commit(run: Run) -> Iterator[Result]:
 
 
 def moe(run: Run) -> Iterator[Result]:
-    """As many bytes in 60 times as many parameters: what Python and launches cost."""
-    done: list[list[Synced]] = []
+    """As many bytes in 60 and in 220 times as many parameters: what Python and launches cost."""
+    done: dict[str, list[Synced]] = {}
+    few, *others = run.scale.moe
     density = run.scale.moe_density
     for geometry in run.scale.moe:
         with open_pair(run.engine, geometry) as pair:
-            done.append(run.syncs(pair, run.changes(pair, density)))
+            mine = done[geometry] = run.syncs(pair, run.changes(pair, density))
             pair.check()
-            sizes = sizes_of(pair, done[-1], density) | {"model": geometry}
-    few, many = done
-    yield run.record(
-        "moe_sync",
-        [s.seconds for s in many],
-        [s.seconds for s in few],
-        baseline=f"{run.scale.moe[0]}, as many bytes in fewer parameters",
-        parts=parts_of([s.stats for s in many]),
-        **sizes,
-    )
+            sizes = sizes_of(pair, mine, density) | {"model": geometry}
+        if geometry in others:
+            yield run.record(
+                ("moe_sync", "moe_sync_most")[others.index(geometry)],
+                [s.seconds for s in mine],
+                [s.seconds for s in done[few]],
+                baseline=f"{few}, as many bytes in fewer parameters",
+                parts=parts_of([s.stats for s in mine]),
+                **sizes,
+            )
+
+
+def receivers(run: Run) -> Iterator[Result]:
+    """Whole syncs to one engine, to two and to four, each a process."""
+    density, done = run.scale.moe_density, list[list[Synced]]()
+    for number in (1, 2, 4):
+        if number > run.setup.most_engines:
+            return
+        with ExitStack() as stack:
+            others = [
+                stack.enter_context(open_engine(replace(run.setup, engine=other)))
+                for other in range(2, number + 1)
+            ]
+            with open_pair(run.engine, run.setup.geometry, others=others) as pair:
+                done.append(run.syncs(pair, run.changes(pair, density)))
+                pair.check()
+                sizes = sizes_of(pair, done[-1], density)
+        if number > 1:
+            yield run.record(
+                f"receivers_{number}",
+                [s.seconds for s in done[-1]],
+                [s.seconds for s in done[0]],
+                baseline="the same to one engine",
+                parts=parts_of([s.stats for s in done[-1]]),
+                **sizes,
+            )
 
 
 def memory(run: Run) -> Iterator[Result]:

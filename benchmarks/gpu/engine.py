@@ -36,7 +36,7 @@ class Engine:
         self._setup = setup
         self._device = setup.device("engine")
         self._exchange: Exchange | None = None
-        if setup.link == "collective":
+        if setup.link == "collective" and setup.engine == 1:
             self._exchange = Broadcasts.join(setup, folder, ENGINE)
         self._geometry: Geometry
         self._module: nn.Module
@@ -61,7 +61,8 @@ class Engine:
         if buffer is not None:
             self._exchange = SharedBuffer(attach(buffer, self._device))
         link = connect(address, self._device)
-        self._receiver = WeightReceiver(ModuleTarget(self._module), link)
+        name = f"engine{self._setup.engine}"
+        self._receiver = WeightReceiver(ModuleTarget(self._module), link, engine=name)
 
     def on_close(self) -> None:
         if self._receiver is not None:

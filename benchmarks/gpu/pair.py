@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class EngineProcess:
         self.setup, self.folder = setup, folder
         words = (setup.to_json(), str(folder))
         self._process = processes.start("benchmarks.gpu.engine", *words, is_told=True)
-        if setup.link == "collective":
+        if setup.link == "collective" and setup.engine == 1:
             self.exchange = Broadcasts.join(setup, folder, TRAINER)
 
     def say(self, do: str, **arguments: object) -> None:
@@ -118,26 +118,28 @@ class Pair:
         sender: WeightSender,
         exchange: Exchange,
         form: str,
+        others: Sequence[EngineProcess],
     ) -> None:
         self.module, self.sender, self._form = module, sender, form
         sizes = [(p.numel(), p.nbytes) for p in module.parameters()]
         self.numel, self.weights_bytes = map(sum, zip(*sizes, strict=True))
         self.num_parameters = len(sizes)
         self._engine, self._exchange = engine, exchange
+        self._engines = [engine, *others]
         self._device = engine.setup.device("trainer")
         self._base: list[Tensor] = []
 
     def join(self) -> None:
         """Let the engine in: both models began with the same bits."""
-        self._engine.say("receive")
-        self.sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
+        self._let_receive()
+        self.sender.wait_for_receivers(len(self._engines), timeout_s=_TIMEOUT_S)
         self._finish_sync(self.sender.send_weights(timeout_s=_TIMEOUT_S))
 
     def sync(self, options: SenderOptions | None = None) -> Synced:
         """One sync of whatever has changed."""
         if options is not None:
             self.sender.options = options
-        self._engine.say("receive")
+        self._let_receive()
         synchronize(self._device)
         began = time.perf_counter()
         stats = self.sender.send_weights(timeout_s=_TIMEOUT_S)
@@ -229,10 +231,15 @@ class Pair:
             weights = [p.view(-1).view(torch.uint8) for p in served]
         baselines.give_dense(weights, self._exchange)
 
+    def _let_receive(self) -> None:
+        for engine in self._engines:
+            engine.say("receive")
+
     def _finish_sync(self, stats: SyncStats) -> None:
         if stats.lost:
-            raise RuntimeError(f"the engine left: {stats.lost}")
-        self._engine.answer()
+            raise RuntimeError(f"an engine left: {stats.lost}")
+        for engine in self._engines:
+            engine.answer()
 
 
 @contextmanager
@@ -243,6 +250,7 @@ def open_pair(
     *,
     shared_bytes: int = DENSE_BYTES,
     form: str = "",
+    others: Sequence[EngineProcess] = (),
 ) -> Iterator[Pair]:
     """Build the model at both ends and join them; all of it is freed with the block.
 
@@ -252,6 +260,7 @@ def open_pair(
         options: deltasync's.
         shared_bytes: An element, of memory for baselines where that is shared.
         form: What the engine serves; "" for the trainer's dtype.
+        others: Further engines, which only receive.
     """
     device = engine.setup.device("trainer")
     exchange, how = engine.exchange, None
@@ -262,11 +271,12 @@ def open_pair(
         exchange = SharedBuffer(memory)
         del memory
     transport, address = listen(engine.setup.link, device, engine.folder / "weights.sock")
-    engine.say("open", geometry=geometry, address=address, buffer=how, form=form)
-    engine.answer()
+    for one in (engine, *others):
+        one.say("open", geometry=geometry, address=address, buffer=how, form=form)
+        one.answer()
     source = served_source(module) if form else ModuleSource(module)
     sender = WeightSender(source, transport, options=options)
-    pair = Pair(engine, module, sender, exchange, form)
+    pair = Pair(engine, module, sender, exchange, form, others)
     del module, source, sender, transport, exchange
     try:
         pair.join()
@@ -274,8 +284,9 @@ def open_pair(
     finally:
         pair.release()
         free_memory(device)
-    engine.say("close")
-    engine.answer()
+    for one in (engine, *others):
+        one.say("close")
+        one.answer()
     free_memory(device)
 
 

@@ -31,12 +31,14 @@ class Setup:
         geometry: Key of GEOMETRIES: the model of most cases.
         device_type: "cuda" or "cpu".
         link: How the two ends are joined.
+        engine: Number of the engine that a process is, from 1.
     """
 
     scale: str
     geometry: str
     device_type: str
     link: Link
+    engine: int = 1
 
     @classmethod
     def choose(
@@ -73,7 +75,14 @@ class Setup:
         if self.device_type == "cpu":
             return torch.device("cpu")
         own = self.link == "collective" and end == "engine"
-        return torch.device("cuda", 1 if own else 0)
+        return torch.device("cuda", self.engine if own else 0)
+
+    @property
+    def most_engines(self) -> int:
+        """How many may be joined to one trainer here."""
+        if self.device_type == "cuda" and self.link == "collective":
+            return torch.cuda.device_count() - 1
+        return 4
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -95,7 +104,7 @@ class Scale:
         case_s: Rounds end early when one case at one density took this long, but not before 3.
         commits: Geometries that the commit is measured on, the smallest first.
         commit_nnz: Elements changed in each of them.
-        moe, moe_density: Models of few and of many parameters, and the share that changes.
+        moe, moe_density: Models of few, many and most parameters, and the share that changes.
         memory: Densities at which memory is measured.
         bucket_bytes: Payload size where memory is measured.
         large: Model of the last group on two devices; None to leave it out.
@@ -109,7 +118,7 @@ class Scale:
     case_s: float
     commits: tuple[str, ...]
     commit_nnz: int
-    moe: tuple[str, str]
+    moe: tuple[str, str, str]
     moe_density: float
     memory: tuple[float, ...]
     bucket_bytes: int
@@ -126,7 +135,7 @@ SCALES = {
         case_s=4.0,
         commits=("commit-1x", "commit-4x", "commit-16x"),
         commit_nnz=2 << 20,
-        moe=("qwen3-1.7b", "moe-small"),
+        moe=("qwen3-1.7b", "moe-small", "kimi-small"),
         moe_density=0.003,
         memory=(0.003, 0.05, 1.0),
         bucket_bytes=256 << 20,  # the default on GPUs
@@ -141,7 +150,7 @@ SCALES = {
         case_s=1.5,
         commits=("commit-1x", "commit-16x"),
         commit_nnz=2 << 20,
-        moe=("qwen3-1.7b", "moe-small"),
+        moe=("qwen3-1.7b", "moe-small", "kimi-small"),
         moe_density=0.003,
         memory=(0.003, 1.0),
         bucket_bytes=256 << 20,  # the default on GPUs
@@ -156,7 +165,7 @@ SCALES = {
         case_s=1.0,
         commits=("tiny", "tiny-4x"),
         commit_nnz=1000,
-        moe=("tiny", "tiny-moe"),
+        moe=("tiny", "tiny-moe", "tiny-kimi"),
         moe_density=0.01,
         memory=(0.01,),
         bucket_bytes=1 << 16,

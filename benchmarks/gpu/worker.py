@@ -37,6 +37,7 @@ GROUPS: dict[str, Callable[[Run], Iterator[Result]]] = {
     "quant": quant.quant,
     "memory": cases.memory,
     "adamw": cases.adamw,
+    "receivers": cases.receivers,
     "large": cases.large,
 }
 _DONE = "done "  # and the group's name; every other line is a record
