@@ -133,7 +133,12 @@ def test_a_whole_engine_follows_and_generates(
     ],
 )
 def test_ranks_take_their_parts_of_quantized_experts(
-    form: str, kernel: str, experts: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str,
+    kernel: str,
+    experts: str,
+    setup: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checkpoints name each expert and its scales; two ranks stack halves of them, or half of them.
 
