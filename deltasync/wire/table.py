@@ -42,20 +42,36 @@ class RowKind(IntEnum):
     DENSE = 2
 
 
+# The upper half of a row's first eight bytes: kind and codecs. There are no others yet.
+_SPARSE = RowKind.SPARSE | IndexCodec.RAW << 8 | ValueCodec.RAW << 16
+_DENSE = RowKind.DENSE | IndexCodec.NONE << 8 | ValueCodec.RAW << 16
+_PARAMETER = (1 << 32) - 1
+
+
 def aligned(num_bytes: int) -> int:
     """The next multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def columns_of(rows: Rows) -> Ints:
+    """int64[6, rows]: a table by column, for whoever computes with most of them.
+
+    The first column has the number of the parameter in its lower 32 bits, and above them kind,
+    codecs and the reserved byte. The others are those from `start` on.
+    """
+    words: Ints = rows.view("<i8").reshape(len(rows), -1)
+    return np.ascontiguousarray(words.T)
+
+
 def block_offsets(rows: Rows) -> tuple[Ints, Ints, int]:
-    """Where each row's indices and values begin, and where the payload ends, in bytes."""
-    lengths = np.empty((len(rows), 2), np.int64)
-    lengths[:, 0], lengths[:, 1] = rows["index_bytes"], rows["value_bytes"]
+    """Where each row's indices and values begin, and where the payload ends, in bytes.
+
+    There is a row, and the last one has values.
+    """
+    lengths: Ints = rows.view("<i8").reshape(len(rows), -1)[:, -2:]
     spaces = (lengths + (ALIGNMENT - 1)) & -ALIGNMENT
     begins = np.cumsum(spaces).reshape(spaces.shape) - spaces + len(rows) * ROW.itemsize
-    used = np.flatnonzero(lengths)
-    end = int((begins + lengths).flat[used[-1]]) if len(used) else len(rows) * ROW.itemsize
-    return begins[:, 0], begins[:, 1], end
+    return begins[:, 0], begins[:, 1], int(begins[-1, 1] + lengths[-1, 1])
 
 
 def read_table(
@@ -84,10 +100,19 @@ def read_table(
     if not len(table) or len(table) % ROW.itemsize:
         raise TruncatedFrame(f"payload of {payload_bytes} bytes cannot hold its patch table")
     rows: Rows = np.frombuffer(table.tobytes(), ROW)
-    _check_codes(rows, len(numels))
-    _check_bounds(rows, numels[rows["parameter"]])
-    index_at, value_at = _offsets(rows, item_sizes[rows["parameter"]], payload_bytes)
-    _check_order(rows, after)
+    columns = columns_of(rows)
+    parameter = columns[0] & _PARAMETER
+    _require(parameter < len(numels), "names a parameter that the layout has not")
+    codes, unsigned = columns[0] >> 32, columns.view(np.uint64)
+    is_sparse = codes == _SPARSE
+    if not (is_sparse | (codes == _DENSE)).all():
+        _refuse_codes(rows)
+    _check_bounds(unsigned, is_sparse, numels[parameter])
+    _check_lengths(unsigned, is_sparse, item_sizes[parameter], payload_bytes)
+    index_at, value_at, end = block_offsets(rows)
+    if end != payload_bytes:
+        raise TruncatedFrame(f"payload of {payload_bytes} bytes, its blocks end at {end}")
+    _check_order(parameter, columns[1], columns[2], after)
     return rows, index_at, value_at
 
 
@@ -97,45 +122,44 @@ def _require(good: NDArray[np.bool_], rule: str) -> None:
         raise InvalidTable(f"row {row}: {rule}", row=row)
 
 
-def _check_codes(rows: Rows, num_parameters: int) -> None:
-    _require(rows["parameter"] < num_parameters, "names a parameter that the layout has not")
-    sparse, dense = rows["kind"] == RowKind.SPARSE, rows["kind"] == RowKind.DENSE
-    _require(sparse | dense, "unknown kind")
+def _refuse_codes(rows: Rows) -> None:
+    """Raise what is wrong with rows that are not all `_SPARSE` or `_DENSE`."""
+    kinds = rows["kind"]
+    _require((kinds == RowKind.SPARSE) | (kinds == RowKind.DENSE), "unknown kind")
     _require(rows["reserved"] == 0, "reserved byte is not 0")
-    index_codec = np.where(sparse, IndexCodec.RAW, IndexCodec.NONE)
-    if not ((rows["index_codec"] == index_codec) & (rows["value_codec"] == ValueCodec.RAW)).all():
-        raise UnknownCodec("a row has an index or value codec that this build does not read")
+    raise UnknownCodec("a row has an index or value codec that this build does not read")
 
 
-def _check_bounds(rows: Rows, numel: NDArray[np.uint64]) -> None:
-    start, span, count = rows["start"], rows["span"], rows["count"]
+def _check_bounds(
+    columns: NDArray[np.uint64], is_sparse: NDArray[np.bool_], numel: NDArray[np.uint64]
+) -> None:
+    start, span, count = columns[1:4]
     # In this order, so that no sum of two unsigned numbers can wrap around.
     _require((span >= 1) & (span <= numel), "span beyond the parameter")
     _require(start <= numel - span, "start + span beyond the parameter")
-    sparse = rows["kind"] == RowKind.SPARSE
-    _require(~sparse | (span <= MAX_SPARSE_SPAN), "span of a sparse row of 2^31 or more")
+    _require(~is_sparse | (span <= MAX_SPARSE_SPAN), "span of a sparse row of 2^31 or more")
     _require((count >= 1) & (count <= span), "count beyond the span")
-    _require(sparse | (count == span), "count of a dense row is not its span")
+    _require(is_sparse | (count == span), "count of a dense row is not its span")
 
 
-def _offsets(rows: Rows, item_size: NDArray[np.uint64], payload_bytes: int) -> tuple[Ints, Ints]:
-    sparse = rows["kind"] == RowKind.SPARSE
+def _check_lengths(
+    columns: NDArray[np.uint64],
+    is_sparse: NDArray[np.bool_],
+    item_size: NDArray[np.uint64],
+    payload_bytes: int,
+) -> None:
+    count, index_bytes, value_bytes = columns[3:]
     # count <= 2^62 and item size <= 8 could wrap; a length within the payload cannot.
-    _require(rows["count"] <= payload_bytes, "more elements than the payload has bytes")
-    index_bytes = np.where(sparse, rows["count"] * np.uint64(INDEX_ITEM_BYTES), 0)
-    _require(rows["index_bytes"] == index_bytes, "index bytes do not fit the count")
-    _require(rows["value_bytes"] == rows["count"] * item_size, "value bytes do not fit the count")
-    if float(rows["index_bytes"].sum(dtype=float) + rows["value_bytes"].sum(dtype=float)) > 2**53:
+    _require(count <= payload_bytes, "more elements than the payload has bytes")
+    indices = count * (is_sparse * np.uint64(INDEX_ITEM_BYTES))
+    _require(index_bytes == indices, "index bytes do not fit the count")
+    _require(value_bytes == count * item_size, "value bytes do not fit the count")
+    if float(columns[4:].sum(dtype=float)) > 2**53:
         raise TruncatedFrame("the blocks are longer than any payload")
-    index_at, value_at, end = block_offsets(rows)
-    if end != payload_bytes:
-        raise TruncatedFrame(f"payload of {payload_bytes} bytes, its blocks end at {end}")
-    return index_at, value_at
 
 
-def _check_order(rows: Rows, after: tuple[int, int]) -> None:
-    parameter = np.concatenate(([np.uint64(after[0])], rows["parameter"].astype(np.uint64)))
-    end = np.concatenate(([np.uint64(after[1])], rows["start"] + rows["span"]))
-    later = parameter[1:] > parameter[:-1]
-    follows = (parameter[1:] == parameter[:-1]) & (rows["start"] >= end[:-1])
-    _require(later | follows, "rows overlap or are out of order")
+def _check_order(parameter: Ints, start: Ints, span: Ints, after: tuple[int, int]) -> None:
+    before = np.concatenate(([after[0]], parameter[:-1]))
+    end = np.concatenate(([after[1]], (start + span)[:-1]))
+    good = (parameter > before) | ((parameter == before) & (start >= end))
+    _require(good, "rows overlap or are out of order")
