@@ -60,7 +60,7 @@ def columns_of(rows: Rows) -> Ints:
     codecs and the reserved byte. The others are those from `start` on.
     """
     words: Ints = rows.view("<i8").reshape(len(rows), -1)
-    return np.ascontiguousarray(words.T)
+    return words.T.copy()
 
 
 def block_offsets(rows: Rows) -> tuple[Ints, Ints, int]:

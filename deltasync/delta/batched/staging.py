@@ -14,11 +14,13 @@ from torch import Tensor
 
 from deltasync.delta.batched.weights import (
     ALIGNMENT,
+    CHANGES_AT,
+    FLAG_AT,
     BatchedWeights,
     Numbers,
+    Upload,
     blocks_in,
     device_of,
-    segment_rows,
     segments_in,
     upload,
 )
@@ -29,7 +31,19 @@ from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.errors import DigestMismatch, InvalidIndices, LimitExceeded
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.digest import MASK
-from deltasync.wire.table import RowKind, Rows
+from deltasync.wire.table import RowKind, columns_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Columns of rows of one kind, int64[rows] each; positions in the payload are in elements."""
+
+    parameter: Ints
+    start: Ints
+    span: Ints
+    count: Ints
+    index_at: Ints
+    value_at: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +121,15 @@ class BatchedStaging:
         self._staged: list[tuple[_Sparse | _Dense, Tensor]] = []  # with its payload
         self._num_written = 0  # parts
         self._is_whole = np.zeros(len(ledger.sums), np.bool_)
-        device = weights.device
-        # The flag, of which kernels look at the low half, and changes of the digests.
-        self._numbers = torch.zeros(len(ledger.sums) + 1, dtype=torch.int64, device=device)
-        self._numbers[:1].fill_(kernels.CLEAR)
-        self._flag, self._change = self._numbers[:1].view(torch.int32), self._numbers[1:]
+        self._numbers = weights.blank.clone()
         # Digests over all elements: of staged bits; of re-read bits, and of those they replaced in
         # dense rows that make up whole chunks. What others replaced follows from the changes.
-        self._sums = torch.zeros((2, 2, kernels.ACCUMULATORS), dtype=torch.int64, device=device)
+        self._sums = self._numbers[:FLAG_AT].view(2, 2, kernels.ACCUMULATORS)
         self._staged_sums, self._written_sums = self._sums
-        self._record(self._numbers, self._sums)
+        # The flag, of which kernels look at the low half, and changes of the digests.
+        self._found, self._change = self._numbers[FLAG_AT:], self._numbers[CHANGES_AT:]
+        self._flag = self._found.view(torch.int32)
+        self._record(self._numbers)
 
     def stage_bucket(self, bucket: ReadBucket) -> None:
         """Take over one bucket; its payload is copied. Raises LimitExceeded."""
@@ -141,8 +154,8 @@ class BatchedStaging:
         """
         with device_of(self._weights.device):
             self._weights.join_side()
-            numbers = Numbers(self._numbers).read()
-        bad, change = int(numbers[0]), numbers[1:]
+            numbers = Numbers(self._found).read()
+        bad, change = int(numbers[0]), numbers[CHANGES_AT - FLAG_AT :]
         if bad != kernels.CLEAR:
             name = self._weights.ledger.specs[bad].name
             raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
@@ -169,7 +182,7 @@ class BatchedStaging:
         if self.in_place:
             raise DigestMismatch("weights that were written in place cannot be put back")
         with device_of(self._weights.device):
-            numbers = Numbers(self._numbers).read()
+            numbers = Numbers(self._found).read()
             if int(numbers[0]) != kernels.CLEAR:  # nothing was written
                 return
             self._write_rest()  # so that the sums are of everything
@@ -178,7 +191,7 @@ class BatchedStaging:
                 self._write(part, payload, sums)
             staged, written = Numbers(self._sums).read()
             restored = Numbers(sums).read()
-        replaced = _total(staged[0]) - _total(numbers[1:]) + _total(written[1])
+        replaced = _total(staged[0]) - _total(numbers[CHANGES_AT - FLAG_AT :]) + _total(written[1])
         if (_total(restored[0]) - replaced) & MASK:
             raise DigestMismatch("undo failed: the weights are not what they were")
 
@@ -222,84 +235,65 @@ class BatchedStaging:
 
     def _parts(self, bucket: ReadBucket, address: int) -> list[_Sparse | _Dense]:
         """How to read a bucket whose payload lies at `address` on the device."""
-        rows, boxes = bucket.rows, self._weights.boxes
-        item_sizes = self._before.item_sizes[rows["parameter"]]
-        is_dense = rows["kind"] == RowKind.DENSE
-        in_run = self._weights.pointers[rows["parameter"]] != 0
-        # Sparse rows all go by boxes, if any does: that is one launch, and one for spread codes.
-        in_boxes = (boxes.count[rows["parameter"]] > 0) & ~(is_dense & in_run)
-        ways = 8 * item_sizes + 4 * boxes.is_spread[rows["parameter"]] + 2 * in_boxes + is_dense
+        columns, boxes = columns_of(bucket.rows), self._weights.boxes
+        is_dense = bucket.rows["kind"] == RowKind.DENSE
+        columns[0], columns[4], columns[5] = (
+            bucket.rows["parameter"],
+            bucket.index_at // INDEX_ITEM_BYTES,
+            bucket.value_at,
+        )
+        ways = self._weights.ways[2 * columns[0] + is_dense]
         parts: list[_Sparse | _Dense] = []
         for way in np.flatnonzero(np.bincount(ways)).tolist():
-            here, box = np.flatnonzero(ways == way), None
+            is_these, box = ways == way, None
+            these = columns if is_these.all() else columns[:, is_these]
             if way & 2:  # a row for each box, which takes from it what is its own
-                which, box = boxes.of(rows["parameter"][here])
-                here = here[which]
-            item_size, index_at, value_at = way // 8, bucket.index_at[here], bucket.value_at[here]
+                which, box = boxes.of(these[0])
+                these = these[:, which]
+            item_size = way // 8
+            parameter, start, span, count, index_at, value_at = these
+            rows = _Rows(parameter, start, span, count, index_at, value_at // item_size)
             codes = 2 * item_size if way & 4 else 0
             if way & 1:
-                value_at //= item_size
-                parts += self._dense(rows[here], value_at, item_size, box, address, codes)
+                parts += self._dense(rows, item_size, box, address, codes)
             else:
-                index_at //= INDEX_ITEM_BYTES
-                value_at //= item_size
-                parts.append(self._sparse(rows[here], index_at, value_at, item_size, box, codes))
+                parts.append(self._sparse(rows, item_size, box, codes))
         return parts
 
-    def _addresses(self, parameter: NDArray[np.uint32], box: Ints | None) -> Ints:
-        """int64[n]: of parameters, 0 if they are not held, or of boxes."""
-        if box is None:
-            return self._weights.pointers[parameter]
-        return self._weights.boxes.address[box]
-
-    def _sparse(
-        self,
-        rows: Rows,
-        index_at: Ints,
-        value_at: Ints,
-        item_size: int,
-        box: Ints | None,
-        codes: int,
-    ) -> _Sparse:
-        parameter = rows["parameter"]
-        columns = np.zeros((12, len(rows)), np.int64)
-        columns[0], columns[1], columns[2] = index_at, value_at, rows["count"]
-        columns[3], columns[4], columns[8] = rows["span"], rows["start"], parameter
-        columns[5] = self._addresses(parameter, box)
-        columns[6] = self._before.keys[parameter].view(np.int64)
-        columns[7] = self._before.first[parameter]
-        dims = 0
+    def _sparse(self, rows: _Rows, item_size: int, box: Ints | None, codes: int) -> _Sparse:
+        first, number = segments_in(rows.count)
+        row = np.arange(len(number))
+        sent = Upload([(11, len(row)), (int(number.sum()),)], self._weights.device)
+        columns, segment_row = sent.arrays
+        segment_row[:] = row.repeat(number)
+        columns[0], columns[1], columns[2] = rows.index_at, rows.value_at, rows.count
+        columns[3], columns[4], columns[8] = rows.span, rows.start, rows.parameter
+        columns[5:8] = self._weights.facts[:, rows.parameter]
+        columns[9], columns[10], dims = first, 0, 0
         if box is not None:
-            columns[11], dims = box, self._weights.boxes.dims
-        columns[9], columns[10] = segments_in(columns[2])
-        (there,) = upload([columns], self._weights.device)
-        return _Sparse(item_size, dims, codes, there, segment_rows(columns[10], there[10]))
+            columns[5], columns[10] = self._weights.boxes.address[box], box
+            dims = self._weights.boxes.dims
+        return _Sparse(item_size, dims, codes, *sent.send())
 
     def _dense(
-        self,
-        rows: Rows,
-        value_at: Ints,
-        item_size: int,
-        box: Ints | None,
-        address: int,
-        codes: int,
+        self, rows: _Rows, item_size: int, box: Ints | None, address: int, codes: int
     ) -> list[_Dense]:
         """Pieces of the rows that are held here, none of which reaches into another chunk."""
-        places = self._addresses(rows["parameter"], box)
+        if box is None:
+            places = self._weights.pointers[rows.parameter]  # 0 if they are not held
+        else:
+            places = self._weights.boxes.address[box]
         held = np.flatnonzero(places)
-        rows, value_at, places = rows[held], value_at[held], places[held]
-        if not len(rows):
+        if not len(held):
             return []
-        start, stop = (
-            rows["start"].astype(np.int64),
-            (rows["start"] + rows["span"]).astype(np.int64),
-        )
+        start, value_at, places = rows.start[held], rows.value_at[held], places[held]
+        stop = start + rows.span[held]
         step = self._before.chunk_numel
         first, last = start // step, -(-stop // step)
         row, nth = cut(last - first, 1)
         chunk = first[row] + nth
         low, high = np.maximum(chunk * step, start[row]), np.minimum((chunk + 1) * step, stop[row])
-        parameter = rows["parameter"][row]
+        parameter = rows.parameter[held][row]
         place = self._before.first[parameter] + chunk
         is_whole = high - low == self._before.table.numel[place]
         self._is_whole[place[is_whole]] = True

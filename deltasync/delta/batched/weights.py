@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import accumulate, chain
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,10 @@ from deltasync.delta.routes.codes import Codes, Spread
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""
 
+
+FLAG_AT = 2 * 2 * kernels.ACCUMULATORS
+CHANGES_AT = FLAG_AT + 2
+"""Where the numbers of a sync have a flag and changes of digests. What comes first is sums."""
 
 _MOST_CODES = 16
 """Of 4 bits, in an element of 8 bytes."""
@@ -128,6 +134,34 @@ class BatchedWeights:
             [self.addresses, table.start, table.numel, *(c[table.parameter] for c in columns)],
             device,
         )
+
+    @cached_property
+    def facts(self) -> Ints:
+        """int64[3, parameters]: address as in `pointers`, digest key, and first chunk."""
+        ledger = self.ledger
+        return np.array([self.pointers, ledger.keys.view(np.int64), ledger.first[:-1]])
+
+    @cached_property
+    def ways(self) -> Ints:
+        """int64[2 * parameters]: how kernels find the sparse, and the dense, rows of each.
+
+        That is 8 times the bytes of an element, and 4 if it is spread, 2 if it is looked for in
+        boxes, 1 if the row is dense.
+        """
+        is_dense = np.array([0, 1])
+        # Sparse rows all go by boxes, if any does: that is one launch, and one for spread codes.
+        in_run = (self.pointers != 0)[:, None] & (is_dense == 1)
+        in_boxes = (self.boxes.count > 0)[:, None] & ~in_run
+        each = 8 * self.ledger.item_sizes + 4 * self.boxes.is_spread
+        found: Ints = each[:, None] + 2 * in_boxes + is_dense
+        return found.reshape(-1)
+
+    @cached_property
+    def blank(self) -> Tensor:
+        """int64[n] on the device: what `BatchedStaging` begins a sync with."""
+        numbers = np.zeros(CHANGES_AT + len(self.ledger.sums), np.int64)
+        numbers[FLAG_AT] = kernels.CLEAR
+        return upload([numbers], self.device)[0]
 
     def join_side(self) -> None:
         """Let what the current stream is given from now on come after the side stream's work."""
@@ -240,19 +274,47 @@ def device_of(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+class Upload:
+    """Arrays of int64 on their way to a device, in one copy that the host does not wait for.
+
+    Args:
+        shapes: Of each array.
+        device: Where they go.
+
+    Attributes:
+        arrays: To be filled, before `send`.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self._shapes, self._device = shapes, device
+        sizes = [prod(shape) for shape in shapes]
+        # Kernels are compiled for addresses that are multiples of ALIGNMENT.
+        begins = accumulate((size + size % 2 for size in sizes), initial=0)
+        self._places = [
+            slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)
+        ]
+        last = self._places[-1].stop
+        self._host = torch.empty(last, dtype=torch.int64, pin_memory=device.type == "cuda")
+        view = self._host.numpy()
+        self.arrays: list[NDArray[np.int64]] = [
+            view[place].reshape(shape) for place, shape in zip(self._places, shapes, strict=True)
+        ]
+
+    def send(self) -> list[Tensor]:
+        """The arrays on the device."""
+        there = self._host.to(self._device, non_blocking=True)
+        return [
+            there[place].view(shape)
+            for place, shape in zip(self._places, self._shapes, strict=True)
+        ]
+
+
 def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in one copy that the host does not wait for."""
-    # Kernels are compiled for addresses that are multiples of ALIGNMENT.
-    begins = [0, *accumulate(array.size + array.size % 2 for array in arrays)]
-    host = torch.empty(begins[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
-    view = host.numpy()
-    for array, begin in zip(arrays, begins, strict=False):
-        view[begin : begin + array.size] = array.reshape(-1)
-    there = host.to(device, non_blocking=True)
-    return [
-        there[begin : begin + array.size].view(array.shape)
-        for array, begin in zip(arrays, begins, strict=False)
-    ]
+    """The arrays on the device: see `Upload`."""
+    there = Upload([array.shape for array in arrays], device)
+    for place, array in zip(there.arrays, arrays, strict=True):
+        place[...] = array
+    return there.send()
 
 
 class Numbers:

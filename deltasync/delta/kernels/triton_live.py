@@ -70,7 +70,7 @@ def _find(box, num_boxes, position, end, DIMS: tl.constexpr):
 @triton.jit
 def _box(boxes, row, num_rows, DIMS: tl.constexpr):
     """The box of a row."""
-    return boxes + tl.load(row + 11 * num_rows) if DIMS else boxes
+    return boxes + tl.load(row + 10 * num_rows) if DIMS else boxes
 
 
 @triton.jit
@@ -176,10 +176,10 @@ def check(
 ):  # fmt: skip
     """Raise `flag` for rows with bad indices, and tell by how much good ones change the digests.
 
-    rows: int64[12, num_rows]: where indices begin in the payload, in int32 units; where values
+    rows: int64[11, num_rows]: where indices begin in the payload, in int32 units; where values
         begin, in elements; their number; span; flat position that indices count from; address
         of the parameter, 0 if it is not held; digest key; its first digest; its number; its first
-        segment; how many; with DIMS a box of it, in which alone the row is looked for.
+        segment; with DIMS a box of it, in which alone the row is looked for.
     segment_row: int64[segments]: of a row each, SEGMENT elements or what is left of it.
     """
     segment = tl.program_id(0)
