@@ -114,7 +114,7 @@ class _Routed:
                 self._proof.check_apart()  # before the live one's work writes there
             for step in self._steps(stale) if stale else ():
                 if not self._stale_after(step, others, fresh):
-                    self._upkeep.steps[self._group] = step
+                    self._upkeep.steps[frozenset(self._group.names)] = step
                     return
             refuse(stale, "the engine computes with it, and nothing brings it up to date")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,30 +181,30 @@ class Upkeep:
         startup: The engine's startup.
         model: The engine's model.
         given: The names under which its loader takes each checkpoint tensor.
-        steps: The step of each group that needs one.
+        steps: The step of each group that needs one, by the names of the group's tensors.
         moved: Tensors that steps replace; their values are copied back to the old storage.
     """
 
     startup: Startup
     model: nn.Module
     given: Mapping[str, tuple[str, ...]]
-    steps: dict[Group, Step] = field(default_factory=dict)
+    steps: dict[frozenset[str], Step] = field(default_factory=dict)
     moved: dict[str, Found] = field(default_factory=dict)
 
-    def run(self, read: Callable[[str], Tensor], changed: Collection[str] | None = None) -> None:
+    def run(self, read: Callable[[str], Tensor], changed: Set[str] | None = None) -> None:
         """Update what is derived from checkpoint tensors.
 
         Args:
             read: Returns the live value of a checkpoint tensor.
             changed: Names of the tensors that changed; None for all.
         """
-        if not self.steps:
-            return
         touched = [
             step
-            for group, step in self.steps.items()
-            if changed is None or not set(changed).isdisjoint(group.names)
+            for names, step in self.steps.items()
+            if changed is None or not names.isdisjoint(changed)
         ]
+        if not touched:
+            return
         names = tuple(name for step in touched for name in step.names)
         self.take(Step(names, tuple(m for step in touched for m in step.modules)), read)
         settle(self.moved)

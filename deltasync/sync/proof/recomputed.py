@@ -101,8 +101,8 @@ class Recomputed:
             TargetMoved: The engine has replaced what was computed.
         """
         made: dict[Unit, tuple[int, dict[str, Tensor]]] = {}
-        for unit in self._units:
-            is_known = changed is not None and self._names[unit].isdisjoint(changed)
+        for unit, names in self._names.items():
+            is_known = changed is not None and names.isdisjoint(changed)
             if is_known and unit in self._state:
                 continue
             given = self._given(unit, read)

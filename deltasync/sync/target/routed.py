@@ -34,6 +34,11 @@ from deltasync.wire.messages import ParameterSpec
 Routes = tuple[Piece, ...]
 """Where the pieces of one checkpoint tensor are kept."""
 
+
+def _nothing() -> None:
+    """What follows a sync unless a target is given something else."""
+
+
 _SHOWN = 5  # reasons in an error message
 _BLOCK = 1 << 20  # elements that are compared at once
 
@@ -70,7 +75,7 @@ class RoutedTarget:
         checkpoint: Sequence[CheckpointTensor],
         *,
         load: Load | None = None,
-        finish: Callable[[], object] = lambda: None,
+        finish: Callable[[], object] = _nothing,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
         self._load: Load = load or module.load_weights  # type: ignore[assignment]
@@ -226,7 +231,14 @@ class RoutedTarget:
         return [[name for name in group if name is not None] for group in groups]
 
     def finish(self, changed: Collection[int] | None = None) -> None:
-        """Update what is derived. Raises TargetMoved if that moves the weights."""
+        """Update what is derived. Raises TargetMoved if that moves the weights.
+
+        After a delta from which nothing is derived, nothing runs that could move them. Then they
+        are not checked a second time within the pause.
+        """
+        is_derived = bool(self._recomputed or (self.upkeep and self.upkeep.steps))
+        if changed is not None and not is_derived and self._finish is _nothing:
+            return
         self._finish()
         names = None if changed is None else {self._names[n] for n in changed}
         if self._recomputed is not None:
