@@ -173,7 +173,7 @@ def write(worker: Any, version: int, changes: bool) -> str:
 def _write_in(worker: Any, version: int, changes: bool) -> None:
     """Raises EngineFailed."""
     try:
-        if torch.accelerator.is_available():
+        if changes and torch.accelerator.is_available():
             torch.accelerator.synchronize()  # steps may end before all that they launched
         worker.start_weight_update()
         worker.update_weights({"version": version, "changes": changes})

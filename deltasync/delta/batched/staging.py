@@ -150,8 +150,10 @@ class BatchedStaging:
     def ledger(self) -> DigestLedger:
         """The digests that the weights have after `commit`; written in place, as they were re-read.
 
-        Waits for the device. Raises InvalidIndices, DigestMismatch.
+        Waits for the device, if anything was staged. Raises InvalidIndices, DigestMismatch.
         """
+        if not (self._staged or self.in_place):
+            return self._before.copy()
         with device_of(self._weights.device):
             self._weights.join_side()
             numbers = Numbers(self._found).read()
@@ -169,7 +171,7 @@ class BatchedStaging:
     def commit(self) -> int:
         """Write everything and read it back. Returns the digest. Raises DigestMismatch."""
         expected = self.ledger.total
-        if self.in_place:
+        if self.in_place or not self._staged:
             return expected
         with device_of(self._weights.device):
             self._write_rest()
