@@ -121,6 +121,7 @@ _FACTS: tuple[Callable[[Tensor], object], ...] = (
 
 
 _LOCAL = attrgetter("_local_tensor")  # of a DTensor, which itself is nowhere
+_TRANSIENT = attrgetter("_non_persistent_buffers_set")  # of a module
 
 # Modules that are checked together: what is read of them stays in a core's cache meanwhile.
 _PART = 256
@@ -183,7 +184,7 @@ class _Part:
         plain = [t for t in tensors if has_storage(t) and not is_sharded(t)]
         self._tensors = plain + self._locals
         self._with_buffers = [owner for owner in modules if owner._buffers]
-        self._transient = [set(o._non_persistent_buffers_set) for o in self._with_buffers]
+        self._transient = [set(_TRANSIENT(owner)) for owner in self._with_buffers]
         self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
 
     def is_unmoved(self) -> bool:
@@ -193,7 +194,7 @@ class _Part:
             and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
             and all(map(is_, map(_LOCAL, self._sharded), self._locals))
             and all(list(map(fact, self._tensors)) == known for fact, known in self._facts)
-            and [o._non_persistent_buffers_set for o in self._with_buffers] == self._transient
+            and list(map(_TRANSIENT, self._with_buffers)) == self._transient
         )
 
 
