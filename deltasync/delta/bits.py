@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
+from deltasync.delta.kernels import KERNELS
 from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -279,13 +280,17 @@ class Run:
         return positions.add_(self.start) if self.start else positions
 
     def write(self, flat: Live, bits: Tensor) -> None:
-        """Overwrite what this speaks of with int[count] bits, wherever the two live."""
+        """Overwrite what this speaks of with int[count] bits, wherever the two live.
+
+        Its indices must have been checked: strictly increasing within the span.
+        """
         device = flat.line.device
         if self.indices is None:
             flat.write(self.start, bits)
             return
-        if len(bits) <= _BLOCK and bits.device == device:
-            flat.scatter(self.positions(), bits)
+        if flat.is_contiguous and bits.device == device == self.indices.device:
+            line = flat.line[self.start : self.stop]
+            KERNELS[device.type].scatter(line, self.indices, bits)
             return
         for begin in range(0, len(bits), _BLOCK):
             block = slice(begin, begin + _BLOCK)

@@ -154,6 +154,57 @@ def test_is_increasing_looks_across_its_blocks(kernels: Kernels, blocks: int, of
 
 
 @every_kernel
+@given(
+    dtype=widths,
+    n=lengths,
+    span=st.sampled_from([0, 1, 2, 70, 71, 600, 5000]),
+    before=st.integers(0, 9),
+    at_the_ends=st.booleans(),
+    seed=seeds,
+)
+def test_scatter_writes_its_elements_and_no_others(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    n: int,
+    span: int,
+    before: int,
+    at_the_ends: bool,
+    seed: int,
+) -> None:
+    storage = random_integers(dtype, before + span + 9, seed)
+    indices = increasing(min(n, span), span, seed).to(torch.int32)
+    if at_the_ends and len(indices) > 1:
+        indices[0], indices[-1] = 0, span - 1
+    bits, expected = random_integers(dtype, len(indices), seed + 1), storage.tolist()
+    for index, value in zip(indices.tolist(), bits.tolist(), strict=True):
+        expected[before + index] = value
+    kernels.scatter(storage[before : before + span], indices, bits)
+    assert storage.tolist() == expected
+
+
+@every_kernel
+@every_width
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("densities", [(1, 0.5, 0.01), (0.01, 1, 1), (0.5, 0.01, 1)], ids=str)
+def test_scatter_in_long_runs_of_any_density(
+    kernels: Kernels, dtype: torch.dtype, densities: tuple[float, ...], offset: int
+) -> None:
+    """Each third has enough elements for more than one block, whatever way that is written."""
+    rng = np.random.default_rng(0)
+    counts = [host._WRITTEN + offset, 2 * host._WRITTEN + offset, host._WRITTEN + 1]
+    gaps = [
+        np.where(rng.random(n) < density, 1, rng.integers(1, int(2 / density) + 1, n))
+        for n, density in zip(counts, densities, strict=True)
+    ]
+    indices = torch.from_numpy(np.cumsum(np.concatenate(gaps))).to(torch.int32)
+    line = random_integers(dtype, int(indices[-1]) + 1, 1)
+    bits, expected = random_integers(dtype, len(indices), 2), line.clone()
+    expected[indices.long()] = bits
+    kernels.scatter(line, indices, bits)
+    assert torch.equal(line, expected)
+
+
+@every_kernel
 @given(dtype=widths, n=lengths, seed=seeds, start=st.sampled_from([0, 1, (1 << 31) - 3, 1 << 40]))
 def test_digest_of_a_run(
     kernels: Kernels, dtype: torch.dtype, n: int, seed: int, start: int

@@ -170,6 +170,17 @@ def test_the_same_storage_in_another_order_is_a_change() -> None:
         assert same_bits(live, left)
 
 
+@pytest.mark.parametrize("step", [1, 2, 50])
+def test_autograd_learns_that_a_parameter_was_written(step: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(300))
+    loss = (weight * weight).sum()
+    indices = torch.arange(0, 300, step, dtype=torch.int32)
+    values = torch.ones(len(indices))
+    apply_patch(weight, SparsePatch(name="w", shape=(300,), indices=indices, values=values))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 def test_parameter_that_needs_a_gradient_is_written() -> None:
     live = torch.nn.Parameter(torch.zeros(4))
     patch = diff(torch.ones(4), live)

@@ -17,6 +17,8 @@ _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
 _COMPARED = 1 << 16  # indices compared at once
+_WRITTEN = 1 << 15  # elements written at once: their widened indices stay in the L2 cache
+_FAR_APART = 8  # mean distance of elements from which numpy writes them faster than torch
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
 _S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
@@ -56,8 +58,32 @@ def is_increasing(indices: Tensor, span: int) -> bool:
         return True
     if array[0] < 0 or array[-1] >= span:
         return False
-    steps = range(0, len(array) - 1, _COMPARED)
-    return all(_increases(array[begin : begin + _COMPARED + 1]) for begin in steps)
+    for begin in range(0, len(array) - 1, _COMPARED):
+        block = array[begin : begin + _COMPARED + 1]
+        rises = _mask(len(block) - 1)
+        np.greater(block[1:], block[:-1], out=rises)
+        if not rises.all():
+            return False
+    return True
+
+
+def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
+    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices` that `is_increasing` passed.
+
+    Indices are widened in blocks, because both numpy and torch index with int64.
+    """
+    array, news, lines = indices.numpy(), bits.numpy(), line.numpy()
+    line[:0].zero_()  # autograd learns of writes from torch alone
+    for begin in range(0, len(array), _WRITTEN):
+        where, new = array[begin : begin + _WRITTEN], news[begin : begin + _WRITTEN]
+        first, span = int(where[0]), int(where[-1]) + 1 - int(where[0])
+        if span == len(where):  # increasing indices that leave nothing out
+            lines[first : first + span] = new
+        elif span >= _FAR_APART * len(where):
+            lines[where.astype(np.int64)] = new
+        else:
+            positions = torch.from_numpy(where.astype(np.int64))
+            line.scatter_(0, positions, bits[begin : begin + _WRITTEN])
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
@@ -123,10 +149,6 @@ def digest_pieces(
     return sums
 
 
-def _increases(array: NDArray[np.int32]) -> bool:
-    return bool((array[1:] > array[:-1]).all())
-
-
 def _differing(new: _Bits, old: _Bits, limit: float) -> tuple[int, list[_Bits] | None]:
     """How many differ, and [positions, new, old] of them unless they are more than `limit`.
 
@@ -161,12 +183,17 @@ def _words_that_differ(new: _Bits, old: _Bits) -> NDArray[np.intp] | None:
 
 
 def _differ(new: _Bits, old: _Bits) -> NDArray[np.bool_]:
-    mask = getattr(_scratch, "mask", None)
-    if mask is None or len(mask) < len(new):
-        mask = _scratch.mask = np.empty(len(new), np.bool_)
-    out: NDArray[np.bool_] = mask[: len(new)]
+    out = _mask(len(new))
     np.not_equal(new, old, out=out)
     return out
+
+
+def _mask(n: int) -> NDArray[np.bool_]:
+    """bool[n]: memory of this thread, until the next call."""
+    mask: NDArray[np.bool_] | None = getattr(_scratch, "mask", None)
+    if mask is None or len(mask) < n:
+        mask = _scratch.mask = np.empty(n, np.bool_)
+    return mask[:n]
 
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
