@@ -142,7 +142,8 @@ def digest_pieces(
         inner[0], inner[-1] = 0, end - begin
         x, scratch = buffers[:, : end - begin]
         np.multiply(positions[begin:end], _STEP, out=x)
-        x += keys[low] if high == low + 1 else np.repeat(keys[low:high], inner[1:] - inner[:-1])
+        own = keys[low:high]
+        x += own[0] if (own == own[0]).all() else np.repeat(own, inner[1:] - inner[:-1])
         x += bits[begin:end]
         _mix(x, scratch)
         sums[low:high] += np.add.reduceat(x, inner[:-1])
