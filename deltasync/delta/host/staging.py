@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import INTEGERS, Flat, Live, Run
+from deltasync.delta.bits import INTEGERS, Flat, Live, Run, are_equal
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels.host import digest_pieces
@@ -86,7 +86,8 @@ class Staging:
         while groups:
             self._stage_rows(groups.pop(0).held())
         for parameter, run in alone:
-            self._stage_run(parameter, run)
+            for piece in self._pieces(parameter, run):
+                self._stage_run(parameter, piece)
 
     def _stage_rows(self, rows: HostRows) -> None:
         """Take over checked rows, all of them held in `lines`."""
@@ -102,6 +103,14 @@ class Staging:
         change -= digest_pieces(indices, old.numpy(), keys, cuts)
         np.add.at(self.ledger.sums, chunks, change)
         self._take(staged)
+
+    def _pieces(self, parameter: int, run: Run) -> Iterator[Run]:
+        """A dense run in host memory by chunks, which stay in the cache from pass to pass."""
+        if run.indices is not None or run.bits is None or not run.bits.is_cpu:
+            yield run
+            return
+        for _, low, high in self.ledger.chunks(run.start, run.stop):
+            yield Run(low, high - low, None, run.bits[low - run.start : high - run.start])
 
     def _stage_run(self, parameter: int, run: Run) -> None:
         flat, spec = self._lines.flats.get(parameter), self.ledger.specs[parameter]
@@ -179,7 +188,7 @@ class StagedRun:
         for begin in range(0, len(self.bits), step):
             block = slice(begin, begin + step)
             self._write(self.bits, block)
-            if not torch.equal(self._read(block), self.bits[block]):
+            if not are_equal(self._read(block), self.bits[block]):
                 raise DigestMismatch(
                     f"{self.spec.name}: the weights read back are not those that were written"
                 )
@@ -190,7 +199,7 @@ class StagedRun:
 
     def is_restored(self) -> bool:
         """Whether they are there."""
-        return torch.equal(self._read(slice(0, len(self.old))), self.old)
+        return are_equal(self._read(slice(0, len(self.old))), self.old)
 
     def _write(self, bits: Tensor, block: slice) -> None:
         live, positions = self.live, self.positions
