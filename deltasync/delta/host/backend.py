@@ -105,8 +105,9 @@ class HostBackend:
     ) -> Change | None:
         """How the source of one parameter differs, accounted for in `ledger`; None if it does not.
 
-        Its runs are let go as soon as they outgrow `room` bytes, so that a large parameter takes no
-        more memory than a small one.
+        Dense chunks are digested while they are in the cache, sparse ones together. Runs are let go
+        as soon as they outgrow `room` bytes, so that a large parameter takes no more memory than a
+        small one.
         """
         if parameter not in self.ahead and _is_small_and_same(reader, self.flats[parameter]):
             return None
@@ -115,14 +116,16 @@ class HostBackend:
         for run, nnz in self.find(parameter, reader, policy):
             change.count(run, nnz, share)
             runs.append(run)
+            if run.bits is None:
+                ledger.measure(parameter, reader.read, start=run.start, stop=run.stop)
             if change.held_bytes > room:
-                self._account(ledger, parameter, runs, reader)
+                self._account(ledger, parameter, runs)
                 runs.clear()
         if not change.nnz:
             return None
         if not share.gap:  # what lies within one row is sent without indices
             runs = merged(runs, reader.numel)
-        self._account(ledger, parameter, runs, reader)
+        self._account(ledger, parameter, runs)
         if change.held_bytes <= room:
             change.runs = runs
         else:
@@ -171,14 +174,11 @@ class HostBackend:
         self.ahead.add(parameter)
         run.write(self.flats[parameter], bits)
 
-    def _account(
-        self, ledger: DigestLedger, parameter: int, runs: Iterable[Run], reader: Reader
-    ) -> None:
-        """Let `ledger` have the digests after these runs."""
+    def _account(self, ledger: DigestLedger, parameter: int, runs: Iterable[Run]) -> None:
+        """Let `ledger` have the digests after those of these runs that are sparse."""
         old = self.flats[parameter]
         for run in runs:
             if run.indices is None or run.bits is None:
-                ledger.measure(parameter, reader.read, start=run.start, stop=run.stop)
                 continue
             for begin in range(0, len(run.bits), _BLOCK):
                 positions = run.indices[begin : begin + _BLOCK].long()
