@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -31,7 +33,37 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
 _MIN_STAGED_BYTES = 64 << 20
+_T = TypeVar("_T")
 _EARLY_S = 1.0  # an early check of storage counts for so long
+
+
+class _Changed(Set[int]):
+    """Numbers of the parameters that a sync has changed, found when they are first asked for.
+
+    A target from whose weights nothing is derived does not ask, and the engine is paused meanwhile.
+    """
+
+    def __init__(self, before: DigestLedger, after: DigestLedger) -> None:
+        self._ledgers = before, after
+
+    @cached_property
+    def _numbers(self) -> set[int]:
+        before, after = self._ledgers
+        return after.changed_since(before)
+
+    @classmethod
+    def _from_iterable(cls, numbers: Iterable[_T]) -> Set[_T]:
+        """What `&` and the like return."""
+        return set(numbers)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 class BoundWeights:
@@ -239,7 +271,7 @@ class BoundWeights:
         try:
             digest = staging.commit()
             if not isinstance(staging, Loading):  # which has finished before it read back
-                changed = staging.ledger.changed_since(self.backend.ledger)
+                changed = _Changed(self.backend.ledger, staging.ledger)
                 self.target.finish(None if heals else changed)
             self._on("committed")
         except BaseException:
