@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from time import sleep
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTi
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.vllm import AsyncClient, Client, VllmServer
+from deltasync.integrations.vllm_core import write
 from deltasync.integrations.worker import Worker
 from deltasync.transports import collective, inprocess, shared_memory
 from tests.sync.harness import Model, bits_equal, until
@@ -435,3 +437,19 @@ def test_workers_take_their_secret_from_the_environment(monkeypatch: pytest.Monk
 def test_workers_cannot_connect_to_any_transport() -> None:
     with pytest.raises(ConfigError, match="cannot connect"):
         EngineSync(ModuleSource(model(0)), VllmServer(Server(model(0))), inprocess.Sender())
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_core_waits_for_its_steps_only_if_weights_change(
+    monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waits"))
+    worker = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=seen.append,
+        finish_weight_update=lambda: None,
+    )
+    assert write(worker, 7, changes) == ""
+    assert seen == ["waits"] * changes + [{"version": 7, "changes": changes}]
