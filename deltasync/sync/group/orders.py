@@ -6,7 +6,6 @@ are framed and checked like its messages; `wire.frame.encode` writes them.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Annotated, Literal
 
 import numpy as np
@@ -205,7 +204,9 @@ def decode(header: bytes) -> Said:
 
 def runs_of(copies: NDArray[np.uint64]) -> CopyRuns:
     """uint64[parameters] as runs."""
-    return tuple((len(list(run)), value) for value, run in groupby(copies.tolist()))
+    begins = np.flatnonzero(np.diff(copies, prepend=~copies[:1]))
+    lengths = np.diff(begins, append=len(copies))
+    return tuple(zip(lengths.tolist(), copies[begins].tolist(), strict=True))
 
 
 def copies_of(runs: CopyRuns) -> NDArray[np.uint64]:

@@ -269,7 +269,7 @@ class Round:
         staged_bytes = staged_bytes_of(
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
-            part_item_size=min((spec.dtype.item_size for spec in self._layout.specs), default=1),
+            part_item_size=self._layout.least_item_size,
         )
         is_full, is_empty = plan.base_version is None, not (plan.sparse_bytes or plan.dense_bytes)
         is_unchanged = is_empty and not is_full and self._peer_ranks is None
