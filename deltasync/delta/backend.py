@@ -7,7 +7,7 @@ GPU. A back end for another kind of device is one more package with a `Backend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -106,8 +106,8 @@ class Delta(Plan, Protocol):
         ...
 
     @property
-    def changed(self) -> Collection[int]:
-        """Numbers of the parameters that differ."""
+    def changed(self) -> Ints:
+        """int64[n], increasing: numbers of the parameters that differ."""
         ...
 
 
@@ -182,6 +182,7 @@ class Backend(Protocol):
         bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
         """How a source differs from the weights.
 
@@ -192,6 +193,8 @@ class Backend(Protocol):
             max_held_bytes: Memory for sparse changes kept until the decision. What does not fit
                 is written to the weights while it is packed.
             base_version: What the weights hold.
+            meanwhile: Called before the outcome is known, while kernels run. What it raises is
+                raised.
         """
         ...
 

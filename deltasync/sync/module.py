@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -59,6 +61,11 @@ class ModuleSource:
             self._watch = watch
         return self._tensors
 
+    def glance(self) -> Callable[[], bool] | None:
+        """See `GlancedSource`."""
+        _reshard(self._gathering)
+        return None if self._watch is None else self._watch.glance()
+
 
 class ModuleTarget(WeightTarget):
     """The parameters and persistent buffers of an nn.Module, written in place.
@@ -110,10 +117,9 @@ class ModuleTarget(WeightTarget):
         return tied_tensors(named_tensors(self._module, self._rename))
 
 
-# What must not change in a tensor, besides its identity. Sizes are left out: reading them is slow,
-# and they follow from these facts unless a tensor is not contiguous.
+# What must not change in a tensor, besides its identity and address. Reading sizes is slow: they
+# follow from these facts while a tensor is contiguous.
 _FACTS: tuple[Callable[[Tensor], object], ...] = (
-    Tensor.data_ptr,
     Tensor.numel,
     Tensor.stride,
     attrgetter("dtype"),
@@ -133,6 +139,11 @@ class ModuleWatch:
     It runs at every sync, for models with tens of thousands of tensors. Therefore all loops run in
     C, and it creates no objects that the garbage collector would have to visit.
 
+    The proof covers each tensor and submodule that is registered, by identity, name and order, and
+    each tensor's address, size, strides and dtype. It misses what leaves all of these as they are:
+    memory that is mapped to other pages at the same address, and a module that is given other
+    dicts to register its tensors in.
+
     Args:
         module: Every call checks its current tensors.
     """
@@ -144,7 +155,16 @@ class ModuleWatch:
 
     def is_unmoved(self) -> bool:
         """Whether the same tensors use the same storage with the same layout."""
-        return all(part.is_unmoved() for part in self._parts)
+        return all(part.is_in_place() and part.is_as_it_was() for part in self._parts)
+
+    def glance(self) -> Callable[[], bool] | None:
+        """Look at addresses alone. Returns what looks at the rest, or None if one has changed.
+
+        If none has, the old addresses can be read, even if the module has other tensors by now.
+        """
+        if not all(part.is_in_place() for part in self._parts):
+            return None
+        return lambda: all(part.is_as_it_was() for part in self._parts)
 
 
 class Registered:
@@ -175,9 +195,8 @@ class _Part:
         self._filled = [entries for entries in dicts if entries]
         self._empty = [entries for entries in dicts if not entries]
         self._lengths = list(map(len, self._filled))
-        self._owners = [entries for entries in self._filled for _ in entries]
-        self._keys = [key for entries in self._filled for key in entries]
-        self._values = [value for entries in self._filled for value in entries.values()]
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = gc.get_referents(*self._filled)
         tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._sharded = [tensor for tensor in tensors if is_sharded(tensor)]
         self._locals = list(map(_LOCAL, self._sharded))
@@ -186,14 +205,26 @@ class _Part:
         self._with_buffers = [owner for owner in modules if owner._buffers]
         self._transient = [set(_TRANSIENT(owner)) for owner in self._with_buffers]
         self._facts = [(fact, list(map(fact, self._tensors))) for fact in _FACTS]
+        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._odd = [tensor for tensor in self._tensors if not tensor.is_contiguous()]
+        self._sizes = list(map(Tensor.size, self._odd))
 
-    def is_unmoved(self) -> bool:
+    def is_in_place(self) -> bool:
+        """Whether the tensors that were there have their addresses."""
+        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+
+    def is_as_it_was(self) -> bool:
+        """Whether everything else is the same."""
+        values = gc.get_referents(*self._filled)  # in one call; lengths and keys say whose they are
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
-            and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and list(chain.from_iterable(self._filled)) == self._keys
+            and len(values) == len(self._values)
+            and all(map(is_, values, self._values))
             and all(map(is_, map(_LOCAL, self._sharded), self._locals))
             and all(list(map(fact, self._tensors)) == known for fact, known in self._facts)
+            and list(map(Tensor.size, self._odd)) == self._sizes
             and list(map(_TRANSIENT, self._with_buffers)) == self._transient
         )
 

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from deltasync.delta.backend import Delta
 from deltasync.errors import ReceiversLost
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.source.weights import Weights
+
+_NOTHING = np.zeros(0, np.int64)
 
 OnLost = Literal["continue", "raise"]
 """What a call does about receivers that left, once the others hold the version."""
@@ -147,7 +151,7 @@ def stats_of(
         lost=dict(lost),
         numel=layout.numel,
         nnz=found.nnz if found else full_numel,
-        parameters=weights.coverage(found.changed if found else (), full=not found),
+        parameters=weights.coverage(found.changed if found else _NOTHING, full=not found),
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,

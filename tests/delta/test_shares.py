@@ -331,9 +331,10 @@ def test_kernels_send_what_torch_sends(
             assert np.array_equal(plan.ledger.sums, ranks[0].measured())
         if not is_ahead:
             assert sent[0] == sent[1]
-            assert (plain.sparse_bytes, plain.dense_bytes, plain.nnz, plain.changed) == (
-                *(batched.sparse_bytes, batched.dense_bytes, batched.nnz, batched.changed),
+            assert (plain.sparse_bytes, plain.dense_bytes, plain.nnz) == (
+                *(batched.sparse_bytes, batched.dense_bytes, batched.nnz),
             )
+            assert plain.changed.tolist() == batched.changed.tolist()
         is_ahead = not is_decided
         for rank, plan, replica, found in zip(ranks, plans, replicas, sent, strict=True):
             assert found.items() <= rank.elements().items()

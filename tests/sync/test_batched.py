@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Kernels
-from deltasync.errors import SyncAborted
+from deltasync.errors import SourceChanged, SyncAborted
 from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,6 +76,46 @@ def test_ends_agree_whatever_compares_and_writes(
         assert stats.nnz > 0
         assert bits_equal(staged, source.to(torch.bfloat16))
         assert bits_equal(in_place, source)
+
+
+def replaced(source: Model) -> None:
+    matrix = source.get_parameter("matrix")
+    source.matrix = torch.nn.Parameter(matrix.detach() * 2, requires_grad=False)
+
+
+def moved(source: Model) -> None:
+    matrix = source.get_parameter("matrix")
+    matrix.data = matrix.data * 3
+
+
+def read_transposed(source: Model) -> None:
+    square = source.get_parameter("square")
+    square.data = square.data.t()
+
+
+@pytest.mark.parametrize("move", [replaced, moved, read_transposed])
+def test_what_is_found_to_be_replaced_while_kernels_run_is_compared_again(
+    move: Callable[[Model], None],
+) -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    for one in (source, replica):
+        one.square = torch.nn.Parameter(torch.randn(8, 8).bfloat16(), requires_grad=False)
+    with fleet(source, options=SenderOptions(kernels="triton")) as here:
+        here.add(replica, options=ReceiverOptions(kernels="triton"))
+        here.wait(1)
+        here.sender.send_weights()
+        step(source, 0.05)
+        move(source)
+        stats = here.sender.send_weights()
+        assert (stats.kind, stats.receivers) == ("delta", 1)
+        assert stats.nnz > 0
+        assert bits_equal(source, replica)
+        source.get_parameter("matrix").data[0, 0] += 1
+        assert here.sender.send_weights().nnz == 1
+        assert bits_equal(source, replica)
+        del source.scalar
+        with pytest.raises(SourceChanged, match="vanished"):
+            here.sender.send_weights()
 
 
 def test_a_sync_without_changes_sends_nothing() -> None:

@@ -8,10 +8,12 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
@@ -19,7 +21,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.shard import ShardSpec, cut, narrowed, whole
 from deltasync.errors import ConfigError, LayoutMismatch, SourceChanged, TargetMoved
-from deltasync.sync.module import ModuleSource, ModuleTarget
+from deltasync.sync.module import ModuleSource, ModuleTarget, ModuleWatch
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.source.layout import check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
@@ -61,6 +63,10 @@ def layout_of(
 ) -> SourceLayout:
     source = ModuleSource(model)
     return SourceLayout(source, specs_of(source_specs(source.tensors()), held, overrides))
+
+
+def numbers(*chosen: int) -> NDArray[np.int64]:
+    return np.array(chosen, np.int64)
 
 
 def hello(specs: tuple[ParameterSpec, ...], *, world: int = 1) -> Hello:
@@ -163,7 +169,7 @@ def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
         assert entry.tensor.requires_grad
     layout = SourceLayout(source, source_specs(tensors))
     assert [spec.shape for spec in layout.specs] == [(2, 5)] * 6 + [(2,)]
-    assert layout.coverage((), full=False) == {"changed": 0, "unchanged": 6, "frozen": 1}
+    assert layout.coverage(numbers(), full=False) == {"changed": 0, "unchanged": 6, "frozen": 1}
 
 
 @pytest.mark.parametrize(
@@ -270,6 +276,147 @@ def test_replaced_storage_is_read_anew(how: str) -> None:
     assert all(a is b for a, b in zip(layout.readers[:number], others, strict=False))
 
 
+class Wider(Model):
+    """With a parameter that can be transposed, a vector, a scalar, and a module of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.line = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.one = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.drop = nn.Dropout()
+
+
+def swap_names(model: Model) -> None:
+    """The same tensors in the same order, under each other's names."""
+    weight, bias = model.norm.weight, model.norm.bias
+    del model.norm.weight, model.norm.bias
+    model.norm.bias, model.norm.weight = weight, bias
+
+
+def rename(model: Model) -> None:
+    model.last = model.norm
+    del model.norm
+
+
+def move_over(model: Model) -> None:
+    """The last parameter of one module becomes the first of the next one."""
+    bias, weight = model.norm.bias, model.head.weight
+    del model.norm.bias, model.head.weight
+    model.head.bias, model.head.weight = bias, weight
+
+
+def unpersist(model: Model) -> None:
+    model._non_persistent_buffers_set.add("saved")
+
+
+def replace_one(model: Wider) -> None:
+    model.one = nn.Parameter(model.one.detach().clone())
+    model.one.data += 1
+
+
+def half_of(model: Wider) -> None:
+    model.line.data = model.line.data[:4]
+
+
+swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+MOVES: dict[str, Callable[[Wider], object]] = {
+    "data": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data + 1),
+    "data of the same values": lambda m: setattr(m.norm.bias, "data", m.norm.bias.data.clone()),
+    "assign": lambda m: m.load_state_dict(
+        {name: tensor + 1 for name, tensor in m.state_dict().items()}, assign=True
+    ),
+    "dtype": lambda m: m.to(torch.float64),
+    "dtype of one": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data.half()),
+    "bits of another dtype": lambda m: setattr(m.line, "data", m.line.data.view(torch.int32)),
+    "parameter": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.full((4,), 3.0))),
+    "parameter of one equal element": replace_one,
+    "module": lambda m: setattr(m, "norm", nn.LayerNorm(4)),
+    "buffer": lambda m: setattr(m, "saved", torch.full((3,), 3.0)),
+    "untied": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach() + 1)),
+    "tied": lambda m: setattr(m.norm, "bias", m.norm.weight),
+    "added": lambda m: m.norm.register_parameter("more", nn.Parameter(torch.ones(1))),
+    "added where nothing was": lambda m: m.drop.register_buffer("more", torch.ones(1)),
+    "removed": lambda m: delattr(m.norm, "bias"),
+    "set to None": lambda m: setattr(m.norm, "bias", None),
+    "renamed": rename,
+    "names swapped": swap_names,
+    "moved over": move_over,
+    "not persistent": unpersist,
+    "memory released": lambda m: m.norm.weight.untyped_storage().resize_(0),
+    "memory grown": lambda m: m.norm.weight.untyped_storage().resize_(64),
+    "transposed": lambda m: setattr(m.square, "data", m.square.data.t()),
+    "transposed in place": lambda m: m.square.t_(),
+    "shape of the same memory": lambda m: setattr(m.line, "data", m.line.data.view(4, 2)),
+    "beginning of the same memory": half_of,
+    "tensors swapped": lambda m: swap(m.norm.weight, m.norm.bias),
+}
+
+
+@pytest.mark.parametrize("is_glanced", [True, False])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+def test_whatever_moves_is_read_as_it_is_or_refused(
+    move: Callable[[Wider], object], is_glanced: bool
+) -> None:
+    model = Wider()
+    layout = layout_of(model)
+    layout.refresh()
+    with torch.no_grad():
+        move(model)
+    if is_glanced:
+        layout.glance()
+    try:
+        layout.refresh()
+    except (SourceChanged, ConfigError):
+        return
+    now = SourceLayout(ModuleSource(model), layout.specs)
+    for reader, fresh in zip(layout.readers, now.readers, strict=True):
+        assert torch.equal(reader.read(0, reader.numel), fresh.read(0, fresh.numel))
+    assert layout.glance()
+    readers = layout.readers
+    layout.refresh()
+    assert layout.readers is readers
+
+
+@pytest.mark.parametrize(
+    "name", ["untied", "tied", "added", "removed", "renamed", "moved over", "memory released"]
+)
+def test_moves_after_which_the_model_is_another_are_refused(name: str) -> None:
+    model = Wider()
+    layout = layout_of(model)
+    with torch.no_grad():
+        MOVES[name](model)
+    for is_glanced in (True, False):
+        if is_glanced:
+            layout.glance()
+        with pytest.raises((SourceChanged, ConfigError)):
+            layout.refresh()
+
+
+@pytest.mark.parametrize("strides", [(5, 1), (1, 5)])
+def test_another_part_of_memory_that_is_not_contiguous_is_seen(strides: tuple[int, int]) -> None:
+    """Of as many elements, at the same address, with the same strides."""
+    memory = torch.arange(40.0)
+    model = nn.Module()
+    model.part = nn.Parameter(memory.as_strided((2, 3), strides))
+    watch = ModuleWatch(model)
+    assert watch.is_unmoved()
+    model.part.data = memory.as_strided((3, 2), strides)
+    assert not watch.is_unmoved()
+
+
+def test_what_is_trained_is_seen_as_it_was_at_the_last_look() -> None:
+    model = Model()
+    layout = layout_of(model)
+    assert layout.coverage(numbers(), full=False)["frozen"] == 1  # a buffer
+    model.norm.requires_grad_(False)
+    assert layout.coverage(numbers(), full=False)["frozen"] == 1
+    assert layout.glance()
+    layout.refresh()
+    assert layout.coverage(numbers(), full=False)["frozen"] == 3
+
+
 class Listing(WeightSource):
     """A module's tensors, in a list of its own each time."""
 
@@ -280,7 +427,14 @@ class Listing(WeightSource):
         return list(self._source.tensors())
 
 
-@pytest.mark.parametrize("kind", [ModuleSource, Listing])
+class Viewing(Listing):
+    """The same, with a view of each tensor that did not exist before."""
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor(one.names, one.tensor.detach()) for one in super().tensors()]
+
+
+@pytest.mark.parametrize("kind", [ModuleSource, Listing, Viewing])
 def test_unchanged_source_keeps_its_readers(kind: type[WeightSource]) -> None:
     source = kind(Model())  # type: ignore[call-arg]
     layout = SourceLayout(source, source_specs(source.tensors()))
@@ -326,9 +480,13 @@ def test_coverage_counts_every_parameter() -> None:
     model.norm.requires_grad_(False)
     layout = layout_of(model)
     number = next(n for n, spec in enumerate(layout.specs) if spec.name == "norm.weight")
-    assert layout.coverage([], full=False) == {"changed": 0, "unchanged": 1, "frozen": 3}
-    assert layout.coverage([number], full=False) == {"changed": 1, "unchanged": 1, "frozen": 2}
-    assert layout.coverage([], full=True) == {"changed": 4, "unchanged": 0, "frozen": 0}
+    assert layout.coverage(numbers(), full=False) == {"changed": 0, "unchanged": 1, "frozen": 3}
+    assert layout.coverage(numbers(number), full=False) == {
+        "changed": 1,
+        "unchanged": 1,
+        "frozen": 2,
+    }
+    assert layout.coverage(numbers(), full=True) == {"changed": 4, "unchanged": 0, "frozen": 0}
 
 
 def test_missing_and_extra_names_are_named() -> None:

@@ -70,6 +70,7 @@ class BatchedBackend:
         bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> BatchedDelta:
         """Compare every parameter once. Waits for the counts of changes, for nothing else."""
         with device_of(self.device):
@@ -79,7 +80,9 @@ class BatchedBackend:
             room = max(rest, min(bucket_bytes, _LEAST_ROOM_BYTES))
             masks = self._masks_for(source, room)
             masks.compare(source, self.weights)
-            most = self._most_sparse(policy, min(bucket_bytes, room))  # meanwhile
+            if meanwhile is not None:
+                meanwhile()
+            most = self._most_sparse(policy, min(bucket_bytes, room))
             return BatchedDelta(
                 self,
                 source,

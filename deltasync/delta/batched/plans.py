@@ -107,10 +107,10 @@ class BatchedDelta:
         return int(self._written.sum())
 
     @property
-    def changed(self) -> frozenset[int]:
-        """Numbers of the parameters that differ."""
+    def changed(self) -> Ints:
+        """int64[n], increasing: numbers of the parameters that differ."""
         parameters = self._snapshot.table.parameter[self._written > 0]
-        return frozenset(np.flatnonzero(np.bincount(parameters)).tolist())
+        return np.flatnonzero(np.bincount(parameters))
 
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order; each has to be written before the next is asked for."""

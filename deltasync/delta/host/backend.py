@@ -74,10 +74,13 @@ class HostBackend:
         bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> DeltaPlan:
         """Compare every parameter with the source, once. Indices and values beyond
         `max_held_bytes` are found a second time while packing.
         """
+        if meanwhile is not None:
+            meanwhile()
         ledger, changes, room = self.ledger.copy(), list[Change](), max_held_bytes
         for parameter, reader in enumerate(readers):
             change = self.change(parameter, reader, policy, ledger=ledger, room=room)
@@ -268,7 +271,7 @@ class DeltaPlan:
         self.sparse_bytes = sum(change.sparse_bytes for change in changes)
         self.dense_bytes = sum(change.dense_bytes for change in changes)
         self.held_bytes = sum(change.held_bytes for change in changes)
-        self.changed = {change.parameter for change in changes}
+        self.changed = np.array([change.parameter for change in changes], np.int64)
         self._not_held = {change.parameter for change in changes if change.runs is None}
 
     def buckets(self) -> Iterator[Bucket]:

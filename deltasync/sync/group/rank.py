@@ -275,7 +275,7 @@ class TrainerRank(Closing):
         self._delta = (base_version + 1, self._weights.delta(base_version))
         delta = self._delta[1]
         changed = np.zeros(self._num_parameters, np.uint64)
-        changed[list(self._weights.changed_by(delta))] = 1
+        changed[self._weights.changed_by(delta)] = 1
         return orders.Compared(
             sparse_bytes=delta.sparse_bytes,
             dense_bytes=delta.dense_bytes,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
+from deltasync.delta.digests import Ints
 from deltasync.errors import SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
@@ -20,7 +21,6 @@ from deltasync.sync.group.model import (
     OtherRanks,
     all_specs,
     capture_order,
-    numbers_of,
     runs_of,
 )
 from deltasync.sync.protocol.frames import SentBuckets
@@ -74,7 +74,7 @@ class GroupDelta(GroupPlan):
     def __init__(
         self,
         own: Delta,
-        changed: set[int],
+        changed: Ints,
         others: OtherRanks,
         found: Collection[orders.Compared],
         decide: Callable[[], None],
@@ -82,7 +82,8 @@ class GroupDelta(GroupPlan):
         super().__init__(own, others, found, decide)
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
-        self.changed = changed.union(*(numbers_of(one.changed) for one in found))
+        theirs = (np.flatnonzero(orders.copies_of(one.changed)) for one in found)
+        self.changed = np.unique(np.concatenate([changed, *theirs]))
 
 
 class GroupWeights:
@@ -102,6 +103,7 @@ class GroupWeights:
         self._declared: list[Declaration] = []
         self._positions: list[NDArray[np.int64]] = []
         self._capture = ""
+        self._trained = np.zeros(0, np.bool_)
         self._attempt = self._offered = 0
         self._others = OtherRanks()
         self._agreement = Agreement()
@@ -150,6 +152,8 @@ class GroupWeights:
             raise
         self._group.captures = dict.fromkeys(self._others.snapshots, self._capture)
         self._layout = SentLayout(specs)
+        trained = frozenset().union(*(declaration.trained for declaration in self._declared))
+        self._trained = np.array([spec.name in trained for spec in specs])
 
     def _take(self, specs: tuple[ParameterSpec, ...]) -> None:
         """Have all ranks take their snapshots."""
@@ -207,10 +211,8 @@ class GroupWeights:
         own = self._own.full(ways=self._group.world)
         return GroupPlan(own, self._others, self._others.snapshots.values(), self._decided)
 
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        specs = () if self._layout is None else self._layout.specs
-        trained = frozenset().union(*(declaration.trained for declaration in self._declared))
-        return coverage_of([spec.name in trained for spec in specs], changed, full=full)
+    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
+        return coverage_of(self._trained, changed, full=full)
 
     def next_attempt(self) -> int:
         """See `round.PeerRanks`."""

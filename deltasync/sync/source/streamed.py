@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from deltasync.delta.bits import (
     dtype_of,
     torch_dtype,
 )
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
@@ -97,8 +97,9 @@ class StreamedWeights(LocalWeights):
     def full(self) -> Plan:
         return self._held.full(bucket_bytes=self._bucket_bytes(self._held))
 
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        return coverage_of([True] * len(self._held.ledger.specs), changed, full=full)
+    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
+        trained = np.ones(len(self._held.ledger.specs), np.bool_)
+        return coverage_of(trained, changed, full=full)
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, TypeAlias
+from operator import attrgetter
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deltasync.delta.bits import Reader, check_plain, dtype_of
+from deltasync.delta.bits import PartReader, Reader, WidenedReader, check_plain, dtype_of
 from deltasync.delta.shard import ShardSpec, is_sharded, local_of, narrowed, overlap, shard_of
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
+from deltasync.wire.messages import ParameterSpec
 
 Index: TypeAlias = tuple[int | slice, ...]
 """Selects a part of a tensor, as in `tensor[index]`; slices have no steps."""
@@ -128,6 +130,40 @@ class NamedTensor:
         return dtype_of(self.tensor, name=self.name)
 
 
+class Listing:
+    """What a source has returned, as it is compared with what it returns next: by loops in C.
+
+    Args:
+        entries: The list.
+
+    Attributes:
+        tensors: The tensors of it.
+    """
+
+    def __init__(self, entries: list[NamedTensor]) -> None:
+        self.tensors: list[Tensor] = list(map(_TENSOR, entries))
+        self._facts: list[list[object]] = []
+        if set(map(type, self.tensors)) <= _PLAIN:  # others may hold their elements elsewhere
+            of_tensors = (list(map(fact, self.tensors)) for fact in _FACTS)
+            self._facts = [list(map(_ENTRY, entries)), *of_tensors]
+
+    def reads_as(self, other: Listing) -> bool:
+        """Whether the readers of the other one read the same. False if that is not known."""
+        return bool(self._facts) and self._facts == other._facts
+
+
+_TENSOR = attrgetter("tensor")
+_ENTRY = attrgetter("names", "shard", "full_shape", "computed")
+_PLAIN = {Tensor, nn.Parameter}
+_FACTS: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.data_ptr,
+    Tensor.size,
+    Tensor.stride,
+    attrgetter("dtype"),
+    attrgetter("device"),
+)
+
+
 def maxima_of(tensors: Iterable[NamedTensor]) -> dict[str, Maxima]:
     """What ranks have to agree on before these are read, by name."""
     computed = (entry.computed for entry in tensors if entry.computed is not None)
@@ -166,6 +202,36 @@ def parts_of(entry: NamedTensor, places: Mapping[str, Index]) -> Iterator[NamedT
             yield NamedTensor((name,), view, ShardSpec(box.size, inside, here.size), shape)
 
 
+def computed_reader(entry: NamedTensor, spec: ParameterSpec) -> Reader:
+    """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
+    assert entry.computed is not None
+    if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
+        return WidenedReader(entry.computed)
+    if entry.dtype != spec.dtype:
+        raise ConfigError(
+            f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
+            "the trainer compute the form that the engine serves"
+        )
+    return entry.computed
+
+
+def part_reader(
+    computed: Reader, held: ShardSpec, box: ShardSpec, index: tuple[int | slice, ...]
+) -> Reader:
+    """What is computed here of `box[index]`, see `rows_of`: rows of what is held.
+
+    Raises ConfigError for a part of rows.
+    """
+    if box == held and not index:
+        return computed
+    if box.size[1:] != held.size[1:]:
+        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
+    rows = range(box.size[0])[index[0]] if index else range(box.size[0])
+    rows = range(rows, rows + 1) if isinstance(rows, int) else rows
+    length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
+    return PartReader(computed, (first + rows.start) * length, len(rows) * length)
+
+
 class WeightSource(Protocol):
     """The trainer's parameters, in checkpoint coordinates."""
 
@@ -174,6 +240,19 @@ class WeightSource(Protocol):
 
         Called at every sync; storage may have been replaced since the last call. Return the same
         list object only if no tensor has changed its storage, shape, strides or dtype.
+        """
+        ...
+
+
+@runtime_checkable
+class GlancedSource(Protocol):
+    """A source that can prove in two steps that nothing has moved, the first of which is cheap."""
+
+    def glance(self) -> Callable[[], bool] | None:
+        """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
+
+        Otherwise the addresses of the last list may be read, and what is returned is called before
+        what was read there counts: it returns whether `tensors` would return the last list.
         """
         ...
 

@@ -6,16 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
-from operator import is_
+from operator import attrgetter, is_
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import PartReader, Reader, WidenedReader, WireReader, identity
+from deltasync.delta.bits import Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.digests import Ints
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
@@ -30,8 +33,20 @@ from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
-from deltasync.sync.source.tensors import Maxima, NamedTensor, WeightSource, held_of, maxima_of
+from deltasync.sync.source.tensors import (
+    GlancedSource,
+    Listing,
+    Maxima,
+    NamedTensor,
+    WeightSource,
+    computed_reader,
+    held_of,
+    maxima_of,
+    part_reader,
+)
 from deltasync.wire.messages import ParameterSpec
+
+_NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
 
 Agree = Callable[[Mapping[str, Maxima]], None]
 """Tells computed tensors what ranks have agreed on."""
@@ -83,8 +98,8 @@ class Weights(Protocol):
         """All of the snapshot."""
         ...
 
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
-        """See `SyncStats.parameters`."""
+    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
+        """See `SyncStats.parameters`; `changed` are the numbers of those that differ."""
         ...
 
 
@@ -210,18 +225,35 @@ class OwnWeights(LocalWeights):
             self._is_looked_up = True
 
     def delta(self, base_version: int) -> Delta:
-        snapshot, layout = self._held, self.layout
+        layout = self.layout
         assert layout is not None
-        if not self._is_looked_up:
+        if self._is_looked_up:
+            delta = self._compare(layout.readers, base_version)
+        elif self._held.device is not None and layout.glance():
+            readers = layout.readers
+            delta = self._compare(readers, base_version, layout.refresh)  # while kernels run
+            if layout.readers is not readers:
+                delta = self._compare(layout.readers, base_version)
+        else:
             layout.refresh()
+            delta = self._compare(layout.readers, base_version)
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
-        inflight = self.options.max_inflight_bytes
+        return delta
+
+    def _compare(
+        self,
+        readers: Sequence[Reader],
+        base_version: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Delta:
+        snapshot, inflight = self._held, self.options.max_inflight_bytes
         return snapshot.compare(
-            layout.readers,
+            readers,
             policy=self.options.policy,
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
+            meanwhile=meanwhile,
         )
 
     def full(self, *, ways: int = 1) -> Plan:
@@ -230,12 +262,12 @@ class OwnWeights(LocalWeights):
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
-    def changed_by(self, delta: Delta) -> set[int]:
-        """Numbers of the parameters of which something differs."""
-        shares = self._held.ledger.shares
-        return {shares[which].number for which in delta.changed}
+    def changed_by(self, delta: Delta) -> Ints:
+        """int64[n]: numbers of the parameters of which something differs."""
+        numbers: Ints = np.unique(self._held.ledger.numbers[delta.changed])
+        return numbers
 
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
         assert self.layout is not None
         return self.layout.coverage(changed, full=full)
 
@@ -257,6 +289,7 @@ class SourceLayout(SentLayout):
         sent: What is compared and sent here: all of `specs`, or what a rank has of them.
         readers: The live source in that order; rebuilt where storage was replaced.
         tensors: What the source has returned last.
+        trained: bool[tensors], which of them the optimizer changed when they were looked up.
     """
 
     def __init__(
@@ -278,23 +311,50 @@ class SourceLayout(SentLayout):
         self._source, self._boxes = source, boxes
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
         self.tensors: list[NamedTensor] = []
+        self._listing = Listing(self.tensors)
+        self._rest: Callable[[], bool] | None = None  # of a look that has begun
         self._known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
         self.readers: list[Reader] = []
         tensors = source.tensors()
-        self._names = [entry.names for entry in tensors]
+        self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
         agree(maxima_of(tensors))
         self._read(tensors)
+        self.trained = self._trained()
         for entry in tensors:
             if entry.computed is not None:
                 entry.computed.check()
 
+    def glance(self) -> bool:
+        """Whether `readers` may be used before `refresh` has completed the look that this begins.
+
+        Not so if the source can only look as a whole. Readers keep what they read alive, so that
+        a tensor whose address is the same is read where it was. `refresh` finds the rest.
+        """
+        self._rest = None
+        if isinstance(self._source, GlancedSource):
+            self._rest = self._source.glance()
+        return self._rest is not None
+
     def refresh(self) -> None:
-        """Look at the source again. Raises SourceChanged if it is not the same model any more."""
-        tensors = self._source.tensors()
-        if tensors is not self.tensors and [t.names for t in tensors] != self._names:
-            raise SourceChanged("parameters or ties appeared or vanished; make a new WeightSender")
-        self._read(tensors)
+        """Look at the source again, or complete the look that `glance` has begun.
+
+        `readers` is another list then if anything has moved. Raises SourceChanged if it is not the
+        same model any more.
+        """
+        rest, self._rest = self._rest, None
+        if rest is None or not rest():
+            tensors = self._source.tensors()
+            if tensors is not self.tensors and list(map(_NAMES, tensors)) != self._names:
+                raise SourceChanged(
+                    "parameters or ties appeared or vanished; make a new WeightSender"
+                )
+            self._read(tensors)
+        self.trained = self._trained()
+
+    def _trained(self) -> NDArray[np.bool_]:
+        tensors = self._listing.tensors
+        return np.fromiter(map(_IS_TRAINED, tensors), np.bool_, len(tensors))
 
     def _shares(self, tensors: list[NamedTensor]) -> tuple[Share, ...]:
         """What is sent of them. Raises ConfigError for parts, if everything is to be sent."""
@@ -326,6 +386,10 @@ class SourceLayout(SentLayout):
     def _read(self, tensors: list[NamedTensor]) -> None:
         if tensors is self.tensors:
             return
+        last, self._listing = self._listing, Listing(tensors)
+        if self._listing.reads_as(last):
+            self.tensors = tensors
+            return
         known, self._known = self._known, {}
         for entry in self._in_order(tensors):
             held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
@@ -349,7 +413,7 @@ class SourceLayout(SentLayout):
             )
         if self._boxes is None or held is None:
             if entry.computed is not None:
-                return [_computed(entry, spec)]
+                return [computed_reader(entry, spec)]
             return [WireReader.of(local, spec.dtype, name=spec.name)]
         box = self._boxes[entry.name]
         if held.shape != box.shape or overlap(held, box) != box:
@@ -357,8 +421,8 @@ class SourceLayout(SentLayout):
                 f"{spec.name}: its sharding has changed; make new senders on all ranks"
             )
         if entry.computed is not None:
-            computed = _computed(entry, spec)
-            return [_part(computed, held, box, index) for index, _ in rows_of(box)]
+            computed = computed_reader(entry, spec)
+            return [part_reader(computed, held, box, index) for index, _ in rows_of(box)]
         local = narrowed(local, held, box)
         return [
             WireReader.of(local[index], spec.dtype, name=spec.name) for index, _ in rows_of(box)
@@ -369,47 +433,16 @@ class SourceLayout(SentLayout):
         """Types of the devices that the source lives on."""
         return {reader.device.type for reader in self.readers}
 
-    def coverage(self, changed: Collection[int], *, full: bool) -> dict[str, int]:
+    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
         """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        trained = [entry.tensor.requires_grad for entry in self.tensors]
-        return coverage_of(trained, changed, full=full)
+        return coverage_of(self.trained, changed, full=full)
 
 
 def _are_same(one: list[Reader], other: list[Reader]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _computed(entry: NamedTensor, spec: ParameterSpec) -> Reader:
-    """Its reader. Raises ConfigError if it is to be sent in a dtype that has not all its values."""
-    assert entry.computed is not None
-    if (entry.dtype.name, spec.dtype.name) == ("bfloat16", "float32"):  # scales of checkpoints
-        return WidenedReader(entry.computed)
-    if entry.dtype != spec.dtype:
-        raise ConfigError(
-            f"{spec.name}: computed as {entry.dtype.name}, the engine holds {spec.dtype.name}: let "
-            "the trainer compute the form that the engine serves"
-        )
-    return entry.computed
-
-
-def _part(
-    computed: Reader, held: ShardSpec, box: ShardSpec, index: tuple[int | slice, ...]
-) -> Reader:
-    """What is computed here of `box[index]`, see `rows_of`: rows of what is held.
-
-    Raises ConfigError for a part of rows.
-    """
-    if box == held and not index:
-        return computed
-    if box.size[1:] != held.size[1:]:
-        raise ConfigError("computed rows are sent whole: let fewer ranks hold the same rows")
-    rows = range(box.size[0])[index[0]] if index else range(box.size[0])
-    rows = range(rows, rows + 1) if isinstance(rows, int) else rows
-    length, first = prod(held.size[1:]), box.offset[0] - held.offset[0]
-    return PartReader(computed, (first + rows.start) * length, len(rows) * length)
-
-
-class _Kept(WeightSource):
+class _Kept:
     """A source without what the options leave out."""
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
@@ -429,11 +462,20 @@ class _Kept(WeightSource):
             self._all = tensors
         return self._tensors
 
+    def glance(self) -> Callable[[], bool] | None:
+        return self._source.glance() if isinstance(self._source, GlancedSource) else None
 
-def coverage_of(trained: Sequence[bool], changed: Collection[int], *, full: bool) -> dict[str, int]:
-    """How many parameters are "changed", "unchanged", "frozen", by whether each is trained."""
-    if full:
-        changed = range(len(trained))
-    others = set(range(len(trained))).difference(changed)
-    unchanged = sum(trained[number] for number in others)
-    return {"changed": len(changed), "unchanged": unchanged, "frozen": len(others) - unchanged}
+
+def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:
+    """How many parameters are "changed", "unchanged", "frozen".
+
+    Args:
+        trained: bool[parameters], whether each is trained.
+        changed: int64[n], those that differ.
+        full: Whether all of them count as changed.
+    """
+    is_changed = np.full(len(trained), full)
+    is_changed[changed] = True
+    count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
+    frozen = len(trained) - count - unchanged
+    return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
