@@ -7,7 +7,7 @@ parameter that contains it, found by recording transformers' own conversion once
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class TransformersSource:
             watch, views = ModuleWatch(self._model), _views_of(self._model)
             self._watch, self._tensors = watch, tied_tensors(iter(views.items()))
         return self._tensors
+
+    def glance(self) -> Callable[[], bool] | None:
+        """See `GlancedSource`."""
+        return None if self._watch is None else self._watch.glance()
 
 
 def transformers_target(model: nn.Module) -> RoutedTarget:

@@ -118,6 +118,20 @@ def test_what_is_found_to_be_replaced_while_kernels_run_is_compared_again(
             here.sender.send_weights()
 
 
+def test_what_kernels_cannot_read_in_place_is_copied_at_each_sync() -> None:
+    source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
+    matrix = source.get_parameter("matrix")
+    matrix.data = matrix.data.T.contiguous().T
+    with fleet(source, options=SenderOptions(kernels="triton")) as here:
+        here.add(replica, options=ReceiverOptions(kernels="triton"))
+        here.wait(1)
+        for number in range(4):
+            matrix.data[number, 0] += 1
+            stats = here.sender.send_weights()
+            assert number == 0 or stats.nnz == 1
+            assert bits_equal(source, replica)
+
+
 def test_a_sync_without_changes_sends_nothing() -> None:
     source, replica = model(torch.bfloat16, 0), model(torch.bfloat16, 1)
     with fleet(source, options=SenderOptions(kernels="triton")) as here:

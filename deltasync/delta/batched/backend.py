@@ -50,6 +50,10 @@ class BatchedBackend:
         self.ahead = np.zeros(len(ledger.sums), np.bool_)
         self._live = LiveSource(self.weights)
         self._masks: Masks | None = None
+        sizes = self.weights.item_sizes
+        self._numel = int(self.weights.table.numel.sum())
+        self._item_sizes = int(sizes.min()), int(sizes.max())
+        self._most: tuple[tuple[float, int], NDArray[np.float64]] | None = None
 
     def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""
@@ -111,27 +115,28 @@ class BatchedBackend:
 
     def _masks_for(self, source: BatchedSource, room: int) -> Masks:
         """The masks of last time if they fit, with `room` bytes for indices and values."""
-        sizes = self.weights.item_sizes
-        least = INDEX_ITEM_BYTES + int(sizes.min())
-        numel = int(self.weights.table.numel.sum())
-        capacity = min(numel, room // least)
+        smallest, largest = self._item_sizes
+        capacity = min(self._numel, room // (INDEX_ITEM_BYTES + smallest))
         masks = self._masks
         if masks is None or (masks.num_blocks, masks.capacity) != (source.num_blocks, capacity):
             masks = self._masks = None  # its memory first
             masks = self._masks = Masks(
-                source.num_blocks, len(sizes), capacity, int(sizes.max()), self.weights.device
+                source.num_blocks, len(self.weights.table), capacity, largest, self.weights.device
             )
         return masks
 
     def _most_sparse(self, policy: Policy, bucket_bytes: int) -> NDArray[np.float64]:
         """float64[chunks]: the most changes that a chunk is sent sparse with."""
         weights = self.weights
-        limit = policy.crossover(weights.device.type) * weights.table.numel
-        most: NDArray[np.float64] = np.minimum(limit, most_sparse(bucket_bytes, weights.item_sizes))
-        return most
+        key = policy.crossover(weights.device.type), bucket_bytes
+        if self._most is None or self._most[0] != key:
+            fits = most_sparse(bucket_bytes, weights.item_sizes)
+            self._most = key, np.minimum(key[0] * weights.table.numel, fits)
+        return self._most[1]
 
     def _kinds(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
-        kinds = np.where(counts <= most, int(RowKind.SPARSE), int(RowKind.DENSE))
-        kinds[counts == 0] = UNCHANGED
+        kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
+        is_sparse = counts[differ] <= most[differ]
+        kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
         kinds[self.ahead] = RowKind.DENSE
         return kinds

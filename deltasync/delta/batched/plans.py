@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.masks import Masks
@@ -85,19 +84,21 @@ class BatchedDelta:
         snapshot = self._snapshot = backend.weights
         self._before, self._ahead = backend.ledger, backend.ahead
         self._kinds, self._bucket_bytes = kinds, bucket_bytes
-        self._is_sparse, self._is_dense = kinds == RowKind.SPARSE, kinds == RowKind.DENSE
+        self._is_sparse = kinds == RowKind.SPARSE
+        self._sparse = np.flatnonzero(self._is_sparse)
+        self._dense = np.flatnonzero(kinds == RowKind.DENSE)
         self.base_version: int | None = base_version
-        counts, item_sizes = masks.counts, snapshot.item_sizes
-        sparse = counts * (INDEX_ITEM_BYTES + item_sizes)
-        changes = int(sparse[self._is_sparse].sum())
-        listed, self.dense_bytes = _bytes_of(snapshot, self._is_dense)
+        counts, item_sizes = masks.counts, snapshot.item_sizes[self._sparse]
+        changes = int((counts[self._sparse] * (INDEX_ITEM_BYTES + item_sizes)).sum())
+        listed, self.dense_bytes = _bytes_of(snapshot, self._dense)
         self.sparse_bytes = changes + listed
         masks.choose(source, snapshot, self._is_sparse, hold=changes <= max_held_bytes)
         self.held_bytes = changes if masks.is_held else 0
         if changes and not masks.is_held:
             self._bucket_bytes = sparse_bucket_bytes
         # The old bits of those that are ahead are gone: all of them count as changed.
-        self._written = np.where(self._ahead, snapshot.table.numel, counts)
+        is_known = not self._ahead.any()
+        self._written = counts if is_known else np.where(self._ahead, snapshot.table.numel, counts)
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
 
@@ -139,8 +140,8 @@ class BatchedDelta:
         ledger = self._before.copy()
         if self._packed is not None:
             dense, sparse = self._packed.read().view(np.uint64)[:, : len(ledger.sums)]
-            ledger.sums[self._is_dense] = dense[self._is_dense]
-            ledger.sums[self._is_sparse] += sparse[self._is_sparse]
+            ledger.sums[self._dense] = dense[self._dense]
+            ledger.sums[self._sparse] += sparse[self._sparse]
         return ledger
 
     def decided(self) -> None:
@@ -227,8 +228,7 @@ class BatchedFull:
     def __init__(self, snapshot: BatchedWeights, ledger: DigestLedger, bucket_bytes: int) -> None:
         self._snapshot, self._bucket_bytes = snapshot, bucket_bytes
         self.ledger = ledger
-        is_sent = np.ones(len(snapshot.table), np.bool_)
-        self.sparse_bytes, self.dense_bytes = _bytes_of(snapshot, is_sent)
+        self.sparse_bytes, self.dense_bytes = _bytes_of(snapshot, np.arange(len(snapshot.table)))
 
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order."""
@@ -335,9 +335,9 @@ class BatchedBucket:
         )
 
 
-def _bytes_of(snapshot: BatchedWeights, is_sent: NDArray[np.bool_]) -> tuple[int, int]:
-    """(sparse, dense): bytes of chunks that are sent whole, with indices and without."""
-    is_scattered = snapshot.is_scattered
-    sizes = snapshot.table.numel * (snapshot.item_sizes + INDEX_ITEM_BYTES * is_scattered)
-    sparse = int(sizes[is_sent & is_scattered].sum())
-    return sparse, int(sizes[is_sent].sum()) - sparse
+def _bytes_of(snapshot: BatchedWeights, sent: Ints) -> tuple[int, int]:
+    """(sparse, dense): bytes of int64[n] chunks sent whole, with indices and without."""
+    is_scattered, numels = snapshot.is_scattered[sent], snapshot.table.numel[sent]
+    sizes = numels * (snapshot.item_sizes[sent] + INDEX_ITEM_BYTES * is_scattered)
+    sparse = int(sizes[is_scattered].sum())
+    return sparse, int(sizes.sum()) - sparse

@@ -137,8 +137,10 @@ class BatchedSource:
 
     def before(self, counts: Ints) -> Ints:
         """int64[chunks]: changes in the blocks before a chunk's, where chunks have `counts`."""
-        before = np.empty_like(counts)
-        before[self.order] = np.cumsum(counts[self.order]) - counts[self.order]
+        if len(self.launches) == 1:
+            return np.cumsum(counts) - counts
+        ordered, before = counts[self.order], np.empty_like(counts)
+        before[self.order] = np.cumsum(ordered) - ordered
         return before
 
 
@@ -176,12 +178,14 @@ class LiveSource:
     def __init__(self, snapshot: BatchedWeights) -> None:
         self._snapshot = snapshot
         self._readers: Sequence[Reader] | None = None
-        self._copies: list[Tensor] = []
+        self._copies: list[tuple[Reader, Tensor]] = []
         self._found: BatchedSource | None = None
 
     def look_up(self, readers: Sequence[Reader]) -> BatchedSource:
         """Where the parameters are now. The same object as last time if nothing moved."""
-        if self._found is not None and readers is self._readers and not self._copies:
+        if self._found is not None and readers is self._readers:
+            for reader, copy in self._copies:
+                copy_read(reader, Flat.of(copy), step=_COPIED)
             return self._found
         self._copies = []
         pointers, reads = np.zeros(len(readers), np.int64), np.zeros(len(readers), np.int64)
@@ -205,7 +209,7 @@ class LiveSource:
                 pointers[number] = flat.line.data_ptr()
             else:
                 copy = _copied(reader, self._snapshot.device)
-                self._copies.append(copy)
+                self._copies.append((reader, copy))
                 pointers[number] = copy.data_ptr()
         self._readers = readers
         self._found = BatchedSource(self._snapshot, pointers, reads, computed)
