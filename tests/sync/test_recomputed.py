@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -354,6 +356,198 @@ def test_an_engine_whose_code_raises_keeps_its_version(monkeypatch: pytest.Monke
         here.wait(1)
         here.sender.send_weights()
         check_is(engine, now, before)
+
+
+class Elsewhere(Fused):
+    """Puts one more tensor somewhere, or one of its results, once it is told where."""
+
+    place = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, object] = {"list": [], "deque": deque(), "set": set()}
+
+    def work(self) -> None:
+        loaded, place = self.whole, type(self).place
+        super().work()
+        kernel, inverse = self.kernel, self.inverse
+        assert isinstance(kernel, Kernel)
+        match place:
+            case "another attribute":
+                self.whole, self.other = loaded, self.whole
+            case "another parameter":
+                self.inverse, self.second = fixed(torch.zeros(())), inverse
+            case "a kernel of another class":
+                self.kernel = OtherKernel(kernel.limit)
+            case "another attribute of a kernel":
+                kernel.other, kernel.limit = kernel.limit, torch.zeros(())  # type: ignore[attr-defined]
+            case "a parameter's attribute":
+                loaded.other = kernel.limit  # type: ignore[attr-defined]
+                self.loaded = loaded
+            case "dict":
+                self.config["whole"] = self.whole
+            case "list" | "deque":
+                self.config[place].append(self.whole)  # type: ignore[attr-defined]
+            case "set":
+                self.config[place].add(self.whole)  # type: ignore[attr-defined]
+            case "another shape":
+                kernel.limit = kernel.limit.view(1)
+            case "a missing one":
+                del self.inverse
+
+
+class OtherKernel(Kernel):
+    """Computes in another way with the same tensors."""
+
+
+class ElsewhereEngine(FusedEngine):
+    made = Elsewhere
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("another attribute", "another parameter", "a kernel of another class"),
+        *("another attribute of a kernel", "a parameter's attribute", "dict", "list", "deque"),
+        *("set", "another shape", "a missing one"),
+    ],
+)
+def test_what_goes_elsewhere_than_at_connect_fails_the_sync(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine keeps its version, and follows when its code does as it did."""
+    now = checkpoint(0)
+    engine = ElsewhereEngine.started(now)
+    with followed(engine, now) as (here, source, serving):
+        source.take(now := checkpoint(1))
+        here.sender.send_weights()
+        before = state_of(engine)
+        monkeypatch.setattr(Elsewhere, "place", place)
+        source.take(now := checkpoint(2))
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights(timeout_s=5)
+        until(lambda: bool(serving.errors))
+        assert isinstance(serving.errors[0], EngineFailed)
+        assert "'layers.0'" in str(serving.errors[0])
+        assert not serving.receiver.is_dirty
+        assert is_as(engine, before)
+        monkeypatch.setattr(Elsewhere, "place", "")
+        here.wait(1)
+        here.sender.send_weights()
+        check_is(engine, now, before)
+
+
+class Attached(Clamped):
+    """Attaches what it computes to the parameter that was loaded, once it is told to."""
+
+    attaches = False
+
+    def work(self) -> None:
+        super().work()
+        if type(self).attaches:
+            self.scale.clamped = self.scale.data.clone()  # type: ignore[attr-defined]
+
+
+class AttachedEngine(Engine):
+    made = Attached
+
+
+def test_what_is_attached_to_a_loaded_parameter_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = matrices(0)
+    engine = AttachedEngine.started(now)
+    before = state_of(engine)
+    with followed(engine, now) as (here, source, serving):
+        monkeypatch.setattr(Attached, "attaches", True)
+        source.take(matrices(1))
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights(timeout_s=5)
+        until(lambda: bool(serving.errors))
+        assert isinstance(serving.errors[0], EngineFailed)
+        assert is_as(engine, before)
+        monkeypatch.setattr(Attached, "attaches", False)
+        here.wait(1)
+        here.sender.send_weights()
+        check_is(engine, matrices(1), before)
+
+
+class Shared(Fused):
+    """Both instances have one object, which the live one changes while it serves."""
+
+    shared: ClassVar[dict[str, object]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = self.shared
+
+
+class SharedEngine(FusedEngine):
+    made = Shared
+
+
+def test_what_the_engine_changes_meanwhile_in_shared_objects_stays() -> None:
+    now = checkpoint(0)
+    Shared.shared.clear()
+    engine = SharedEngine.started(now)
+    with followed(engine, now) as (here, source, _):
+        before = state_of(engine)
+        for seed in (1, 2, 3):
+            Shared.shared[f"step {seed}"] = kept = object()
+            source.take(now := checkpoint(seed))
+            here.sender.send_weights()
+            check_is(engine, now, before)
+            assert Shared.shared[f"step {seed}"] is kept
+        assert len(Shared.shared) == 3
+
+
+def test_no_sync_searches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where results are is found at connect."""
+    now = checkpoint(0)
+    engine = FusedEngine.started(now)
+    before = state_of(engine)
+    with followed(engine, now) as (here, source, _):
+
+        def search(*args: object, **options: object) -> None:
+            raise AssertionError("searched")
+
+        for seed in (1, 2):
+            source.take(now := checkpoint(seed))
+            with monkeypatch.context() as patched:
+                patched.setattr(Reach, "__init__", search)
+                here.sender.send_weights()
+            check_is(engine, now, before)
+
+
+class Interrupted(Fused):
+    """Is interrupted in its work, once."""
+
+    interrupts = False
+
+    def work(self) -> None:
+        super().work()
+        if type(self).interrupts:
+            type(self).interrupts = False
+            raise KeyboardInterrupt
+
+
+class InterruptedEngine(FusedEngine):
+    made = Interrupted
+
+
+def test_work_that_was_interrupted_is_done_again_from_the_beginning() -> None:
+    now, new = checkpoint(0), checkpoint(1)
+    engine = InterruptedEngine.started(now)
+    before = state_of(engine)
+    target = verified(engine, now)
+    layout = target.parameters()
+    for number, live in target.bind(layout).items():
+        live.write(0, as_bits(new[layout[number].name]).view(-1))
+    Interrupted.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        target.finish()
+    target.finish()
+    check_is(engine, new, before)
 
 
 @pytest.mark.parametrize("which", [0, 1])

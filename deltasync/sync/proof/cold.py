@@ -140,7 +140,7 @@ class ColdModel:
 
         Yields what is reached from the modules inside, and the paths of what was filled.
         """
-        self._mend()
+        self.mend()
         with self._with_memory(Reach(roots, stop=stop), fill) as filled:
             yield Reach(roots, stop=stop), filled
 
@@ -181,7 +181,7 @@ class ColdModel:
             restore()
             self._unended.remove(restore)
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
         """Restore what an interrupt has left as it was inside of a context."""
         while self._unended:
             self._unended[-1]()
@@ -198,36 +198,30 @@ class ColdModel:
 
     @contextmanager
     def processing(
-        self,
-        roots: Sequence[tuple[str, nn.Module]],
-        stop: Collection[int],
-        modules: Sequence[nn.Module],
-        given: Mapping[str, Tensor],
-    ) -> Iterator[Reach]:
-        """Process modules as the engine does after loading, and yield what is reached then.
+        self, before: Reach, modules: Sequence[nn.Module], given: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """Process modules as the engine does after loading; within the context that is done.
 
         Args:
-            roots, stop: As of `Reach`: what gets memory for this.
+            before: What is reached from these modules, as it is now: it gets memory for this.
             modules: What is processed.
             given: By path, what was loaded. Nothing of it is kept.
 
         Raises what the engine raises.
         """
-        self._mend()
-        reach = Reach(roots, stop=stop)
-        made = {path: found.alias for path, found in reach.tensors.items()}
+        made = {path: found.alias for path, found in before.tensors.items()}
         own = {p: one.clone() for p, one in made.items() if p in given and not one.is_meta}
 
         def restore() -> None:
-            for path, before in own.items():
-                as_bits(made[path]).copy_(as_bits(before))
+            for path, bits in own.items():
+                as_bits(made[path]).copy_(as_bits(bits))
 
         with self._restoring(restore):
             for path in own:
                 as_bits(made[path]).copy_(as_bits(given[path]))
-            with self._with_memory(reach, given), torch.no_grad(), Alone():
+            with self._with_memory(before, given), torch.no_grad(), Alone():
                 self._startup.work_on(modules)
-                yield Reach(roots, stop=stop)
+                yield
 
     def _real(self, tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
         """The same tensor with memory, which shares storage as the original does."""

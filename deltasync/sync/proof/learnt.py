@@ -117,7 +117,8 @@ class _Learning:
         self, scope: str, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
     ) -> _Layer:
         def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            made = self._proof.processed(scope, {scope + n: one for n, one in given.items()})
+            with self._proof.processing(scope, {scope + n: t for n, t in given.items()}) as after:
+                made = {path: found.alias.clone() for path, found in after.tensors.items()}
             found = {name: made[scope + name] for name in live if scope + name in made}
             return {n: t for n, t in found.items() if _is_like(t, live[n])}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -350,22 +350,20 @@ class Proof:
             }
         return fresh
 
-    def processed(self, scope: str, given: Bits) -> dict[str, Tensor]:
-        """What the engine's work after loading makes of what was loaded into a layer, by path.
+    @contextmanager
+    def processing(self, module: str, given: Bits) -> Iterator[Reach]:
+        """As of `ColdModel`, for a module by name; yields what is reached from it afterwards."""
+        before, modules = self.part(module)
+        with self.cold.processing(before, modules, given):
+            yield before.again()
 
-        Raises what the engine raises.
-        """
-        with self.processing(scope, given) as after:
-            return {path: found.alias.clone() for path, found in after.tensors.items()}
-
-    def processing(self, module: str, given: Bits) -> AbstractContextManager[Reach]:
-        """As `ColdModel.processing`, for a module and what is below it in its layer."""
-        scopes = self._cold_scopes
-        inside = scopes.below(module)
+    def part(self, module: str) -> tuple[Reach, tuple[nn.Module, ...]]:
+        """What is reached from a module of the second instance; that and modules in its layer."""
+        self.cold.mend()
+        inside = self._cold_scopes.below(module)
         roots = [(name, one) for name, one in inside.items() if name == module]
-        return self.cold.processing(
-            roots, scopes.stop_but(inside.values()), tuple(inside.values()), given
-        )
+        modules = tuple(inside.values())
+        return Reach(roots, stop=self._cold_scopes.stop_but(modules)), modules
 
     def kind_of(self, scope: str) -> tuple[object, ...]:
         """What is equal for layers of which the modules are of the same classes."""

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -68,13 +69,7 @@ class Found:
 
     def now(self) -> Any:
         """The tensor or array that is there now; None if there is none."""
-        one = self.links[0][0]
-        for _, key in self.links:
-            try:
-                one = _get(one, key)
-            except (KeyError, IndexError, AttributeError, TypeError, ValueError):
-                return None
-        return one if isinstance(one, Tensor | np.ndarray) else None
+        return at(self.links[0][0], [key for _, key in self.links])
 
     @property
     def is_moved(self) -> bool:
@@ -160,18 +155,59 @@ class Reach:
                         found[path + label if path else label[1:]] = plain
         return found
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all objects hold what they held when they were found, and tensors lie there."""
+        with DisableTorchFunctionSubclass():
+            return all(_is_as(one, before) for one, before in self._contents.values()) and not any(
+                found.is_elsewhere for found in self.tensors.values()
+            )
+
+    def news(self) -> list[tuple[object, ...]]:
+        """An outline of what has come into these objects since: two are equal if paths, types and
+        shapes are, whatever the values.
+        """
+        outline: list[tuple[object, ...]] = []
+        entered: set[int] = set()
+        with DisableTorchFunctionSubclass():
+            queue = deque[tuple[str, Any]](
+                (f"<{n}>", one)
+                for n, (one, before) in enumerate(self._contents.values())
+                if not _is_as(one, before)
+            )
+            for path, found in self.tensors.items():  # those with other memory now have other dicts
+                own = _own_dict(found.tensor)
+                if own is not None and id(own) not in self._contents:
+                    queue.append((path, own))
+            while queue:
+                path, one = queue.popleft()
+                if isinstance(one, _SETS):  # in no order
+                    outline.append((path, sorted(type(value).__name__ for value in one)))
+                    continue
+                for _, label, value in _children(one):
+                    is_known = id(value) in self._links or id(value) in self._stop
+                    place = path + label
+                    layout = (value.shape, value.dtype) if isinstance(value, Tensor) else ()
+                    outline.append((place, type(value), is_known, *layout))
+                    if not (is_known or isinstance(value, _ATOMS) or id(value) in entered):
+                        entered.add(id(value))
+                        queue.append((place, value))
+        return outline
+
     def put_back(self) -> None:
         """Restore what all objects held, and the storage of tensors, but not its content.
 
         Raises ConfigError for what cannot be restored.
         """
-        for one, before in self._contents.values():
-            _restore(one, before)
-        for found in self.tensors.values():
-            if found.is_elsewhere:
-                found.tensor.data = found.alias
-            if found.is_moved and not is_handle(found.alias):  # it was in a slot or a set
-                found.put_back()
+        with DisableTorchFunctionSubclass():
+            for one, before in self._contents.values():
+                if not _is_as(one, before):
+                    _restore(one, before)
+            for found in self.tensors.values():
+                if found.is_elsewhere:
+                    found.tensor.data = found.alias
+                if found.is_moved and not is_handle(found.alias):  # it was in a slot or a set
+                    found.put_back()
 
     def _enter_module(
         self, queue: deque[tuple[str, Any]], path: str, module: nn.Module, way: tuple[Link, ...]
@@ -223,6 +259,17 @@ class Reach:
     def _remember(self, one: Any) -> None:
         if id(one) not in self._contents and (held := _held(one)) is not None:
             self._contents[id(one)] = (one, held)
+
+
+def at(root: Any, keys: Iterable[Any]) -> Any:
+    """The tensor or array that is reached from an object by these keys; None if there is none."""
+    one = root
+    for key in keys:
+        try:
+            one = _get(one, key)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            return None
+    return one if isinstance(one, Tensor | np.ndarray) else None
 
 
 def is_handle(tensor: Tensor) -> bool:
@@ -390,22 +437,50 @@ def _held(one: Any) -> Any:
     """What a mutable object holds, for `_restore`; None for other objects."""
     if isinstance(one, CellType):
         return (_peek(one, 0),)
-    if isinstance(one, dict | list | bytearray):
+    if isinstance(one, dict | list | bytearray | set | deque):
         return one.copy()
     if slots := _slots(type(one)):
         return {slot: getattr(one, slot) for slot in slots if hasattr(one, slot)}
     return None
 
 
+def _is_as(one: Any, before: Any) -> bool:
+    """Whether an object holds what it held."""
+    if isinstance(one, dict):
+        return (
+            len(one) == len(before)
+            and all(map(is_, one, before))
+            and all(map(is_, one.values(), before.values()))
+        )
+    if isinstance(one, list | bytearray | deque):
+        return len(one) == len(before) and all(map(is_, one, before))
+    if isinstance(one, set):
+        return len(one) == len(before) and set(map(id, one)) == set(map(id, before))
+    if isinstance(one, CellType):
+        return _peek(one, 0) is before[0]
+    return all(
+        _peek(one, slot) is before[slot] if slot in before else not hasattr(one, slot)
+        for slot in _slots(type(one))
+    )
+
+
 def _restore(one: Any, before: Any) -> None:
     """Restore what an object held; writes only what differs."""
     if isinstance(one, CellType):
-        if _peek(one, 0) is not before[0]:
-            one.cell_contents = before[0]
+        one.cell_contents = before[0]
     elif isinstance(one, list | bytearray):
-        if len(one) != len(before) or not all(map(is_, one, before)):
-            one[:] = before
-    elif not isinstance(one, dict):
+        one[:] = before
+    elif isinstance(one, set):
+        one.clear()
+        one.update(before)
+    elif isinstance(one, deque):
+        one.clear()
+        one.extend(before)
+    elif isinstance(one, dict):
+        kind = OrderedDict if isinstance(one, OrderedDict) else dict
+        kind.clear(one)
+        kind.update(one, before)
+    else:
         for slot in _slots(type(one)):
             member = getattr(type(one), slot)  # works for frozen classes too
             if slot not in before:
@@ -413,11 +488,3 @@ def _restore(one: Any, before: Any) -> None:
                     member.__delete__(one)
             elif _peek(one, slot) is not before[slot]:
                 member.__set__(one, before[slot])
-    elif not (
-        len(one) == len(before)
-        and all(map(is_, one, before))
-        and all(map(is_, one.values(), before.values()))
-    ):
-        kind = OrderedDict if isinstance(one, OrderedDict) else dict
-        kind.clear(one)
-        kind.update(one, before)

@@ -20,10 +20,11 @@ from deltasync.delta.kernels import KERNELS
 from deltasync.delta.routes.recorder import Recording
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
+from deltasync.sync.proof.again import Again
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.proving import Proof, same_bits, scope_of
 from deltasync.sync.proof.reach import Found, named
-from deltasync.sync.proof.units import Unit, made_alone, small_of, units_of
+from deltasync.sync.proof.units import Unit, small_of, units_of
 from deltasync.wire.digest import seed
 
 Read = Callable[[str], Tensor]
@@ -84,6 +85,7 @@ class Recomputed:
                     f"{min(missing)!r} is not there, though other layers like this one have it"
                 )
             self._live[unit] = {path: reached[path] for path in unit.made}
+        self._again = {unit: Again(proof, unit.module, unit.made) for unit in units}
         # Of what each unit's results were computed, and what they were then: digests.
         self._state: dict[Unit, tuple[int, int]] = {}
 
@@ -169,7 +171,7 @@ class Recomputed:
                 raise TargetMoved(f"storage of {path!r} was replaced; rejoin")
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
-                results = made_alone(self._proof, unit, given)
+                results = self._again[unit].made(given)
         except DeltaSyncError:
             raise
         except Exception as error:

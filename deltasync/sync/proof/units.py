@@ -20,6 +20,7 @@ from torch import Tensor
 from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.delta.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
+from deltasync.sync.proof.again import Again
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.proving import Bits, Proof, same_bits, scope_of
 
@@ -170,7 +171,8 @@ class _Search:
     def _is_enough(self, unit: Unit) -> bool:
         for given, full in zip(self._given, self._full, strict=True):
             try:
-                alone = made_alone(self._proof, unit, {name: given[name] for name in unit.given})
+                again = Again(self._proof, unit.module, unit.made)
+                alone = again.made({name: given[name] for name in unit.given})
             except FAILURES:
                 return False
             if any(p not in alone or not same_bits(alone[p], full[p]) for p in unit.made):
@@ -189,16 +191,6 @@ class _Search:
                 if is_own and is_like and _num_bytes(alias) <= self._most:
                     made[identity(alias)] = path, alias.clone()
             return dict(made.values())
-
-
-def made_alone(proof: Proof, unit: Unit, given: Bits) -> dict[str, Tensor]:
-    """What the work of a unit's module makes of these tensors: copies, by path.
-
-    Its other tensors are zeros meanwhile. Raises what the engine raises.
-    """
-    with proof.processing(unit.module, given) as after:
-        founds = after.tensors
-        return {path: founds[path].alias.clone() for path in unit.made if path in founds}
 
 
 def _owner(name: str) -> str:

@@ -1,0 +1,94 @@
+"""The engine's work after loading on one module of the second instance, run again and again.
+
+To search what is reached from a module takes longer than much of the engine's work. So it is
+searched at the first run: what the work changes, and where it puts its results. Later runs look
+there alone. Each compares what the work has changed with what it changed at first, so that a
+result that goes elsewhere is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from deltasync.errors import EngineFailed
+from deltasync.sync.proof.proving import Bits, Proof
+from deltasync.sync.proof.reach import Reach, as_tensor, at
+
+
+class Again:
+    """Runs the engine's work on one module.
+
+    Args:
+        proof: The proof of the engine; the module is one of its second instance.
+        module: Its name.
+        made: Paths of the results.
+    """
+
+    def __init__(self, proof: Proof, module: str, made: Sequence[str]) -> None:
+        self._proof, self._module, self._paths = proof, module, made
+        self._found: _Found | None = None
+
+    def made(self, given: Bits) -> dict[str, Tensor]:
+        """What the work makes of these tensors: copies of its results, by path.
+
+        The module's other tensors are zeros meanwhile. A result that was not there at the first
+        run is left out.
+
+        Raises:
+            EngineFailed: The work has put something elsewhere than at the first run.
+            Exception: What the engine raises.
+        """
+        cold = self._proof.cold
+        cold.mend()
+        found = self._found
+        if found is None or not found.before.is_unchanged:
+            found = _Found(*self._proof.part(self._module))
+        with cold.processing(found.before, found.modules, given):
+            if self._found is not found:
+                found.search(self._paths)
+                self._found = found
+            elif found.before.news() != found.news:
+                raise EngineFailed(
+                    f"the engine's work after loading on {self._module!r} has put its results "
+                    "elsewhere than before, where they would be missed: restart the engine"
+                )
+            return {
+                path: now.detach().clone()
+                for path in found.places
+                if (now := found.now(path)) is not None
+            }
+
+
+class _Found:
+    """What was found at the first run.
+
+    Args:
+        before: What is reached from the module before the work.
+        modules: What is processed.
+
+    Attributes:
+        before, modules: The same.
+        news: An outline of what the work changes.
+        places: By path of each result, the root that it is reached from, and the keys on the way.
+    """
+
+    def __init__(self, before: Reach, modules: Sequence[nn.Module]) -> None:
+        self.before, self.modules = before, modules
+        self.news: list[tuple[object, ...]] = []
+        self.places: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def search(self, paths: Sequence[str]) -> None:
+        """Find out what the work has changed, and where it has put its results."""
+        after = self.before.again().tensors
+        ways = {path: after[path].links for path in paths if path in after}
+        self.news = self.before.news()
+        self.places = {path: (way[0][0], tuple(k for _, k in way)) for path, way in ways.items()}
+
+    def now(self, path: str) -> Tensor | None:
+        """The result that is there; None if there is none."""
+        with DisableTorchFunctionSubclass():
+            return as_tensor(at(*self.places[path]))
