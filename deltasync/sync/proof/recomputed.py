@@ -9,23 +9,27 @@ what it makes of them is copied to where the engine has it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import as_bits
-from deltasync.delta.kernels import KERNELS
+from deltasync.delta.backend import backend_for
+from deltasync.delta.bits import Flat, as_bits
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.patch import chunk_numel_on
 from deltasync.delta.routes.recorder import Recording
 from deltasync.delta.routes.route import Piece
+from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
 from deltasync.sync.proof.again import Again
 from deltasync.sync.proof.cold import FAILURES
 from deltasync.sync.proof.proving import Proof, same_bits, scope_of
 from deltasync.sync.proof.reach import Found, named
 from deltasync.sync.proof.units import Unit, small_of, units_of
-from deltasync.wire.digest import seed
+from deltasync.wire.messages import ParameterSpec
 
 Read = Callable[[str], Tensor]
 """Returns the live value of a checkpoint tensor."""
@@ -69,11 +73,6 @@ class Recomputed:
     ) -> None:
         self.beside = dict(beside)
         self._proof, self._units, self._sources = proof, tuple(units), sources
-        self._loaded = {
-            name: tensor
-            for name, tensor in _named_in(proof.cold.model, sources.keys()).items()
-            if as_loaded(name) not in beside
-        }
         self._names = {
             unit: {source for name in unit.given for source, _ in sources[name]} for unit in units
         }
@@ -86,6 +85,15 @@ class Recomputed:
                 )
             self._live[unit] = {path: reached[path] for path in unit.made}
         self._again = {unit: Again(proof, unit.module, unit.made) for unit in units}
+        # What was loaded, as units are given it: kept beside, or read back into this.
+        read_back = {n for unit in units for n in unit.given if as_loaded(n) not in beside}
+        self._rooms = {
+            name: empty_as(tensor, proof.cold.device)
+            for name, tensor in _named_in(proof.cold.model, read_back).items()
+        }
+        loaded = {as_loaded(name): one for name, one in self._rooms.items()} | self.beside
+        made = {path: one.alias for live in self._live.values() for path, one in live.items()}
+        self._digests = _Digests(loaded | made)
         # Of what each unit's results were computed, and what they were then: digests.
         self._state: dict[Unit, tuple[int, int]] = {}
 
@@ -102,20 +110,27 @@ class Recomputed:
             EngineFailed: The engine's code raised, or made something else than before.
             TargetMoved: The engine has replaced what was computed.
         """
-        made: dict[Unit, tuple[int, dict[str, Tensor]]] = {}
-        for unit, names in self._names.items():
-            is_known = changed is not None and names.isdisjoint(changed)
-            if is_known and unit in self._state:
-                continue
-            given = self._given(unit, read)
-            digest = _digest(given)
-            if unit not in self._state or self._state[unit][0] != digest:
-                made[unit] = digest, self._made(unit, given)
-        for unit, (digest, results) in made.items():
+        touched = [
+            unit
+            for unit, names in self._names.items()
+            if unit not in self._state or changed is None or not names.isdisjoint(changed)
+        ]
+        given = {unit: self._given(unit, read) for unit in touched}
+        digests = dict(zip(touched, self._digests.of(map(_given, touched)), strict=True))
+        made = {
+            unit: self._made(unit, given[unit])
+            for unit, digest in digests.items()
+            if unit not in self._state or self._state[unit][0] != digest
+        }
+        for unit in made:
             self._state.pop(unit, None)
-            for path, found in self._live[unit].items():
-                as_bits(found.alias).copy_(as_bits(results[path]))
-            self._state[unit] = digest, _digest(results)
+        _copy_all(
+            (found.alias, results[path])
+            for unit, results in made.items()
+            for path, found in self._live[unit].items()
+        )
+        for unit, digest in zip(made, self._digests.of(unit.made for unit in made), strict=True):
+            self._state[unit] = digests[unit], digest
 
     def verify(self, read: Read) -> None:
         """Raise ConfigError, by name, if the engine holds something else than `run` computes."""
@@ -132,12 +147,15 @@ class Recomputed:
                         f"{unit.given[0]!r}: restart the engine, and connect first with all "
                         "tensors that are to be sent"
                     )
-            self._state[unit] = _digest(given), _digest(results)
+        of_given = self._digests.of(map(_given, self._units))
+        of_made = self._digests.of(unit.made for unit in self._units)
+        self._state |= dict(zip(self._units, zip(of_given, of_made, strict=True), strict=True))
 
     def look(self) -> None:
         """Note what the engine has lost or changed since, as in its sleep: `run` makes it anew."""
-        for unit, (_, digest) in list(self._state.items()):
-            if digest != _digest({p: found.alias for p, found in self._live[unit].items()}):
+        known = list(self._state)
+        for unit, digest in zip(known, self._digests.of(u.made for u in known), strict=True):
+            if self._state[unit][1] != digest:
                 del self._state[unit]
 
     def forget(self) -> None:
@@ -151,19 +169,12 @@ class Recomputed:
 
     def _given(self, unit: Unit, read: Read) -> dict[str, Tensor]:
         """What the unit's module was loaded with, by name."""
-        return {
-            name: self.beside[as_loaded(name)]
-            if as_loaded(name) in self.beside
-            else self._read_back(name, read)
-            for name in unit.given
-        }
-
-    def _read_back(self, name: str, read: Read) -> Tensor:
-        """A loaded tensor of which the elements were moved."""
-        tensor = empty_as(self._loaded[name], self._proof.cold.device)
-        for source, piece in self._sources[name]:
-            piece.target.view(as_bits(tensor)).copy_(piece.source.view(as_bits(read(source))))
-        return tensor
+        for name in self._rooms.keys() & set(unit.given):
+            for source, piece in self._sources[name]:
+                bits = piece.source.view(as_bits(read(source)))
+                piece.target.view(as_bits(self._rooms[name])).copy_(bits)
+        beside = self.beside
+        return {n: self._rooms[n] if n in self._rooms else beside[as_loaded(n)] for n in unit.given}
 
     def _made(self, unit: Unit, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for path, found in self._live[unit].items():
@@ -344,11 +355,51 @@ def _named_in(model: torch.nn.Module, names: Collection[str]) -> dict[str, Tenso
     return {name: tensor for name, tensor in named(model).items() if name in names}
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> int:
-    """A digest of the names and bits of tensors."""
-    return hash(
-        tuple(
-            KERNELS[one.device.type].digest_run(as_bits(one).contiguous().view(-1), seed(name), 0)
-            for name, one in tensors.items()
-        )
-    )
+def _given(unit: Unit) -> list[str]:
+    return [as_loaded(name) for name in unit.given]
+
+
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Overwrite the bits of tensors with those of others, in few calls."""
+    by_type = defaultdict[torch.dtype, list[tuple[Tensor, Tensor]]](list)
+    for one, other in pairs:
+        bits = as_bits(one)
+        by_type[bits.dtype].append((bits, as_bits(other)))
+    for alike in by_type.values():
+        here, there = zip(*alike, strict=True)
+        torch._foreach_copy_(here, there)
+
+
+class _Digests:
+    """Digests of tensors that stay where they are, read from memory.
+
+    Args:
+        tensors: These, by name. Not owned.
+
+    Raises:
+        ConfigError: The elements of one have no plain storage of their own.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        flats = [Flat.of(one, name=name) for name, one in tensors.items()]
+        specs = [
+            ParameterSpec((name,), tuple(one.shape), flat.dtype)
+            for (name, one), flat in zip(tensors.items(), flats, strict=True)
+        ]
+        step = chunk_numel_on(*{one.device.type for one in tensors.values()})
+        ledger = DigestLedger(whole(specs), chunk_numel=step)
+        self._backend = backend_for(dict(enumerate(flats)), ledger, kernels="auto")
+        self._chunks = {
+            name: np.arange(*ledger.first[number : number + 2])
+            for number, name in enumerate(tensors)
+        }
+
+    def of(self, groups: Iterable[Sequence[str]]) -> list[int]:
+        """The digest of each group of tensors. All are read together."""
+        chunks = [np.concatenate([self._chunks[name] for name in names]) for names in groups]
+        if not chunks:
+            return []
+        found = np.zeros(len(chunks), np.uint64)
+        group = np.repeat(np.arange(len(chunks)), [len(one) for one in chunks])
+        np.add.at(found, group, self._backend.measure(np.concatenate(chunks)))
+        return found.tolist()
