@@ -3,7 +3,8 @@
 To search what is reached from a module takes longer than much of the engine's work. So it is
 searched at the first run: what the work changes, and where it puts its results. Later runs look
 there alone. Each compares what the work has changed with what it changed at first, so that a
-result that goes elsewhere is noticed.
+result that goes elsewhere is noticed. Whether the work waits for other ranks is watched at the
+first run, too: watching runs Python code at each operation.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Again:
         found = self._found
         if found is None or not found.before.is_unchanged:
             found = _Found(*self._proof.part(self._module))
-        with cold.processing(found.before, found.modules, given):
-            if self._found is not found:
+        is_first = found is not self._found
+        with cold.processing(found.before, found.modules, given, is_watched=is_first):
+            if is_first:
                 found.search(self._paths)
                 self._found = found
             elif found.before.news() != found.news:

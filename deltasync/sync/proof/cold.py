@@ -6,7 +6,7 @@ Only a part of it has memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +198,12 @@ class ColdModel:
 
     @contextmanager
     def processing(
-        self, before: Reach, modules: Sequence[nn.Module], given: Mapping[str, Tensor]
+        self,
+        before: Reach,
+        modules: Sequence[nn.Module],
+        given: Mapping[str, Tensor],
+        *,
+        is_watched: bool = True,
     ) -> Iterator[None]:
         """Process modules as the engine does after loading; within the context that is done.
 
@@ -206,6 +211,7 @@ class ColdModel:
             before: What is reached from these modules, as it is now: it gets memory for this.
             modules: What is processed.
             given: By path, what was loaded. Nothing of it is kept.
+            is_watched: Whether to raise ConfigError if the work would wait for other ranks.
 
         Raises what the engine raises.
         """
@@ -219,7 +225,8 @@ class ColdModel:
         with self._restoring(restore):
             for path in own:
                 as_bits(made[path]).copy_(as_bits(given[path]))
-            with self._with_memory(before, given), torch.no_grad(), Alone():
+            alone = Alone() if is_watched else nullcontext()
+            with self._with_memory(before, given), torch.no_grad(), alone:
                 self._startup.work_on(modules)
                 yield
 

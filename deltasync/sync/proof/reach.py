@@ -206,7 +206,8 @@ class Reach:
             for found in self.tensors.values():
                 if found.is_elsewhere:
                     found.tensor.data = found.alias
-                if found.is_moved and not is_handle(found.alias):  # it was in a slot or a set
+                is_there = found.now() is found.tensor
+                if not (is_there or is_handle(found.alias)):  # it was in a slot or a set
                     found.put_back()
 
     def _enter_module(
@@ -447,6 +448,8 @@ def _held(one: Any) -> Any:
 def _is_as(one: Any, before: Any) -> bool:
     """Whether an object holds what it held."""
     if isinstance(one, dict):
+        if not before:  # as most of a module's are
+            return not one
         return (
             len(one) == len(before)
             and all(map(is_, one, before))
