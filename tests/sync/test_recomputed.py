@@ -365,7 +365,7 @@ class Elsewhere(Fused):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config: dict[str, object] = {"list": [], "deque": deque(), "set": set()}
+        self.config: dict[str, object] = {"list": [], "deque": deque()}
 
     def work(self) -> None:
         loaded, place = self.whole, type(self).place
@@ -388,8 +388,6 @@ class Elsewhere(Fused):
                 self.config["whole"] = self.whole
             case "list" | "deque":
                 self.config[place].append(self.whole)  # type: ignore[attr-defined]
-            case "set":
-                self.config[place].add(self.whole)  # type: ignore[attr-defined]
             case "another shape":
                 kernel.limit = kernel.limit.view(1)
             case "a missing one":
@@ -409,7 +407,7 @@ class ElsewhereEngine(FusedEngine):
     [
         *("another attribute", "another parameter", "a kernel of another class"),
         *("another attribute of a kernel", "a parameter's attribute", "dict", "list", "deque"),
-        *("set", "another shape", "a missing one"),
+        *("another shape", "a missing one"),
     ],
 )
 def test_what_goes_elsewhere_than_at_connect_fails_the_sync(
@@ -472,21 +470,24 @@ def test_what_is_attached_to_a_loaded_parameter_is_noticed(
         check_is(engine, matrices(1), before)
 
 
-class Shared(Fused):
+class Shared(Elsewhere):
     """Both instances have one object, which the live one changes while it serves."""
 
     shared: ClassVar[dict[str, object]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = self.shared
+        self.common = self.shared
 
 
 class SharedEngine(FusedEngine):
     made = Shared
 
 
-def test_what_the_engine_changes_meanwhile_in_shared_objects_stays() -> None:
+def test_what_the_engine_changes_meanwhile_in_shared_objects_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What goes elsewhere is noticed then, too."""
     now = checkpoint(0)
     Shared.shared.clear()
     engine = SharedEngine.started(now)
@@ -499,6 +500,13 @@ def test_what_the_engine_changes_meanwhile_in_shared_objects_stays() -> None:
             check_is(engine, now, before)
             assert Shared.shared[f"step {seed}"] is kept
         assert len(Shared.shared) == 3
+        monkeypatch.setattr(Shared, "place", "another attribute")
+        Shared.shared["step 4"] = None
+        before = state_of(engine)
+        source.take(checkpoint(4))
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights(timeout_s=5)
+        assert is_as(engine, before)
 
 
 def test_no_sync_searches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

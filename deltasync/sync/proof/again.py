@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from deltasync.errors import EngineFailed
 from deltasync.sync.proof.proving import Bits, Proof
-from deltasync.sync.proof.reach import Reach, as_tensor, at
+from deltasync.sync.proof.reach import News, Reach, as_tensor, at
 
 
 class Again:
@@ -43,21 +43,22 @@ class Again:
             EngineFailed: The work has put something elsewhere than at the first run.
             Exception: What the engine raises.
         """
-        cold = self._proof.cold
-        cold.mend()
+        self._proof.cold.mend()
         found = self._found
-        if found is None or not found.before.is_unchanged:
+        is_known = found is not None and found.before.is_unchanged
+        if found is None or not is_known:
             found = _Found(*self._proof.part(self._module))
-        is_first = found is not self._found
-        with cold.processing(found.before, found.modules, given, is_watched=is_first):
-            if is_first:
-                found.search(self._paths)
-                self._found = found
-            elif found.before.news() != found.news:
+        with self._proof.cold.processing(
+            found.before, found.modules, given, is_watched=not is_known
+        ):
+            news = found.before.news()
+            if self._found is not None and news != self._found.news:
                 raise EngineFailed(
                     f"the engine's work after loading on {self._module!r} has put its results "
                     "elsewhere than before, where they would be missed: restart the engine"
                 )
+            if not is_known and found.search(self._paths, news):
+                self._found = found
             return {
                 path: now.detach().clone()
                 for path in found.places
@@ -66,7 +67,7 @@ class Again:
 
 
 class _Found:
-    """What was found at the first run.
+    """What was found at a run.
 
     Args:
         before: What is reached from the module before the work.
@@ -80,15 +81,16 @@ class _Found:
 
     def __init__(self, before: Reach, modules: Sequence[nn.Module]) -> None:
         self.before, self.modules = before, modules
-        self.news: list[tuple[object, ...]] = []
+        self.news: News = []
         self.places: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    def search(self, paths: Sequence[str]) -> None:
-        """Find out what the work has changed, and where it has put its results."""
+    def search(self, paths: Sequence[str], news: News) -> bool:
+        """Find out where the work has put its results. Returns whether all are there."""
         after = self.before.again().tensors
         ways = {path: after[path].links for path in paths if path in after}
-        self.news = self.before.news()
+        self.news = news
         self.places = {path: (way[0][0], tuple(k for _, k in way)) for path, way in ways.items()}
+        return len(ways) == len(paths)
 
     def now(self, path: str) -> Tensor | None:
         """The result that is there; None if there is none."""

@@ -46,6 +46,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 Link = tuple[Any, Any]
 """An object, and the key under which it holds the next."""
+News = list[tuple[object, ...]]
+"""Paths and types of what has come into objects."""
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +122,7 @@ class Reach:
         self._roots, self._stop = tuple(roots), frozenset(stop)
         self._links = dict[int, tuple[Link, ...]]()
         self._kept: list[Any] = []
-        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._contents: dict[int, tuple[str, Any, Any]] = {}
         self._looked_into: list[tuple[str, Any]] = []
         queue: deque[tuple[str, Any]] = deque()
         for path, root in self._roots:  # all modules before other paths to them
@@ -128,10 +130,10 @@ class Reach:
         while queue:
             path, one = queue.popleft()
             self._looked_into.append((path, one))
-            self._remember(one)
+            self._remember(path, one)
             for key, label, value in () if _is_plain_sequence(one) else _children(one):
                 if isinstance(value, bytearray):
-                    self._remember(value)
+                    self._remember(path + label, value)
                 elif not isinstance(value, _ATOMS):
                     self._enter(queue, path + label if path else label[1:], value, (one, key))
 
@@ -159,20 +161,20 @@ class Reach:
     def is_unchanged(self) -> bool:
         """Whether all objects hold what they held when they were found, and tensors lie there."""
         with DisableTorchFunctionSubclass():
-            return all(_is_as(one, before) for one, before in self._contents.values()) and not any(
-                found.is_elsewhere for found in self.tensors.values()
-            )
+            return all(
+                _is_as(one, before) for _, one, before in self._contents.values()
+            ) and not any(found.is_elsewhere for found in self.tensors.values())
 
-    def news(self) -> list[tuple[object, ...]]:
+    def news(self) -> News:
         """An outline of what has come into these objects since: two are equal if paths, types and
         shapes are, whatever the values.
         """
-        outline: list[tuple[object, ...]] = []
+        outline: News = []
         entered: set[int] = set()
         with DisableTorchFunctionSubclass():
             queue = deque[tuple[str, Any]](
-                (f"<{n}>", one)
-                for n, (one, before) in enumerate(self._contents.values())
+                (path, one)
+                for path, one, before in self._contents.values()
                 if not _is_as(one, before)
             )
             for path, found in self.tensors.items():  # those with other memory now have other dicts
@@ -200,7 +202,7 @@ class Reach:
         Raises ConfigError for what cannot be restored.
         """
         with DisableTorchFunctionSubclass():
-            for one, before in self._contents.values():
+            for _, one, before in self._contents.values():
                 if not _is_as(one, before):
                     _restore(one, before)
             for found in self.tensors.values():
@@ -222,7 +224,7 @@ class Reach:
         for value, link in ((module, way), (own, to_own), (inside, to_inside)):
             self._look_into(path, value, link)
         for one in (own, inside, module._parameters, module._buffers):
-            self._remember(one)
+            self._remember(path, one)
         queue.append((path, own))
         for name, child in inside.items():
             if child is not None:
@@ -257,9 +259,9 @@ class Reach:
         elif isinstance(one, Tensor) and not _has_parts(one):
             self.opaque[path] = one
 
-    def _remember(self, one: Any) -> None:
+    def _remember(self, path: str, one: Any) -> None:
         if id(one) not in self._contents and (held := _held(one)) is not None:
-            self._contents[id(one)] = (one, held)
+            self._contents[id(one)] = (path, one, held)
 
 
 def at(root: Any, keys: Iterable[Any]) -> Any:
@@ -438,7 +440,7 @@ def _held(one: Any) -> Any:
     """What a mutable object holds, for `_restore`; None for other objects."""
     if isinstance(one, CellType):
         return (_peek(one, 0),)
-    if isinstance(one, dict | list | bytearray | set | deque):
+    if isinstance(one, dict | list | bytearray | deque):
         return one.copy()
     if slots := _slots(type(one)):
         return {slot: getattr(one, slot) for slot in slots if hasattr(one, slot)}
@@ -457,8 +459,6 @@ def _is_as(one: Any, before: Any) -> bool:
         )
     if isinstance(one, list | bytearray | deque):
         return len(one) == len(before) and all(map(is_, one, before))
-    if isinstance(one, set):
-        return len(one) == len(before) and set(map(id, one)) == set(map(id, before))
     if isinstance(one, CellType):
         return _peek(one, 0) is before[0]
     return all(
@@ -473,9 +473,6 @@ def _restore(one: Any, before: Any) -> None:
         one.cell_contents = before[0]
     elif isinstance(one, list | bytearray):
         one[:] = before
-    elif isinstance(one, set):
-        one.clear()
-        one.update(before)
     elif isinstance(one, deque):
         one.clear()
         one.extend(before)
