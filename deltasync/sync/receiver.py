@@ -125,10 +125,7 @@ class WeightReceiver(Closing):
     @property
     def is_unchanged(self) -> bool:
         """Whether the version that is staged changes no weight."""
-        begun = self._session.begun
-        if begun is None or begun.base_version is None:
-            return False
-        return not (begun.sparse_bytes or begun.dense_bytes)
+        return self._session.is_unchanged
 
     def check_serving(self) -> None:
         """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""

@@ -273,14 +273,21 @@ class WeightSender(Closing):
         while self._session.members and not (
             done.result.decided or self._own.is_released or self._link.limit.is_over
         ):
-            if done.delta is not None:
+            if done.result.is_too_large:
+                logger.info("sending v%d again: more has changed than before", self.version + 1)
+            elif done.delta is not None:
                 what = (self.version + 1, self.num_receivers, reasons(self._lost))
                 logger.warning("sending v%d again, to %d receivers: %s", *what)
-            began = time.perf_counter()
-            done.delta = self._weights.delta(self.version)
-            done.diff_s += time.perf_counter() - began
             members = list(self._session.members.values())
+            if done.delta is None or not done.result.is_too_large:
+                began = time.perf_counter()
+                room = min(member.max_staged_bytes for member in members)
+                done.delta = self._weights.delta(self.version, max_staged_bytes=room)
+                done.diff_s += time.perf_counter() - began
+            waited_s = done.delta.waited_s
             done.result = self._run(done.delta, members, version=self.version + 1)
+            done.diff_s += done.delta.waited_s - waited_s
+            done.result.transfer_s -= done.delta.waited_s - waited_s
             asleep = self._asleep(done.result.asleep)
             if asleep and len(asleep) == self.num_receivers:
                 self.were_asleep = True

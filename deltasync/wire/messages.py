@@ -173,13 +173,15 @@ class Held(_Message):
     """The digest of what a receiver holds of the layout.
 
     `parts` are (number of a parameter, elements held of it), for parameters that are held in part.
-    A receiver that left a write `half_written` needs a full sync, whatever its digest.
+    A receiver that left a write `half_written` needs a full sync, whatever its digest. It stages a
+    sync that takes up to `max_staged_bytes`, and writes a larger one as it arrives.
     """
 
     kind: Literal["held"] = "held"
     digest: Digest
     parts: Annotated[tuple[tuple[Count, Count], ...], FailFast()]
     half_written: bool
+    max_staged_bytes: Count
 
 
 class Welcome(_Message):
@@ -199,8 +201,9 @@ class Upcoming(_Message):
 class Begin(_Message):
     """A sync begins.
 
-    It has the sizes, from which a receiver plans its memory, and how long the sender waits for
-    receivers in each phase, so that a receiver does not give up while the sender waits for another.
+    It has the most bytes that may come, from which a receiver plans its memory, and how long the
+    sender waits for receivers in each phase, so that a receiver does not give up while the sender
+    waits for another.
     """
 
     kind: Literal["begin"] = "begin"

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[list[Said], type[DeltaSyncError]]] = {
     ),
     "payload without a bucket": ([*JOINED, frame(begin(), b"12345678")], MalformedMessage),
     "a receiver's message": (
-        [*JOINED, Held(digest="0" * 16, parts=(), half_written=False)],
+        [*JOINED, Held(digest="0" * 16, parts=(), half_written=False, max_staged_bytes=0)],
         ProtocolViolation,
     ),
     # Joining.

@@ -74,7 +74,11 @@ LIES: dict[str, tuple[str, Tamper, str]] = {
     "garbage hello": ("hello", lambda _: [b"garbage"], "TruncatedFrame"),
     "random hello": ("hello", lambda _: [bytes(range(100))], "BadMagic"),
     "hello of a format to come": ("hello", with_(format_versions=[99]), "speaks format"),
-    "no hello": ("hello", lambda _: [Held(digest=WRONG, parts=(), half_written=False)], "no hello"),
+    "no hello": (
+        "hello",
+        lambda _: [Held(digest=WRONG, parts=(), half_written=False, max_staged_bytes=0)],
+        "no hello",
+    ),
     "hello of half a character": (
         "hello",
         lambda _: [join_header(b'{"\\ud800": 1, "kind": "hello"}')],

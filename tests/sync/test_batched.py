@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.backend import Kernels
 from deltasync.errors import SourceChanged, SyncAborted
 from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
+from tests.sync.interpreted import one_kernel_at_a_time
 
+__all__ = ["one_kernel_at_a_time"]  # pytest uses it
 pytestmark = pytest.mark.timeout(120)
 
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps its state in globals, and here both ends are threads.
-
-    Nor do several threads of Python 3.11 parse at once without fail: gh-106905.
-    """
-    turn, run = threading.Lock(), InterpretedFunction.run
-
-    def in_turn(*args: Any, **kwargs: Any) -> None:
-        with turn:
-            run(*args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", in_turn)
 
 
 def model(dtype: torch.dtype, seed: int) -> Model:

@@ -228,7 +228,7 @@ any_message = st.one_of(
     st.builds(Commit, version=any_version),
     st.builds(Finish, version=any_version, undo=st.sampled_from([(), ("a",), ("b",)])),
     st.builds(Abort, version=any_version, reason=st.just("")),
-    st.just(messages.Held(digest="0" * 16, parts=(), half_written=False)),
+    st.just(messages.Held(digest="0" * 16, parts=(), half_written=False, max_staged_bytes=0)),
 )
 local_event = st.sampled_from(get_args(Event))
 

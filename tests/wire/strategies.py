@@ -79,6 +79,7 @@ MESSAGES: dict[str, st.SearchStrategy[m.Message]] = {
         digest=digests,
         parts=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
         half_written=st.booleans(),
+        max_staged_bytes=counts,
     ),
     "welcome": st.builds(m.Welcome, full_sync=engines),
     "upcoming": st.builds(m.Upcoming, version=versions),

@@ -9,18 +9,19 @@ import torch
 from numpy.typing import NDArray
 
 from deltasync.delta.batched.masks import Masks
-from deltasync.delta.batched.packing import UNCHANGED, most_sparse
+from deltasync.delta.batched.packing import most_sparse
 from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
 from deltasync.delta.batched.source import BatchedSource, LiveSource
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights, device_of
 from deltasync.delta.bits import Live, Reader, copy_read
+from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
-from deltasync.wire.table import RowKind
 
 _LEAST_ROOM_BYTES = 16 << 20
+_MORE_BYTES = 4 << 20  # than the last time, beside a quarter
 _BLOCK_BYTES = 24  # of what says where the changes of a block are, beside its mask
 
 
@@ -38,6 +39,7 @@ class BatchedBackend:
         weights: Where they lie, for kernels.
         device: Where kernels run.
         num_bytes: Bytes of the weights.
+        last_bytes: Of chunks that the last delta sent with indices and without; None before it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BatchedBackend:
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self.weights = BatchedWeights(flats, ledger, device)
         self.ahead = np.zeros(len(ledger.sums), np.bool_)
+        self.last_bytes: tuple[int, int] | None = None
         self._live = LiveSource(self.weights)
         self._masks: Masks | None = None
         sizes = self.weights.item_sizes
@@ -75,8 +78,12 @@ class BatchedBackend:
         max_held_bytes: int,
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
+        max_staged_bytes: int = 0,
     ) -> BatchedDelta:
-        """Compare every parameter once. Waits for the counts of changes, for nothing else."""
+        """Compare every parameter once. Waits for the counts of changes, for nothing else.
+
+        An early delta waits for them while it is packed.
+        """
         with device_of(self.device):
             source = self._live.look_up(readers)
             # Sparse changes of one bucket at least have to find room.
@@ -86,16 +93,16 @@ class BatchedBackend:
             masks.compare(source, self.weights)
             if meanwhile is not None:
                 meanwhile()
-            most = self._most_sparse(policy, min(bucket_bytes, room))
             return BatchedDelta(
                 self,
                 source,
                 masks,
-                kinds=self._kinds(masks.counts, most),
+                most=self._most_sparse(policy, min(bucket_bytes, room)),
                 bucket_bytes=bucket_bytes,
                 sparse_bucket_bytes=min(bucket_bytes, room),
                 max_held_bytes=max_held_bytes,
                 base_version=base_version,
+                most_bytes=self._likely(source, max_held_bytes, max_staged_bytes),
             )
 
     def full(self, *, bucket_bytes: int) -> BatchedFull:
@@ -134,9 +141,19 @@ class BatchedBackend:
             self._most = key, np.minimum(key[0] * weights.table.numel, fits)
         return self._most[1]
 
-    def _kinds(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
-        kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
-        is_sparse = counts[differ] <= most[differ]
-        kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
-        kinds[self.ahead] = RowKind.DENSE
-        return kinds
+    def _likely(
+        self, source: BatchedSource, max_held_bytes: int, max_staged_bytes: int
+    ) -> tuple[int, int] | None:
+        """The most that the next delta is likely to have, if that can be held and staged.
+
+        It is likely to be like the last one. None says that everything has to be compared first.
+        """
+        if self.last_bytes is None or len(source.segments) < 2 or self.ahead.any():
+            return None
+        sparse, dense = (n + n // 4 + _MORE_BYTES for n in self.last_bytes)
+        item_size = int(self.weights.item_sizes.min())
+        needed = staged_bytes_of(
+            sparse_bytes=sparse, dense_bytes=dense, part_item_size=min(item_size, 8)
+        )
+        fits = sparse <= max_held_bytes and needed <= max_staged_bytes
+        return (sparse, dense) if fits else None

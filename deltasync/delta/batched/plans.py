@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.delta.backend import MoreThanAnnounced
 from deltasync.delta.batched.masks import Masks
-from deltasync.delta.batched.packing import PlannedBucket, plan_buckets
+from deltasync.delta.batched.packing import UNCHANGED, PlannedBucket, plan_buckets
 from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import (
     ALIGNMENT,
@@ -50,10 +53,15 @@ class BatchedDelta:
     bucket by bucket, and written to the snapshot while it is packed, as dense chunks always are:
     those chunks are *ahead*.
 
+    An *early* delta has not been compared as a whole when its buckets are asked for: a segment is
+    packed while the next one is compared. How large it is at most is known by then, no more.
+
     Attributes:
-        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without.
+        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without; the
+            most there may be, while an early one is not packed.
         held_bytes: Memory kept until the decision, beside the masks.
         base_version: The snapshot's version.
+        waited_s: Seconds that `buckets` has waited for the comparison.
     """
 
     def __init__(
@@ -62,11 +70,12 @@ class BatchedDelta:
         source: BatchedSource,
         masks: Masks,
         *,
-        kinds: Ints,
+        most: NDArray[np.float64],
         bucket_bytes: int,
         sparse_bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
+        most_bytes: tuple[int, int] | None,
     ) -> None:
         """Plan.
 
@@ -74,60 +83,127 @@ class BatchedDelta:
             backend: The snapshot. Kept up to date: what is ahead, and at the decision the digests.
             source: What it was compared with.
             masks: What differs.
-            kinds: int64[chunks], UNCHANGED or a RowKind.
+            most: float64[chunks], the most changes that each is sent sparse with.
             bucket_bytes: Largest payload.
             sparse_bucket_bytes: Largest one that the masks have room for.
             max_held_bytes: Memory for what is kept until the decision.
             base_version: The snapshot's version.
+            most_bytes: The most that an early delta may have, with indices and without; None for
+                one that is not early.
         """
         self._backend, self._source, self._masks = backend, source, masks
-        snapshot = self._snapshot = backend.weights
+        self._snapshot = backend.weights
         self._before, self._ahead = backend.ledger, backend.ahead
-        self._kinds, self._bucket_bytes = kinds, bucket_bytes
-        self._is_sparse = kinds == RowKind.SPARSE
-        self._sparse = np.flatnonzero(self._is_sparse)
-        self._dense = np.flatnonzero(kinds == RowKind.DENSE)
+        self._most, self._max_held_bytes = most, max_held_bytes
+        self._kinds = np.full(len(most), UNCHANGED)
+        self._bucket_bytes = bucket_bytes
         self.base_version: int | None = base_version
-        counts, item_sizes = masks.counts, snapshot.item_sizes[self._sparse]
-        changes = int((counts[self._sparse] * (INDEX_ITEM_BYTES + item_sizes)).sum())
-        listed, self.dense_bytes = _bytes_of(snapshot, self._dense)
-        self.sparse_bytes = changes + listed
-        masks.choose(source, snapshot, self._is_sparse, hold=changes <= max_held_bytes)
-        self.held_bytes = changes if masks.is_held else 0
-        if changes and not masks.is_held:
-            self._bucket_bytes = sparse_bucket_bytes
-        # The old bits of those that are ahead are gone: all of them count as changed.
-        is_known = not self._ahead.any()
-        self._written = counts if is_known else np.where(self._ahead, snapshot.table.numel, counts)
+        self._was_ahead = backend.ahead.copy()
+        self._is_early = most_bytes is not None
+        self.sparse_bytes, self.dense_bytes = most_bytes or (0, 0)
+        self.held_bytes = 0
+        self.waited_s = 0.0
+        self._sparse_bucket_bytes = sparse_bucket_bytes
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
+        if not self._is_early:
+            self._compare_all()
+
+    def _compare_all(self) -> None:
+        """Wait until everything is compared, and say what of it is held."""
+        masks, self._is_early = self._masks, False
+        self._sort(slice(None), masks.counts)
+        changes = self._note_sizes()
+        hold = changes <= self._max_held_bytes
+        masks.choose(self._source, self._snapshot, self._kinds == RowKind.SPARSE, hold=hold)
+        self.held_bytes = changes if masks.is_held else 0
+        if changes and not masks.is_held:
+            self._bucket_bytes = self._sparse_bucket_bytes
+
+    def _note_sizes(self) -> int:
+        """Take note of all that differs. Returns the bytes of sparse chunks."""
+        self._written = self._masks.known
+        if self._was_ahead.any():  # their old bits are gone: all of them count as changed
+            numels = self._snapshot.table.numel
+            self._written = np.where(self._was_ahead, numels, self._written)
+        changes, listed, self.dense_bytes = self._sizes()
+        self.sparse_bytes = changes + listed
+        self._backend.last_bytes = self.sparse_bytes, self.dense_bytes
+        return changes
+
+    def _sort(self, chunks: slice, counts: Ints) -> None:
+        """Say how chunks are sent, which have so many changes each."""
+        kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
+        is_sparse = counts[differ] <= self._most[chunks][differ]
+        kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
+        kinds[self._was_ahead[chunks]] = RowKind.DENSE
+        self._kinds[chunks] = kinds
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Bytes of sparse chunks, of those sent whole with indices, and without."""
+        sparse = np.flatnonzero(self._kinds == RowKind.SPARSE)
+        each = INDEX_ITEM_BYTES + self._snapshot.item_sizes[sparse]
+        changes = int((self._masks.known[sparse] * each).sum())
+        return changes, *_bytes_of(self._snapshot, np.flatnonzero(self._kinds == RowKind.DENSE))
 
     @property
     def nnz(self) -> int:
-        """Elements that differ."""
+        """Elements that differ, when everything is compared."""
         return int(self._written.sum())
 
     @property
     def changed(self) -> Ints:
-        """int64[n], increasing: numbers of the parameters that differ."""
+        """int64[n], increasing: numbers of the parameters that differ, likewise."""
         parameters = self._snapshot.table.parameter[self._written > 0]
         return np.flatnonzero(np.bincount(parameters))
 
     def buckets(self) -> Iterator[BatchedBucket]:
-        """The payloads, in order; each has to be written before the next is asked for."""
+        """The payloads, in order; each has to be written before the next is asked for.
+
+        Raises MoreThanAnnounced.
+        """
         snapshot = self._snapshot
-        planned = plan_buckets(
-            snapshot.ledger,
-            snapshot.origins,
-            self._kinds,
-            self._masks.counts,
-            bucket_bytes=self._bucket_bytes,
-        )
-        for bucket in planned:
-            self._ahead[bucket.dense[0]] = True
-            yield BatchedBucket(bucket, snapshot, self._source, delta=self)
+        for kinds in self._early_kinds() if self._is_early else [self._kinds]:
+            planned = plan_buckets(
+                snapshot.ledger,
+                snapshot.origins,
+                kinds,
+                self._masks.known,
+                bucket_bytes=self._bucket_bytes,
+            )
+            for bucket in planned:
+                self._ahead[bucket.dense[0]] = True
+                yield BatchedBucket(bucket, snapshot, self._source, delta=self)
         with device_of(snapshot.device):
             self._packed = Numbers(self._masks.sums)
+
+    def _early_kinds(self) -> Iterator[Ints]:
+        """int64[chunks], UNCHANGED or a RowKind: what to pack next. Raises MoreThanAnnounced."""
+        masks = self._masks
+        while True:
+            began = time.perf_counter()
+            with device_of(self._snapshot.device):
+                chunks = masks.next_counts()
+            self.waited_s += time.perf_counter() - began
+            if chunks is None:
+                break
+            self._sort(chunks, masks.known[chunks])
+            changes, listed, dense = self._sizes()
+            is_held = masks.hold(self._source) and changes <= self._max_held_bytes
+            if not is_held or changes + listed > self.sparse_bytes or dense > self.dense_bytes:
+                self._begin_again()
+                raise MoreThanAnnounced
+            kinds = np.full_like(self._kinds, UNCHANGED)
+            kinds[chunks] = self._kinds[chunks]
+            yield kinds
+        self.held_bytes = self._note_sizes()
+
+    def _begin_again(self) -> None:
+        """Forget what was packed: everything is packed once more, dense chunks too."""
+        self._held.clear()
+        with device_of(self._snapshot.device):
+            self._masks.digests.zero_()
+            self._compare_all()
 
     @property
     def digests(self) -> Tensor:
@@ -139,9 +215,11 @@ class BatchedDelta:
         """The digests of the source. Waits until all buckets are packed."""
         ledger = self._before.copy()
         if self._packed is not None:
-            dense, sparse = self._packed.read().view(np.uint64)[:, : len(ledger.sums)]
-            ledger.sums[self._dense] = dense[self._dense]
-            ledger.sums[self._sparse] += sparse[self._sparse]
+            of_dense, of_sparse = self._packed.read().view(np.uint64)[:, : len(ledger.sums)]
+            sparse = np.flatnonzero(self._kinds == RowKind.SPARSE)
+            dense = np.flatnonzero(self._kinds == RowKind.DENSE)
+            ledger.sums[dense] = of_dense[dense]
+            ledger.sums[sparse] += of_sparse[sparse]
         return ledger
 
     def decided(self) -> None:
@@ -169,7 +247,7 @@ class BatchedDelta:
         snapshot = self._snapshot
         if not self._masks.is_held:  # `find` writes to the snapshot
             chunks = slice(bucket.first_chunk[0], bucket.last_chunk + 1)
-            self._ahead[chunks] |= self._is_sparse[chunks]
+            self._ahead[chunks] |= self._kinds[chunks] == RowKind.SPARSE
         begins = self._masks.find(self._source, snapshot, bucket)
         parameters = bucket.rows["parameter"].astype(np.int64)
         item_sizes = np.where(bucket.is_sparse, self._before.item_sizes[parameters], 0)

@@ -259,6 +259,9 @@ class Joining:
         silent = {m: replies[m.peer] for m in self._here if m.peer not in self._told}
         why = {m: reason_of(said, answered="answered the layout") for m, said in silent.items()}
         self._leave_out(why)
+        self._here = [
+            replace(m, max_staged_bytes=self._told[m.peer].max_staged_bytes) for m in self._here
+        ]
         self._note_parts(specs)
         self._checks = digest_checks(self._here, len(specs))
         return [check.copies for check in self._checks]

@@ -138,6 +138,13 @@ class ReceiverSession:
         raise ProtocolViolation(f"{what.kind} while {self.state.name}")
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether the sync under way is a delta, all of it has come, and that is nothing."""
+        begun, has_come = self.begun, len(self._ended) == self.lanes
+        is_delta = begun is not None and begun.base_version is not None
+        return is_delta and has_come and not any(self._next_bucket)
+
+    @property
     def heals(self) -> bool:
         """Whether the sync under way writes weights that an earlier one left half written."""
         return self._before[1]

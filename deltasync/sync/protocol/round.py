@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deltasync.delta.backend import Plan
+from deltasync.delta.backend import MoreThanAnnounced, Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
@@ -30,12 +30,18 @@ from deltasync.wire.messages import (
     Prepared,
 )
 
+_TOO_LARGE = "more has changed than was announced; the version is sent again"
+
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out."""
+    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out.
+
+    A version that `is_too_large` was aborted since the plan has more than was announced.
+    """
 
     decided: bool = False
+    is_too_large: bool = False
     left: set[int] = field(default_factory=set)
     asleep: set[int] = field(default_factory=set)
     sent: SentBuckets = field(default_factory=SentBuckets)
@@ -57,7 +63,7 @@ class SyncPhase:
         staged_bytes: The most memory that staging takes. Receivers that have less write as it
             arrives.
         is_unchanged: Whether it is known to change no weight. Never so if a trainer has several
-            ranks, which know only their own changes.
+            ranks, which know only their own changes, or when it has only begun.
     """
 
     version: int
@@ -116,6 +122,7 @@ class Round:
         self._result = RoundResult()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
         self._is_answering = self._has_asked = self._has_begun = False
+        self._is_unchanged = False
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -123,8 +130,8 @@ class Round:
         self._version = version
         try:
             self._stage(stream_id)
-            if self._session.failures:
-                self._abort("; ".join(self._session.failures.values()))
+            if self._session.failures or self._result.is_too_large:
+                self._abort("; ".join(self._session.failures.values()) or _TOO_LARGE)
                 return self._result
             self._commit()
         except BaseException as error:
@@ -158,7 +165,7 @@ class Round:
                 receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
             )
         self._send_buckets(emitter)
-        if not self._session.failures:
+        if not (self._session.failures or self._result.is_too_large):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
@@ -180,7 +187,11 @@ class Round:
         try:
             emitter.send_buckets(self._link.send if self._on_phase is None else self._send_bucket)
             self._packed()
+            is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
+            self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
             self._report_begun()
+        except MoreThanAnnounced:
+            self._result.is_too_large = True
         except TransportError as error:
             self._note_lost(error)
         self._result.sent = emitter.sent
@@ -271,8 +282,7 @@ class Round:
             dense_bytes=plan.dense_bytes,
             part_item_size=self._layout.least_item_size,
         )
-        is_full, is_empty = plan.base_version is None, not (plan.sparse_bytes or plan.dense_bytes)
-        is_unchanged = is_empty and not is_full and self._peer_ranks is None
+        is_full, is_unchanged = plan.base_version is None, self._is_unchanged
         self._on_phase(
             SyncPhase(self._version, is_decided, is_full, staged_bytes, is_unchanged=is_unchanged)
         )

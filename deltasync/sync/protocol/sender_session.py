@@ -43,6 +43,7 @@ class Member:
         copies: If it holds parts: uint64[parameters], how often the ranks of its engine that do so
             hold each parameter, all together.
         connection: What names it on the lanes of the trainer's other ranks, if there are any.
+        max_staged_bytes: Memory that it stages with; a sync that takes more it writes in place.
     """
 
     peer: int
@@ -52,6 +53,7 @@ class Member:
     holds: frozenset[int] | None = None
     copies: Copies | None = field(default=None, compare=False)
     connection: str = ""
+    max_staged_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.engine}[{self.rank}/{self.world}]"

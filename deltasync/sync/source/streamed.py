@@ -87,7 +87,7 @@ class StreamedWeights(LocalWeights):
         elif self._snapshot is not None and self._snapshot.ahead:
             raise ConfigError("the weights that were taken last are not complete: take them again")
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
         """What was taken last, also if it is asked for again."""
         if self._found is None or self._found.is_decided:
             raise ConfigError("there are no new weights: take them before each send_weights")

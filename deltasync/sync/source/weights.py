@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 from operator import attrgetter, is_
 from typing import Protocol
@@ -90,8 +91,8 @@ class Weights(Protocol):
         """From now on `digests`, and those of plans, include these. Raises SyncAborted."""
         ...
 
-    def delta(self, base_version: int) -> Delta:
-        """How the source differs from the snapshot. Raises SourceChanged."""
+    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
+        """How the source differs from the snapshot, as `Backend.compare`. Raises SourceChanged."""
         ...
 
     def full(self) -> Plan:
@@ -224,26 +225,31 @@ class OwnWeights(LocalWeights):
             self.layout.refresh()
             self._is_looked_up = True
 
-    def delta(self, base_version: int) -> Delta:
+    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
         layout = self.layout
         assert layout is not None
+        compare = partial(
+            self._compare, base_version=base_version, max_staged_bytes=max_staged_bytes
+        )
         if self._is_looked_up:
-            delta = self._compare(layout.readers, base_version)
+            delta = compare(layout.readers)
         elif self._held.device is not None and layout.glance():
             readers = layout.readers
-            delta = self._compare(readers, base_version, layout.refresh)  # while kernels run
+            delta = compare(readers, meanwhile=layout.refresh)  # while kernels run
             if layout.readers is not readers:
-                delta = self._compare(layout.readers, base_version)
+                delta = compare(layout.readers)
         else:
             layout.refresh()
-            delta = self._compare(layout.readers, base_version)
+            delta = compare(layout.readers)
         self._is_looked_up = self._on_source_read is not None  # if this is tried again
         return delta
 
     def _compare(
         self,
         readers: Sequence[Reader],
+        *,
         base_version: int,
+        max_staged_bytes: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
         snapshot, inflight = self._held, self.options.max_inflight_bytes
@@ -254,6 +260,7 @@ class OwnWeights(LocalWeights):
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
             meanwhile=meanwhile,
+            max_staged_bytes=max_staged_bytes,
         )
 
     def full(self, *, ways: int = 1) -> Plan:

@@ -137,6 +137,7 @@ class BoundWeights:
             digest=digest_text(self.backend.ledger.total),
             parts=tuple((n, f.numel) for n, f in flats.items() if f.held(0, 0) is not None),
             half_written=half_written,
+            max_staged_bytes=self._max_staged_bytes,
         )
 
     def digests(self) -> dict[str, int]:
