@@ -40,6 +40,7 @@ class Bucket:
         rows: The patch table.
         index_at, value_at: Where the indices and values of each row begin, in bytes.
         num_bytes: Length of the payload.
+        num_rows: Rows of the table.
         read: Returns the bits of runs that have none.
         packed: Called with each run that was written.
     """
@@ -50,13 +51,9 @@ class Bucket:
     index_at: list[int]
     value_at: list[int]
     num_bytes: int
+    num_rows: int
     read: Read
     packed: Packed | None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table."""
-        return len(self.rows)
 
     def write(self, payload: Tensor) -> None:
         """Write the payload into uint8[num_bytes]."""
@@ -179,7 +176,7 @@ def _bucket(
     rows = _table(runs, shares)
     index_at, value_at, num_bytes = block_offsets(rows)
     places = index_at.tolist(), value_at.tolist()
-    return Bucket(runs, shares, rows, *places, num_bytes, read, packed)
+    return Bucket(runs, shares, rows, *places, num_bytes, len(rows), read, packed)
 
 
 def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:
