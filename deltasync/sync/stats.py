@@ -44,8 +44,9 @@ class SyncStats:
         dense_bytes: Bytes of all values: what a dense sync sends.
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
         num_buckets: Payloads of the delta, or of the full sync.
-        diff_s: Time to compare the source with the snapshot, digests included.
-        transfer_s: From the first frame until every receiver has prepared.
+        diff_s: Time to compare the source with the snapshot, digests included; of a delta that is
+            packed meanwhile, the time that was waited for it.
+        transfer_s: The rest, from the first frame until every receiver has prepared.
         commit_s: From the decision until every receiver has committed: the pause.
         receiver_commit_s: The longest time in which a receiver wrote and read back.
         total_s: The whole call.
