@@ -44,9 +44,11 @@ class TransformersSource:
             self._watch, self._tensors = watch, tied_tensors(iter(views.items()))
         return self._tensors
 
-    def glance(self) -> Callable[[], bool] | None:
+    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """See `GlancedSource`."""
-        return None if self._watch is None else self._watch.glance()
+        if self._watch is None or last is not self._tensors:
+            return None
+        return self._watch.glance()
 
 
 def transformers_target(model: nn.Module) -> RoutedTarget:

@@ -61,10 +61,12 @@ class ModuleSource:
             self._watch = watch
         return self._tensors
 
-    def glance(self) -> Callable[[], bool] | None:
+    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """See `GlancedSource`."""
         _reshard(self._gathering)
-        return None if self._watch is None else self._watch.glance()
+        if self._watch is None or last is not self._tensors:
+            return None
+        return self._watch.glance()
 
 
 class ModuleTarget(WeightTarget):

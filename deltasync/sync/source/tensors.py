@@ -248,11 +248,14 @@ class WeightSource(Protocol):
 class GlancedSource(Protocol):
     """A source that can prove in two steps that nothing has moved, the first of which is cheap."""
 
-    def glance(self) -> Callable[[], bool] | None:
+    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """Begin the work of `tensors` in a sync. Returns None if that has to be called at once.
 
-        Otherwise the addresses of the last list may be read, and what is returned is called before
-        what was read there counts: it returns whether `tensors` would return the last list.
+        Otherwise the addresses of `last` may be read, and what is returned is called before what
+        was read there counts: it returns whether `tensors` would return `last`.
+
+        Args:
+            last: What `tensors` returned to the caller. Somebody else may have called it since.
         """
         ...
 

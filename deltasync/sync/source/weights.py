@@ -340,7 +340,7 @@ class SourceLayout(SentLayout):
         """
         self._rest = None
         if isinstance(self._source, GlancedSource):
-            self._rest = self._source.glance()
+            self._rest = self._source.glance(self.tensors)
         return self._rest is not None
 
     def refresh(self) -> None:
@@ -393,22 +393,22 @@ class SourceLayout(SentLayout):
     def _read(self, tensors: list[NamedTensor]) -> None:
         if tensors is self.tensors:
             return
-        last, self._listing = self._listing, Listing(tensors)
-        if self._listing.reads_as(last):
-            self.tensors = tensors
-            return
-        known, self._known = self._known, {}
-        for entry in self._in_order(tensors):
-            held, local = (None, local_of(entry.tensor)) if self._boxes is None else held_of(entry)
-            now = (held, entry.computed, *identity(local))
-            before, readers = known.get(entry.name, ((), []))
-            if before != now:
-                readers = self._readers_of(entry, held, local)
-            self._known[entry.name] = now, readers
-        readers = [reader for _, readers in self._known.values() for reader in readers]
-        if not _are_same(readers, self.readers):  # back ends look up what is another list
-            self.readers = readers
-        self.tensors = tensors
+        listing = Listing(tensors)
+        if not listing.reads_as(self._listing):
+            known: dict[str, tuple[tuple[object, ...], list[Reader]]] = {}
+            for entry in self._in_order(tensors):
+                of_share = self._boxes is not None
+                held, local = held_of(entry) if of_share else (None, local_of(entry.tensor))
+                now = (held, entry.computed, *identity(local))
+                before, readers = self._known.get(entry.name, ((), []))
+                if before != now:
+                    readers = self._readers_of(entry, held, local)
+                known[entry.name] = now, readers
+            self._known = known
+            readers = [reader for _, readers in known.values() for reader in readers]
+            if not _are_same(readers, self.readers):  # back ends look up what is another list
+                self.readers = readers
+        self._listing, self.tensors = listing, tensors  # if all of it can be read
 
     def _readers_of(
         self, entry: NamedTensor, held: ShardSpec | None, local: Tensor
@@ -469,8 +469,10 @@ class _Kept:
             self._all = tensors
         return self._tensors
 
-    def glance(self) -> Callable[[], bool] | None:
-        return self._source.glance() if isinstance(self._source, GlancedSource) else None
+    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
+        if self._all is None or last is not self._tensors:
+            return None
+        return self._source.glance(self._all) if isinstance(self._source, GlancedSource) else None
 
 
 def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:

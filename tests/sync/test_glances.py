@@ -1,0 +1,83 @@
+"""Sources that are glanced at: what moves reaches receivers, whoever has looked before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync import ModuleSource, SenderOptions
+from deltasync.delta.backend import Kernels
+from deltasync.errors import ConfigError, SourceChanged
+from tests.sync.harness import Model, bits_equal, fleet, random_model
+from tests.sync.interpreted import one_kernel_at_a_time
+
+__all__ = ["one_kernel_at_a_time"]  # pytest uses it
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"a": (8, 6), "b": (40,)}
+
+
+def move(module: nn.Module) -> None:
+    """Put every tensor elsewhere, with other values."""
+    for weights in module.parameters():
+        weights.data = weights.data + 1
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("leave_out", [(), ("none.*",)])
+def test_a_source_that_others_look_at_too(kernels: Kernels, leave_out: tuple[str, ...]) -> None:
+    trainer, replicas = random_model(SHAPES, 0), [random_model(SHAPES, n) for n in (1, 2)]
+    source = ModuleSource(trainer)
+    options = SenderOptions(kernels=kernels, leave_out=leave_out)
+    with fleet(source, options=options) as one, fleet(source, options=options) as other:
+        for each, replica in zip((one, other), replicas, strict=True):
+            each.add(replica)
+            each.wait(1)
+            each.sender.send_weights()
+        for _ in range(2):
+            move(trainer)
+            for each, replica in zip((one, other), replicas, strict=True):
+                assert each.sender.send_weights().nnz == 88
+                assert bits_equal(trainer, replica)
+            move(trainer)
+            source.tensors()
+            for each, replica in zip((one, other), replicas, strict=True):
+                each.sender.send_weights()
+                assert bits_equal(trainer, replica)
+
+
+SPOILT: dict[str, Callable[[Model, nn.Parameter], object]] = {
+    "shape": lambda _, a: setattr(a, "data", a.data.reshape(6, 8).clone()),
+    "dtype": lambda _, a: setattr(a, "data", a.data.to(torch.int32)),
+    "dtype of the same memory": lambda _, a: setattr(a, "data", a.data.view(torch.int32)),
+    "beginning of the same memory": lambda _, a: setattr(a, "data", a.data[:4]),
+    "added": lambda m, _: m.register_buffer("c", torch.ones(3)),
+    "tied": lambda m, a: m.register_parameter("c", a),
+}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
+def test_another_model_is_refused_each_time(
+    kernels: Kernels, spoil: Callable[[Model, nn.Parameter], object]
+) -> None:
+    trainer, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with fleet(trainer, options=SenderOptions(kernels=kernels)) as here:
+        here.add(replica)
+        here.wait(1)
+        here.sender.send_weights()
+        held = trainer.get_parameter("a")
+        kept = held.data
+        spoil(trainer, held)
+        for _ in range(3):
+            with pytest.raises((SourceChanged, ConfigError)):
+                here.sender.send_weights()
+        if hasattr(trainer, "c"):
+            del trainer.c
+        held.data = kept + 1
+        here.wait(1)
+        assert here.sender.send_weights().nnz == 48
+        assert bits_equal(trainer, replica)
