@@ -226,3 +226,31 @@ def test_a_sync_that_breaks_off_is_covered_by_the_next() -> None:
             assert stats.kind == "delta"
             assert stats.nnz == sum(first.values()) + sum(second.values())
             assert bits_equal(here.trainer, replica)
+
+
+def test_what_cannot_be_held_together_is_not_begun_twice_each_time(were_early: list[bool]) -> None:
+    replica = model(1)
+    with early(replica) as here:
+        here.sender.options = OPTIONS.model_copy(update={"max_inflight_bytes": 4000})
+        for _ in range(3):  # dense: all of it is announced, but it is more than there is room for
+            here.step({"a": 1.0, "e": 1.0})
+            here.sender.send_weights()
+            assert "abort" not in here.heard.kinds()
+            assert bits_equal(here.trainer, replica)
+        assert were_early == [False] * 3
+
+
+def test_no_more_is_announced_than_a_layout_has(were_early: list[bool]) -> None:
+    replica = model(1)
+    with early(replica) as here:
+        here.sender.options = OPTIONS.model_copy(
+            update={
+                "policy": Policy(chunk_numel=256, dense_above=1.0),
+                "bucket_bytes": 1 << 16,
+            }
+        )
+        for _ in range(2):
+            here.step(dict.fromkeys("abcde", 1.0))
+            assert here.sender.send_weights().lost == {}
+            assert bits_equal(here.trainer, replica)
+        assert were_early == [False] * 2

@@ -39,7 +39,8 @@ class BatchedBackend:
         weights: Where they lie, for kernels.
         device: Where kernels run.
         num_bytes: Bytes of the weights.
-        last_bytes: Of chunks that the last delta sent with indices and without; None before it.
+        last_bytes: Of chunks that the last delta sent with indices and without; None before it, and
+            if its changes could not be held together.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class BatchedBackend:
     def _likely(
         self, source: BatchedSource, max_held_bytes: int, max_staged_bytes: int
     ) -> tuple[int, int] | None:
-        """The most that the next delta is likely to have, if that can be held and staged.
+        """The most that the next delta is likely to have, if that can be held, sent and staged.
 
         It is likely to be like the last one. None says that everything has to be compared first.
         """
@@ -155,5 +156,7 @@ class BatchedBackend:
         needed = staged_bytes_of(
             sparse_bytes=sparse, dense_bytes=dense, part_item_size=min(item_size, 8)
         )
-        fits = sparse <= max_held_bytes and needed <= max_staged_bytes
-        return (sparse, dense) if fits else None
+        # Receivers refuse more than every element with an index of its own.
+        largest = self.num_bytes + INDEX_ITEM_BYTES * self._numel
+        fits = needed <= max_staged_bytes and sparse + dense <= largest
+        return (sparse, dense) if fits and sparse <= max_held_bytes else None

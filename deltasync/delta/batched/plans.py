@@ -128,7 +128,9 @@ class BatchedDelta:
             self._written = np.where(self._was_ahead, numels, self._written)
         changes, listed, self.dense_bytes = self._sizes()
         self.sparse_bytes = changes + listed
-        self._backend.last_bytes = self.sparse_bytes, self.dense_bytes
+        are_held = int(self._masks.known.sum()) <= self._masks.capacity
+        last_bytes = (self.sparse_bytes, self.dense_bytes) if are_held else None
+        self._backend.last_bytes = last_bytes  # otherwise the next one would begin twice
         return changes
 
     def _sort(self, chunks: slice, counts: Ints) -> None:
