@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -254,3 +255,36 @@ def test_no_more_is_announced_than_a_layout_has(were_early: list[bool]) -> None:
             assert here.sender.send_weights().lost == {}
             assert bits_equal(here.trainer, replica)
         assert were_early == [False] * 2
+
+
+def called_at(heard: Heard, bucket: int, call: Callable[[], None]) -> bool:
+    """A `look` that calls something when a bucket is sent; buckets count from 0."""
+    if len(heard.looks) == bucket:
+        call()
+    return False
+
+
+@pytest.mark.parametrize("shares", [SMALL, {"a": 1.0, "b": 0.4, "e": 1.0}], ids=["small", "large"])
+def test_who_leaves_in_the_middle_stops_nobody(
+    shares: dict[str, float], were_early: list[bool]
+) -> None:
+    stays, leaves = model(1), model(2)
+    with early(stays) as here:
+        leaving = here.add(leaves, engine="leaving").receiver
+        here.wait(2)
+        for event, left in ((leaving.invalidate, 0), (leaving.detach, 1)):
+            here.step(SMALL)
+            here.sender.send_weights()
+            here.step(shares)
+            were_early.clear()
+            here.heard.look = partial(called_at, here.heard, left, event)
+            stats = here.sender.send_weights()
+            here.heard.look = lambda: False
+            assert were_early[0]
+            assert stats.receivers == 1
+            assert bits_equal(here.trainer, stays)
+            assert not leaving.is_dirty
+            leaving.attach()
+            here.wait(2)
+        here.sender.send_weights()
+        assert bits_equal(here.trainer, leaves)
