@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.cases import Run, parts_of, sizes_of
-from benchmarks.gpu.engine import free_memory
+from benchmarks.gpu.engine import free_memory, synchronize
 from benchmarks.gpu.kernels import copy_seconds, seconds
 from benchmarks.gpu.pair import open_pair
 from benchmarks.gpu.serving import served_source
@@ -59,6 +62,7 @@ def quant(run: Run) -> Iterator[Result]:
 def _compare(run: Run, module: nn.Module, case: str, form: Form) -> Result:
     """One comparison to counts, indices and values, against reading both sides once."""
     device = run.setup.device("trainer")
+    began = time.perf_counter()
     source = served_source(module, form)
     layout = SourceLayout(source, source_specs(source.tensors()))
     chunk_numel = chunk_numel_on(device.type)
@@ -76,8 +80,13 @@ def _compare(run: Run, module: nn.Module, case: str, form: Form) -> Result:
             base_version=0,
         )
 
-    changed = compare().nnz
+    synchronize(device)
+    captured = time.perf_counter()
+    changed = compare().nnz  # compiles
+    synchronize(device)
+    parts = {"capture_s": captured - began, "first_s": time.perf_counter() - captured}
     mine = seconds(run, compare, device)
+    parts |= run.attempt(f"the profile of {case}", lambda: _profile(compare, device)) or {}
     read_bytes = 2 * numel + snapshot.num_bytes
     # Copying reads and writes.
     floor = [s * read_bytes / (4 * numel) for s in copy_seconds(run, numel, device)]
@@ -90,9 +99,30 @@ def _compare(run: Run, module: nn.Module, case: str, form: Form) -> Result:
         parameters=len(layout.specs),
         density=_DENSITY,
         changed=changed,
+        parts=parts,
         bytes=read_bytes,
         link="",
     )
+
+
+def _profile(compare: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Seconds of one comparison: of the call until it returns, and of each kernel on the GPU.
+
+    The call waits for the counts. What is collected goes on after it.
+    """
+    synchronize(device)
+    began = time.perf_counter()
+    compare()
+    parts = {"call_s": time.perf_counter() - began}
+    synchronize(device)
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            compare()
+            synchronize(device)
+        for one in seen.key_averages():
+            if one.self_device_time_total > 0:
+                parts[one.key] = parts.get(one.key, 0.0) + one.self_device_time_total * 1e-6
+    return parts
 
 
 def _syncs(run: Run) -> Iterator[Result]:

@@ -103,6 +103,8 @@ def test_records_say_what_was_done(results: list[Result]) -> None:
             assert result.bound_bytes > 0
         else:
             assert result.baseline
+        if result.case.startswith("quant_diff"):
+            assert {"capture_s", "first_s", "call_s"} <= result.parts.keys()
 
 
 def test_both_ends_meet_in_a_group_too(runs: Runs) -> None:
