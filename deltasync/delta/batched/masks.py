@@ -157,7 +157,7 @@ class Masks:
         self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
     ) -> None:
         """Count what was found of a launch that was compared by kernels of a form."""
-        triton_quantize.count[(launch.num_blocks,)](
+        triton_quantize.count[(-(-launch.num_blocks // triton_quantize.BLOCKS),)](
             snapshot.numels,
             source.first_block,
             source.chunk_of,
@@ -165,7 +165,9 @@ class Masks:
             self._block_counts,
             counts,
             launch.first_block,
+            launch.first_block + launch.num_blocks,
             BLOCK=kernels.BLOCK,
+            GROUP=triton_quantize.BLOCKS,
             num_warps=4,
         )
 
