@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from deltasync.delta.backend import snapshot_of
 from deltasync.delta.batched.backend import BatchedBackend
+from deltasync.delta.batched.matrices import can_compute
 from deltasync.delta.bits import as_bits
+from deltasync.delta.kernels import triton_forms
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.quant.block_fp8 import BlockFp8
@@ -18,6 +25,7 @@ from deltasync.quant.form import Form
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int8 import Int8
 from deltasync.quant.matrices import Matrix, ServedReader
+from deltasync.quant.rounding import as_fp8
 from deltasync.quant.sharing import Shared
 from deltasync.wire.messages import ParameterSpec
 from tests.quant.kernels import FORMS
@@ -50,6 +58,30 @@ def test_kernels_compute_the_reference(form: Form, device: str) -> None:
         agrees(backend, readers)
         chunks = np.arange(len(backend.ledger.sums))
         assert (backend.measure(chunks) == backend.ledger.sums).all()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def round_all(numbers: Any, codes: Any, narrow: Any, COUNT: tl.constexpr) -> None:  # noqa: N803
+    at = tl.arange(0, COUNT)
+    number = tl.load(numbers + at)
+    tl.store(codes + at, triton_forms._e4m3(number).to(tl.uint8))
+    tl.store(narrow + at, triton_forms._as_bfloat16(number))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exponent", [-126, -70, -30, -17, -9, -3, 0, 3, 9, 40])
+def test_every_bfloat16_is_rounded_as_the_reference_rounds_it(exponent: int, device: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    for factor in (1.0, 1 + 2.0**-23, 1 - 2.0**-24, 1.3333334, 1.9):
+        numbers = every * (factor * 2.0**exponent)
+        codes, narrow = torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16)
+        given, *found = (one.to(device) for one in (numbers, codes, narrow))
+        round_all[(1,)](given, *found, COUNT=1 << 16, enable_fp_fusion=False)
+        codes, narrow = (one.cpu() for one in found)
+        assert torch.equal(codes, as_fp8(numbers).view(torch.uint8))
+        fits = numbers.abs() < 2.0**100
+        expected = numbers.bfloat16().float() + 0.0  # a zero without a sign
+        assert torch.equal(narrow[fits].view(torch.int32), expected[fits].view(torch.int32))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,6 +120,41 @@ def test_kernels_know_the_largest_of_matrices_that_share_a_scale(form: Form, dev
             assert torch.equal(backend.flats[number].line, expected), reader.suffix
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", [BlockFp8(), BlockFp8("ue8m0")], ids=lambda form: form.name)
+def test_kernels_quantize_blocks_of_special_numbers(form: Form, device: str, offset: int) -> None:
+    """Weights that are aligned are compared four at once, others one at a time."""
+    blocks = torch.cat([one.view(32, 128) for one in special_blocks()], 1)
+    storage = torch.ones(blocks.numel() + 8, dtype=torch.bfloat16, device=device)
+    weight = storage[offset : offset + blocks.numel()].view(blocks.shape)
+    backend, readers = snapshot([Matrix(weight, form, name="a.weight")])
+    weight.copy_(blocks)
+    readers[0].matrix.changed()
+    compare(backend, readers, Policy(dense_above=0.0, chunk_numel=8192))
+    agrees(backend, readers)
+
+
+def special_blocks() -> Iterator[torch.Tensor]:
+    """bfloat16 [4096] each: zeros, NaN, infinities, denormals, magnitudes below a maximum."""
+    index = torch.arange(1 << 12)
+    signs = index % 3 % 2 << 15
+
+    def of_bits(bits: torch.Tensor) -> torch.Tensor:
+        return bits.to(torch.int16).view(torch.bfloat16)
+
+    yield of_bits(torch.full_like(signs, 0x8000))
+    yield from (of_bits(signs + size) for size in (0, 0x7F80, 0x7FC1))
+    for special in (0x7F80, 0xFF80, 0x7F81, 0xFFFF):
+        block = signs + index * 7 % 0x7F80
+        block[7] = special
+        yield of_bits(block)
+    yield of_bits(signs + index % 0x80)  # denormals
+    # 448 times a power of two is the largest: scales are exact, and halves are rounded to even.
+    for largest in (0x43E0, 0x43E0 - (9 << 7), 0x43E0 + (20 << 7), 0x38D2, 0x7F7F):
+        yield of_bits(signs + largest - index % 0xA00)
+
+
 @every_form
 def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     shape = (6, 7) if isinstance(form, BlockFp8 | Fp8 | Int8) else (6, 128)
@@ -99,6 +166,19 @@ def test_what_kernels_cannot_reach_is_computed_all_the_same(form: Form) -> None:
     found = compare(backend, readers, Policy(dense_above=1.0, chunk_numel=8192), launches=0)
     assert found == sum(part.elements is None for part in readers[0].matrix.parts.values())
     agrees(backend, readers)
+
+
+def test_kernels_leave_blocks_of_too_long_rows_to_torch() -> None:
+    weight = torch.ones(128, 128, dtype=torch.bfloat16)
+    found = Matrix(weight, BlockFp8(), name="a.weight").computation("weight")
+    assert found is not None
+    for shape, fits in (
+        ((128, (1 << 24) - 32), True),
+        ((128, 1 << 24), False),
+        (((1 << 31) - 1, 32), True),
+        ((1 << 31, 32), False),
+    ):
+        assert can_compute(replace(found, shape=shape), weight.device) == fits, shape
 
 
 @pytest.mark.parametrize("form", [one for one in FORMS if one.shares], ids=lambda form: form.name)

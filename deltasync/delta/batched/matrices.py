@@ -19,6 +19,7 @@ from deltasync.delta.kernels.triton_base import TYPES
 
 WORD = 32  # elements whose masks are one word
 _SIDE = 128
+_MAX_ROWS, _MAX_COLS = 1 << 31, (1 << 31) // _SIDE  # int32 counts rows, and the weights of 128
 _SPAN, _ROW_SPAN = triton_quantize.SPAN, triton_quantize.SPAN // 2
 
 
@@ -29,7 +30,7 @@ def read_as(computation: Computation) -> int:
 
 def can_compute(computation: Computation, device: torch.device) -> bool:
     """Whether there are kernels for a matrix of this shape, and they can read it on `device`."""
-    cols, codes = computation.shape[1], reads.codes_of(computation.form.number)
+    (rows, cols), codes = computation.shape, reads.codes_of(computation.form.number)
     match computation.form.block:
         case None, None:
             fits = True
@@ -39,6 +40,7 @@ def can_compute(computation: Computation, device: torch.device) -> bool:
             fits = group & (group - 1) == 0 and codes <= group <= _SPAN
         case block:
             fits = block == (_SIDE, _SIDE) and cols % WORD == 0
+            fits = fits and rows < _MAX_ROWS and cols < _MAX_COLS
     weights = [computation.weight]
     if computation.total is not None:
         weights += computation.total.weights

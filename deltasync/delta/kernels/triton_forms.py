@@ -41,6 +41,9 @@ _NAN_FP8 = tl.constexpr(0x7F)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it is rounded to an integer
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _SMALL = tl.constexpr(2.0**-64)
+_SMALLEST_FP8 = tl.constexpr(0x3C800000)  # 2^-6, the smallest that is normal
+_POWER_20 = tl.constexpr(2.0**20)
+_POWER_100 = tl.constexpr(2.0**100)
 _POWER_120 = tl.constexpr(2.0**120)
 
 
@@ -63,8 +66,13 @@ def _as_float(bits):
 
 @triton.jit
 def _as_bfloat16(x):
-    """float32, rounded to what bfloat16 has."""
-    return _as_float(rounded(x.to(tl.uint32, bitcast=True)))
+    """float32 below 2^100, rounded to what bfloat16 has; 0 for -0, and for what becomes it.
+
+    A sum with 1.5 * 2^16 times a power of two is rounded to 2^-7 of that power, ties to even.
+    """
+    power = tl.maximum(x.to(tl.uint32, bitcast=True) & 0x7F800000, 0x800000)
+    large = power.to(tl.float32, bitcast=True) * 98304.0
+    return (x + large) - large
 
 
 @triton.jit
@@ -87,19 +95,43 @@ def _integer(x):
 
 
 @triton.jit
+def e4m3_size(x):
+    """uint32: the code of abs(x), shifted left by 20, for numbers that are below 464.
+
+    A sum with 2^20 times a power of two is rounded to an eighth of that power, ties to even. Powers
+    below 2^-6 count as that. What then exceeds the power is exact, and so is 2^-120 of it, in which
+    float32 has the exponent that a code has, and the same mantissa.
+    """
+    power = tl.maximum(x.to(tl.uint32, bitcast=True) & 0x7F800000, _SMALLEST_FP8)
+    power = power.to(tl.float32, bitcast=True)
+    total = tl.abs(x) + power * _POWER_20
+    return tl.fma(total, 1 / _POWER_120, power * (-1 / _POWER_100)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _e4m3(x):
     """uint32: as `as_fp8` of deltasync/quant/rounding.py.
 
     GPUs convert by themselves, but ptxas 12.8 makes wrong code of pairs of such conversions.
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    # An addition rounds what is too small for a normal number.
-    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True)
-    normal = (bits + 0xC407FFFF + ((bits >> 20) & 1)) >> 20
-    code = tl.where(bits < 0x3C800000, small - 0x46800000, tl.minimum(normal, 0x7E))
-    return tl.where(bits > 0x7F800000, _NAN_FP8, code | sign)
+    code = e4m3_size(tl.minimum(tl.abs(x), _LARGEST_FP8)) >> 20
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    return tl.where(x == x, code | sign, _NAN_FP8)
+
+
+@triton.jit
+def four_e4m3(low, high, factor):
+    """uint32: four codes, without signs, of products of bfloat16 with a factor, all below 464.
+
+    Args:
+        low, high: Pairs of bfloat16, the first one in the low half.
+        factor: float32.
+    """
+    first = e4m3_size((low << 16).to(tl.float32, bitcast=True) * factor)
+    second = e4m3_size((low & 0xFFFF0000).to(tl.float32, bitcast=True) * factor)
+    third = e4m3_size((high << 16).to(tl.float32, bitcast=True) * factor)
+    fourth = e4m3_size((high & 0xFFFF0000).to(tl.float32, bitcast=True) * factor)
+    return ((first >> 20) + (second >> 12)) + ((third >> 4) + (fourth << 4))
 
 
 @triton.jit
@@ -199,7 +231,7 @@ def code_of(weight, divisor, FORM: tl.constexpr):
     if FORM <= _BLOCK_FP8_UE8M0:
         code = _e4m3(x * divisor)
     elif FORM == _FP8:
-        code = _e4m3(_quotient(x, divisor) + 0.0)  # makes -0 to 0
+        code = _e4m3(_quotient(x, divisor))
     elif FORM == _FP8_CHANNEL_VLLM:
         code = _e4m3(tl.div_rn(x, divisor))
     elif FORM == _FP8_TENSOR_VLLM:
@@ -213,7 +245,7 @@ def code_of(weight, divisor, FORM: tl.constexpr):
         else:
             code = _integer(tl.minimum(tl.maximum(x, -8.0), 7.0)) + 8
     elif FORM == _MXFP8:
-        code = _e4m3(_as_bfloat16(x * divisor) + 0.0)
+        code = _e4m3(_as_bfloat16(x * divisor))
     elif FORM == _MXFP8_VLLM:
         code = _e4m3(x * divisor)
     elif FORM == _MXFP4:
