@@ -91,6 +91,7 @@ def test_an_engine_holds_what_a_cold_load_gives(
     follows(BlockFp8(scale=scale), dtype, kernels)  # type: ignore[arg-type]
 
 
+@pytest.mark.timeout(240)  # Triton's interpreter takes long, beside other tests
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(
     "form",
