@@ -121,7 +121,7 @@ class Recording:
         *owners, name = path.split(".")
         owner = getattr(module, owners[0]) if owners else module
         before = vars(owner)[name]
-        now: Any = before
+        now: Any
         if callable(before):
             now = self._noted(before, what)
         elif isinstance(before, property):

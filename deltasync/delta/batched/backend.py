@@ -152,9 +152,8 @@ class BatchedBackend:
         if self.last_bytes is None or len(source.segments) < 2 or self.ahead.any():
             return None
         sparse, dense = (n + n // 4 + _MORE_BYTES for n in self.last_bytes)
-        item_size = int(self.weights.item_sizes.min())
         needed = staged_bytes_of(
-            sparse_bytes=sparse, dense_bytes=dense, part_item_size=min(item_size, 8)
+            sparse_bytes=sparse, dense_bytes=dense, part_item_size=self._item_sizes[0]
         )
         # Receivers refuse more than every element with an index of its own.
         largest = self.num_bytes + INDEX_ITEM_BYTES * self._numel
