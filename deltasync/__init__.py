@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deltasync.delta.bits import Flat, Live
     from deltasync.delta.diff import apply_patch, diff
+    from deltasync.delta.fold import fold
     from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
     from deltasync.delta.policy import Costs, Policy
     from deltasync.delta.routes.loading import Loader
@@ -71,6 +72,7 @@ __all__ = [
     "WeightTarget",
     "apply_patch",
     "diff",
+    "fold",
     "match_parameters",
     "refuse_overlap",
     "sparsity",
@@ -83,6 +85,7 @@ _HOMES = {
     for module, names in {
         "delta.bits": "Flat Live",
         "delta.diff": "apply_patch diff",
+        "delta.fold": "fold",
         "delta.patch": "Chunk ChunkedPatch DensePatch Patch SparsePatch",
         "delta.policy": "Costs Policy",
         "delta.routes.loading": "Loader",

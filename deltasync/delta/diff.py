@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
 from deltasync.delta.host.backend import changed_runs, merged
-from deltasync.delta.patch import ChunkedPatch, Patch, check_indices, patch_from_runs, runs_of
+from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
 from deltasync.delta.policy import Policy
-from deltasync.errors import InvalidIndices, LayoutMismatch
+from deltasync.errors import LayoutMismatch
 
 
 def diff(
@@ -65,7 +65,7 @@ def apply_patch(parameter: Tensor, patch: Patch) -> None:
     flat = Flat.of(parameter, name=patch.name)
     _check_fits(flat, patch)
     runs = runs_of(patch)
-    _check_runs(runs, flat.numel, patch.name)
+    check_runs(runs, flat.numel, name=patch.name)
     for run in runs:
         if run.bits is not None:
             run.write(flat, run.bits)
@@ -76,21 +76,8 @@ def _check_fits(flat: Flat, patch: Patch) -> None:
         raise LayoutMismatch(
             f"{patch.name}: patch of shape {patch.shape}, parameter {tuple(flat.tensor.shape)}"
         )
-    for values in (
-        [c.values for c in patch.chunks] if isinstance(patch, ChunkedPatch) else [patch.values]
-    ):
+    for values in values_of(patch):
         if values.dtype != flat.tensor.dtype:
             raise LayoutMismatch(
                 f"{patch.name}: {values.dtype} values, {flat.tensor.dtype} weights"
             )
-
-
-def _check_runs(runs: list[Run], numel: int, name: str) -> None:
-    end = 0
-    for run in runs:
-        if not end <= run.start <= run.stop <= numel:
-            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-        if run.bits is None or run.bits.shape != (run.count,):
-            raise InvalidIndices(f"{name}: not one value for each index")
-        end = run.stop
-        check_indices(run, name=name)

@@ -135,6 +135,11 @@ def runs_of(patch: Patch) -> list[Run]:
             return [Run(c.start, c.numel, c.indices, as_bits(c.values)) for c in chunks]
 
 
+def values_of(patch: Patch) -> list[Tensor]:
+    """The values of each part of a patch. Not copied."""
+    return [c.values for c in patch.chunks] if isinstance(patch, ChunkedPatch) else [patch.values]
+
+
 def _values(run: Run, dtype: torch.dtype) -> Tensor:
     if run.bits is None:
         raise ValueError("the run's values are still in the source")
@@ -147,3 +152,15 @@ def check_indices(run: Run, *, name: str) -> None:
         return
     if not KERNELS[run.indices.device.type].is_increasing(run.indices, run.span):
         raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
+
+
+def check_runs(runs: list[Run], numel: int, *, name: str) -> None:
+    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index."""
+    end = 0
+    for run in runs:
+        if not end <= run.start <= run.stop <= numel:
+            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
+        if run.bits is None or run.bits.shape != (run.count,):
+            raise InvalidIndices(f"{name}: not one value for each index")
+        end = run.stop
+        check_indices(run, name=name)

@@ -1,0 +1,167 @@
+"""Folding patches: as if they were applied one after another, and as the diff of the two ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from torch import Tensor
+
+from deltasync import apply_patch, diff, fold
+from deltasync.delta import fold as folding
+from deltasync.delta.bits import Flat, Run, as_bits
+from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch, runs_of
+from deltasync.delta.policy import Policy
+from deltasync.errors import InvalidIndices, LayoutMismatch
+from tests.strategies import SHAPES, mutations, policies, same_bits, tensors
+
+SPARSE = Policy(dense_above=1.0)
+
+
+@st.composite
+def histories(draw: DrawFn) -> list[Tensor]:
+    """Successive versions of one parameter; some return to earlier ones."""
+    versions = [draw(tensors(shapes=SHAPES))]
+    for _ in range(draw(st.integers(1, 5))):
+        if draw(st.booleans()):
+            versions.append(draw(mutations(versions[-1])))
+        else:
+            versions.append(draw(st.sampled_from(versions)))
+    return versions
+
+
+def deltas_of(versions: list[Tensor], chosen: list[Policy]) -> list[Patch | None]:
+    pairs = zip(versions[1:], versions, chosen, strict=False)
+    return [diff(new, old, name="w", policy=policy) for new, old, policy in pairs]
+
+
+def applied(base: Tensor, patch: Patch | None) -> Tensor:
+    result = base.clone(memory_format=torch.contiguous_format)
+    if patch is not None:
+        apply_patch(result, patch)
+    return result
+
+
+def changes(patch: Patch | None, numel: int) -> dict[int, int]:
+    """The bits that a patch writes, by position."""
+    found: dict[int, int] = {}
+    for run in runs_of(patch) if patch is not None else []:
+        assert run.bits is not None
+        where = range(run.start, run.stop) if run.indices is None else run.positions().tolist()
+        found |= dict(zip(where, run.bits.tolist(), strict=True))
+    return found
+
+
+@given(histories(), st.lists(policies(), min_size=5, max_size=5), st.booleans())
+def test_a_fold_does_what_its_patches_do_one_after_another(
+    versions: list[Tensor], chosen: list[Policy], with_base: bool
+) -> None:
+    base, end = versions[0], versions[-1]
+    patches = deltas_of(versions, chosen)
+    folded = fold(patches, base=base if with_base else None)
+    assert same_bits(applied(base, folded), end)
+    assert same_bits(applied(end, folded), end), "applying twice equals applying once"
+
+
+@given(histories())
+def test_with_the_base_a_fold_of_sparse_patches_is_the_diff_of_the_ends(
+    versions: list[Tensor],
+) -> None:
+    patches = deltas_of(versions, [SPARSE] * 5)
+    direct = diff(versions[-1], versions[0], name="w", policy=SPARSE)
+    folded = fold(patches, base=versions[0])
+    numel = versions[0].numel()
+    assert changes(folded, numel) == changes(direct, numel)
+    assert (folded is None) == (direct is None)
+
+
+@given(histories(), st.lists(policies(), min_size=5, max_size=5))
+def test_a_dense_part_stays_only_where_it_changes_something(
+    versions: list[Tensor], chosen: list[Policy]
+) -> None:
+    base = versions[0]
+    folded = fold(deltas_of(versions, chosen), base=base)
+    flat = Flat.of(base)
+    for run in runs_of(folded) if folded is not None else []:
+        assert run.bits is not None
+        where = torch.arange(run.start, run.stop) if run.indices is None else run.positions()
+        differs = flat.gather(where) != run.bits
+        assert differs.any() if run.indices is None else differs.all()
+
+
+@given(histories(), st.lists(policies(), min_size=5, max_size=5), st.integers(1, 4))
+def test_folds_of_folds_are_the_fold(
+    versions: list[Tensor], chosen: list[Policy], cut: int
+) -> None:
+    patches = deltas_of(versions, chosen)
+    parts = [fold(patches[:cut]), fold(patches[cut:])]
+    assert same_bits(applied(versions[0], fold(parts)), versions[-1])
+
+
+def test_nothing_folds_to_nothing() -> None:
+    assert fold([]) is None
+    assert fold([None, None]) is None
+
+
+def test_without_the_base_what_ends_where_it_began_stays() -> None:
+    base, other = torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    there, back = diff(other, base, policy=SPARSE), diff(base, other, policy=SPARSE)
+    folded = fold([there, back])
+    assert isinstance(folded, SparsePatch)
+    assert folded.indices.tolist() == [1]
+    assert fold([there, back], base=base) is None
+
+
+def test_signs_of_zero_and_payloads_of_nan_are_kept() -> None:
+    bits = torch.tensor([0x7FC1, -0x8000, 0x7F81, 0], dtype=torch.int16)
+    end = bits.view(torch.bfloat16)
+    base, middle = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+    patches = [diff(middle, base, policy=SPARSE), diff(end, middle, policy=SPARSE)]
+    assert torch.equal(as_bits(applied(base, fold(patches, base=base))), bits)
+
+
+def test_no_sparse_run_spans_more_than_an_index_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "MAX_SPARSE_SPAN", 10)
+    one = [Run(0, 8, torch.tensor([1, 7], dtype=torch.int32), torch.tensor([1, 2]))]
+    two = [Run(30, 5, torch.tensor([4], dtype=torch.int32), torch.tensor([3]))]
+    found = folding.fold_runs([one, two], 35)
+    assert [(r.start, r.span, r.positions().tolist()) for r in found] == [
+        (0, 10, [1, 7]),
+        (30, 5, [34]),
+    ]
+
+
+def test_patches_that_do_not_belong_together_are_refused() -> None:
+    base = torch.zeros(4)
+    patch = diff(torch.ones(4), base, name="a")
+    other = diff(torch.ones(4), base, name="b")
+    longer = diff(torch.ones(5), torch.zeros(5), name="a")
+    wider = diff(torch.ones(4).double(), base.double(), name="a")
+    for wrong in (other, longer, wider):
+        with pytest.raises(LayoutMismatch, match="cannot be folded"):
+            fold([patch, wrong])
+    with pytest.raises(LayoutMismatch, match="cannot be folded"):
+        fold([patch], base=torch.zeros(5))
+    with pytest.raises(LayoutMismatch, match="without chunks"):
+        fold([ChunkedPatch(name="a", shape=(4,), chunks=())])
+
+
+@pytest.mark.parametrize("indices", [[1, 1], [2, 1], [-1, 0], [0, 4]])
+def test_bad_indices_are_refused(indices: list[int]) -> None:
+    where = torch.tensor(indices, dtype=torch.int32)
+    bad = SparsePatch(name="a", shape=(4,), indices=where, values=torch.ones(2))
+    good = DensePatch(name="a", shape=(4,), values=torch.ones(4))
+    cases: list[list[Patch]] = [[bad], [good, bad], [bad, good]]
+    for patches in cases:
+        with pytest.raises(InvalidIndices):
+            fold(patches)
+
+
+def test_chunks_that_overlap_are_refused() -> None:
+    chunks = tuple(
+        Chunk(start=start, numel=3, indices=None, values=torch.ones(3)) for start in (0, 2)
+    )
+    with pytest.raises(InvalidIndices, match="overlap"):
+        fold([ChunkedPatch(name="a", shape=(5,), chunks=chunks)])
