@@ -34,6 +34,15 @@
     - PeerLost(ConnectionError)    the other process is gone; connect again
     - TransportClosed              this end was closed
     - TransportUnavailable         not on this machine; the text says what to use instead
+  + StoreError                     the version held stays, and is served
+    - StoreUnavailable             no answer within the limits; the next attempt covers it
+    - StoreRefused                 full, forbidden, or not there: somebody must act
+    - RunUnknown                   no run, or several; the text lists them
+    - VersionMissing               no such version, or no way to it is left
+    - ManifestInvalid(ValueError)  no record of this format; restore it, or upgrade
+    - MacMismatch                  not signed with this key; do not use the store
+    - ObjectDamaged                deleted or altered; take another way
+    - WriterConflict               another writer continues the run; stop one of them
 """
 
 from __future__ import annotations
@@ -229,3 +238,39 @@ class TransportClosed(TransportError):
 
 class TransportUnavailable(TransportError):
     """This machine cannot run the transport."""
+
+
+class StoreError(DeltaSyncError):
+    """A version could not be published or fetched. What was held is still held."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or not in time, or with errors, within the retries allowed."""
+
+
+class StoreRefused(StoreError):
+    """The store answered that it will not: no space, no permission, no such bucket or folder."""
+
+
+class RunUnknown(StoreError):
+    """The URL names no run, and there is none below it, or more than one."""
+
+
+class VersionMissing(StoreError):
+    """The store does not have the version, or not enough objects to arrive at it."""
+
+
+class ManifestInvalid(StoreError, ValueError):
+    """An object that should be a manifest or another record is none, or contradicts its key."""
+
+
+class MacMismatch(StoreError):
+    """A manifest is not signed with the key that was given."""
+
+
+class ObjectDamaged(StoreError):
+    """An object that a manifest names is missing, or does not have the bytes that it should."""
+
+
+class WriterConflict(StoreError):
+    """Another writer has published to the run. This one stops; no version has changed."""

@@ -14,6 +14,7 @@ PACKAGES = [
     "cli",
     "delta",
     "demo",
+    "store",
     "files",
     "integrations",
     "quant",

@@ -1,0 +1,4 @@
+"""Versions in object stores: published once, fetched by whoever comes, whenever it comes.
+
+Begin with keys.py and manifest.py; docs/store.md has the layout of a store and its rules.
+"""

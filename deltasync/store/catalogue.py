@@ -1,0 +1,251 @@
+"""The versions of a run: finds the run, reads manifests, and checks that they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from deltasync.errors import (
+    ConfigError,
+    ManifestInvalid,
+    ObjectDamaged,
+    RunUnknown,
+    UnknownDtype,
+    VersionMissing,
+)
+from deltasync.store import keys
+from deltasync.store.manifest import (
+    MAX_MANIFEST_BYTES,
+    LaterWay,
+    Latest,
+    Manifest,
+    Parent,
+    RunRecord,
+    Way,
+    check_mac,
+    decode,
+    sha256_of,
+)
+from deltasync.store.objects import Objects, StoreOptions
+from deltasync.sync.target.base import some_of
+from deltasync.wire.messages import Entry, ParameterSpec, entries, parameter_specs
+
+_MAX_LAYOUT_BYTES = 256 << 20
+_Any = TypeVar("_Any", Manifest, LaterWay)
+_ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(tuple[Entry, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A manifest as it lies in the store.
+
+    Attributes:
+        manifest: Checked: its form, its key, its run, its MAC.
+        sha256: Of its bytes; what children and later ways name.
+    """
+
+    manifest: Manifest
+    sha256: str
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
+    def as_parent(self) -> Parent:
+        """What a child says of it."""
+        return Parent(version=self.version, sha256=self.sha256)
+
+
+class Run:
+    """One run of a store, to read.
+
+    Args:
+        objects: The objects of the run.
+        name: Its id.
+
+    Attributes:
+        objects: As given; keys are relative to the run.
+        name: As given.
+    """
+
+    def __init__(self, objects: Objects, name: str) -> None:
+        self.objects, self.name = objects, name
+
+    @classmethod
+    def open(
+        cls, url: str | Path, run: str | None = None, options: StoreOptions | None = None
+    ) -> Run:
+        """The run that a URL names, or `run` below it, or the only one below it.
+
+        Raises:
+            RunUnknown: There is no such run, or there are several and none is named.
+            StoreError: The store cannot be read.
+        """
+        objects = Objects(url, options)
+        if run is not None:
+            keys.check_run(run)
+            if (found := record_of(objects)) is not None and found.run == run:
+                return cls(objects, run)
+            below = objects.under(run)
+            if (found := record_of(below)) is None or found.run != run:
+                raise RunUnknown(f"{url}: has no run {run!r}; {_listed(runs_below(objects))}")
+            return cls(below, run)
+        if (found := record_of(objects)) is not None:
+            return cls(objects, found.run)
+        runs = runs_below(objects)
+        if len(runs) != 1:
+            raise RunUnknown(f"{url}: {_listed(runs)}")
+        return cls(objects.under(runs[0]), runs[0])
+
+    def published(self, version: int) -> Published | None:
+        """The manifest of a version; None if there is no such version.
+
+        Raises ManifestInvalid or MacMismatch for one that must not be used.
+        """
+        key = keys.manifest_key(version)
+        data = self.objects.get(key, max_bytes=MAX_MANIFEST_BYTES)
+        if data is None:
+            return None
+        manifest = self._checked(data, Manifest, key)
+        if manifest.version != version:
+            raise ManifestInvalid(f"{key}: is of version {manifest.version}: it was moved")
+        return Published(manifest, sha256_of(data))
+
+    def require(self, version: int) -> Published:
+        """The same. Raises VersionMissing if there is no such version."""
+        found = self.published(version)
+        if found is None:
+            raise VersionMissing(
+                f"{self.objects.url}: has no v{version}; deltasync log lists what it has"
+            )
+        return found
+
+    def newest(self, at_least: int | None = None) -> Published | None:
+        """The newest version; None if there is none. An old hint costs requests, nothing else.
+
+        Args:
+            at_least: A version that the caller knows to exist.
+        """
+        hint = self._hint()
+        known = [version for version in (hint, at_least) if version is not None]
+        found = self.published(max(known)) if known else None
+        if found is None:  # no hint, or one of a version that is gone
+            newest = max(self.versions(after=at_least), default=at_least)
+            found = None if newest is None else self.published(newest)
+        while found is not None:
+            following = self.published(found.version + 1)
+            if following is None:
+                break
+            if following.manifest.parent != found.as_parent:
+                raise ManifestInvalid(
+                    f"{keys.manifest_key(following.version)}: is not a child of v{found.version} "
+                    "as it is: one of the two was altered"
+                )
+            found = following
+        return found
+
+    def versions(self, after: int | None = None) -> list[int]:
+        """Versions that have manifests, in order; those after a version. They are not read."""
+        offset = None if after is None else keys.manifest_key(after)
+        found = (keys.version_of(o.key) for o in self.objects.listed(keys.MANIFESTS, after=offset))
+        return sorted(version for version in found if version is not None)
+
+    def later_ways(self, published: Published) -> list[Way]:
+        """Ways to a version that came after its manifest. What is not of this version is left out.
+
+        Raises ManifestInvalid or MacMismatch.
+        """
+        prefix = keys.manifest_key(published.version)[len(keys.MANIFESTS) : -len(".json")]
+        return [
+            later.way
+            for later in self._later(after=f"{keys.WAYS}{prefix}-", version=published.version)
+            if later.manifest == published.sha256
+        ]
+
+    def all_later_ways(self) -> Iterator[LaterWay]:
+        """Every way that came after its manifest, as read. The caller compares `manifest`."""
+        return self._later()
+
+    def ways(self, published: Published) -> list[Way]:
+        """All ways to a version."""
+        return [*published.manifest.ways, *self.later_ways(published)]
+
+    def layout(self, layout_hash: str) -> tuple[ParameterSpec, ...]:
+        """The parameters of a layout.
+
+        Raises ObjectDamaged if they are missing or altered, UnknownDtype for one of a later build.
+        """
+        key = keys.layout_key(layout_hash)
+        data = self.objects.get(key, max_bytes=_MAX_LAYOUT_BYTES)
+        if data is None or sha256_of(data) != layout_hash:
+            what = "does not exist" if data is None else "was altered"
+            raise ObjectDamaged(f"{key} {what}: no version of this layout can be fetched")
+        try:
+            return parameter_specs(_ENTRIES.validate_json(data))
+        except (ValidationError, UnknownDtype) as error:
+            raise ManifestInvalid(f"{key}: not a layout that this build reads: {error}") from None
+
+    def _hint(self) -> int | None:
+        """What `latest` says; None if it says nothing that can be used."""
+        try:
+            data = self.objects.get(keys.LATEST, max_bytes=1 << 16)
+            found = None if data is None else decode(data, Latest, key=keys.LATEST)
+        except (ManifestInvalid, ObjectDamaged):  # a hint only
+            return None
+        return found.version if found is not None and found.run == self.name else None
+
+    def _later(self, *, after: str | None = None, version: int | None = None) -> Iterator[LaterWay]:
+        for facts in self.objects.listed(keys.WAYS, after=after):
+            named = keys.version_of(facts.key)
+            if named is None or (version is not None and named != version):
+                continue
+            data = self.objects.get(facts.key, max_bytes=MAX_MANIFEST_BYTES)
+            if data is None:  # deleted meanwhile
+                continue
+            later = self._checked(data, LaterWay, facts.key)
+            if later.version != named:
+                raise ManifestInvalid(f"{facts.key}: is of version {later.version}: it was moved")
+            yield later
+
+    def _checked(self, data: bytes, model: type[_Any], key: str) -> _Any:
+        found = decode(data, model, key=key)
+        check_mac(found, self.objects.options.mac, key=key)
+        if found.run != self.name:
+            raise ManifestInvalid(f"{key}: is of run {found.run!r}, not of {self.name!r}")
+        return found
+
+
+def record_of(objects: Objects) -> RunRecord | None:
+    """What marks a folder as that of a run; None if nothing does."""
+    data = objects.get(keys.RUN, max_bytes=1 << 16)
+    return None if data is None else decode(data, RunRecord, key=keys.RUN)
+
+
+def runs_below(objects: Objects) -> list[str]:
+    """Ids of the runs whose folders are right below."""
+    found = []
+    for name in objects.folders():
+        try:
+            keys.check_run(name)
+        except ConfigError:
+            continue
+        record = record_of(objects.under(name))
+        if record is not None and record.run == name:
+            found.append(name)
+    return found
+
+
+def _listed(runs: list[str]) -> str:
+    if not runs:
+        return "there is no run here: check the URL, or wait for the first version"
+    return f"its runs are {some_of(runs)}: name one"
+
+
+def layout_bytes(specs: tuple[ParameterSpec, ...]) -> bytes:
+    """The object of a layout; its SHA-256 is the layout's hash."""
+    return _ENTRIES.dump_json(entries(specs))

@@ -1,0 +1,80 @@
+"""Names of the objects of a store: docs/store.md has them in a table.
+
+A key is relative to the run, so that a run can be copied or moved as a whole. Objects that a
+manifest names have a random part: two writers never write one object.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated
+
+from pydantic import Field
+
+from deltasync.errors import ConfigError
+
+RUN = "run.json"
+LATEST = "latest.json"
+MANIFESTS, WAYS, LAYOUTS, OBJECTS, LEASES = "manifests", "ways", "layouts", "objects", "leases"
+
+_DIGITS = 16  # of a version, which is below 2^53
+_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_KEY = (
+    r"objects/[0-9]{16}-(anchor|delta|fold)-[0-9a-f]{16}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}|\.dsyn)"
+)
+
+RunId = Annotated[str, Field(pattern=f"^{_RUN_ID}$")]
+ObjectKey = Annotated[str, Field(pattern=f"^{_KEY}$")]
+
+
+def check_run(run: str) -> str:
+    """Return the id of a run. Raises ConfigError if it cannot be a part of keys."""
+    if not re.fullmatch(_RUN_ID, run):
+        raise ConfigError(
+            f"run {run[:80]!r}: use 1 to 128 letters, digits, '.', '_' and '-', and begin with a "
+            "letter or digit"
+        )
+    return run
+
+
+def manifest_key(version: int) -> str:
+    """The manifest of a version. Keys sort as versions do."""
+    return f"{MANIFESTS}/{version:0{_DIGITS}}.json"
+
+
+def version_of(key: str) -> int | None:
+    """The version whose manifest, way or object has this key; None if it is none of them."""
+    folder, _, name = key.partition("/")
+    digits = name[:_DIGITS]
+    known = folder in (MANIFESTS, WAYS, OBJECTS) and len(digits) == _DIGITS and digits.isdecimal()
+    return int(digits) if known and digits.isascii() else None
+
+
+def way_key(version: int) -> str:
+    """A new name for another way to a version."""
+    return f"{WAYS}/{version:0{_DIGITS}}-{secrets.token_hex(8)}.json"
+
+
+def layout_key(layout_hash: str) -> str:
+    """The parameters of a layout, named by their SHA-256."""
+    return f"{LAYOUTS}/{layout_hash}.json"
+
+
+def frames_key(version: int, kind: str) -> str:
+    """A new name for the frames of a "delta" or "fold"."""
+    return f"{_object(version, kind)}.dsyn"
+
+
+def anchor_folder(version: int) -> str:
+    """A new name for a folder of safetensors files, without a slash at its end."""
+    return _object(version, "anchor")
+
+
+def lease_key(holder: str) -> str:
+    """The lease of a reader with this name of 32 hexadecimal digits."""
+    return f"{LEASES}/{holder}.json"
+
+
+def _object(version: int, kind: str) -> str:
+    return f"{OBJECTS}/{version:0{_DIGITS}}-{kind}-{secrets.token_hex(8)}"

@@ -1,0 +1,263 @@
+"""What a store says of a version: strict JSON records, their canonical bytes, and their MAC.
+
+docs/store.md, rules S1 to S9. Nothing in a record is trusted before `decode` has returned it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+
+from deltasync.errors import MacMismatch, ManifestInvalid
+from deltasync.store.keys import ObjectKey, RunId
+from deltasync.wire.messages import Count, Digest, Version
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_FILES = 16384  # of a way, such as an anchor of as many shards
+MAX_WAYS = 64  # in one manifest
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Label = Annotated[str, Field(min_length=1, max_length=256)]
+Kind = Literal["anchor", "delta", "fold"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class StoredFile(_Record):
+    """One object: its key within the run, its length, and the SHA-256 of its bytes."""
+
+    key: ObjectKey
+    bytes: Count
+    sha256: Sha256
+
+
+class Way(_Record):
+    """One way to hold a version: fetch `files`, and apply them to the version `base`.
+
+    An `anchor` has no base: its files are safetensors and their index, of the whole model. A
+    `delta` leads from the parent, a `fold` from an older version; each is one file of one-way
+    frames. `codecs` has the payload bytes of each codec, by name.
+    """
+
+    kind: Kind
+    base: Version | None
+    files: Annotated[tuple[StoredFile, ...], Field(min_length=1, max_length=MAX_FILES), FailFast()]
+    codecs: Annotated[dict[Label, Count], Field(max_length=64)] = {}
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if (self.base is None) != (self.kind == "anchor"):
+            raise ValueError("an anchor has no base, and the others have one")
+        if self.kind != "anchor" and len(self.files) != 1:
+            raise ValueError(f"a {self.kind} is one file")
+        if any(f"-{self.kind}-" not in file.key for file in self.files):
+            raise ValueError(f"a {self.kind} with the key of another kind")
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to fetch."""
+        return sum(file.bytes for file in self.files)
+
+
+class Parent(_Record):
+    """The version before, and the SHA-256 of the bytes of its manifest."""
+
+    version: Version
+    sha256: Sha256
+
+
+class Written(_Record):
+    """What manifests and ways have in common.
+
+    Attributes:
+        run: The training run.
+        version: Of the weights.
+        writer: Who wrote it: 32 hexadecimal digits of its own, then what people call it.
+        written_at: Of the writer's clock, ISO 8601. For people: nothing depends on it.
+        mac: HMAC-SHA256 of the canonical bytes without it; None without a key.
+    """
+
+    format: Literal[1] = 1
+    run: RunId
+    version: Version
+    writer: Label
+    written_at: Annotated[str, Field(max_length=64)]
+    mac: Sha256 | None = None
+
+
+class Manifest(Written):
+    """A version. It exists if and only if its manifest does.
+
+    Attributes:
+        parent: The version before; None for the first one of the run.
+        ways: How to get it; at least one.
+        digest: State digest of its weights.
+        layout_hash: Names its parameters, see `layout_key`.
+        numel: Elements of the model.
+        nnz: Elements that differ from the parent's; `numel` if that is not known.
+    """
+
+    kind: Literal["version"] = "version"
+    parent: Parent | None
+    ways: Annotated[tuple[Way, ...], Field(min_length=1, max_length=MAX_WAYS), FailFast()]
+    digest: Digest
+    layout_hash: Sha256
+    numel: Count
+    nnz: Count
+
+    @model_validator(mode="after")
+    def _check_bases(self) -> Self:
+        before = None if self.parent is None else self.parent.version
+        if before is not None and before + 1 != self.version:
+            raise ValueError("the parent is not the version before")
+        for way in self.ways:
+            _check_way(way, self.version, before)
+        if self.nnz > self.numel:
+            raise ValueError("nnz is more than numel")
+        return self
+
+
+class LaterWay(Written):
+    """A way that was written after the manifest of its version.
+
+    Attributes:
+        manifest: SHA-256 of the bytes of that manifest.
+        way: An anchor or a fold.
+    """
+
+    kind: Literal["way"] = "way"
+    manifest: Sha256
+    way: Way
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        if self.way.kind == "delta":
+            raise ValueError("a delta belongs into the manifest")
+        _check_way(self.way, self.version, None)
+        return self
+
+
+class RunRecord(_Record):
+    """What marks the folder of a run."""
+
+    kind: Literal["run"] = "run"
+    format: Literal[1] = 1
+    run: RunId
+
+
+class Latest(_Record):
+    """A hint: a version that exists. There may be newer ones."""
+
+    kind: Literal["latest"] = "latest"
+    format: Literal[1] = 1
+    run: RunId
+    version: Version
+
+
+class Lease(_Record):
+    """A reader needs the ways to `version`, from what it `holds`, until the lease expires.
+
+    Attributes:
+        holder: The reader: 32 hexadecimal digits.
+        holds: The version that it has; None if it has none.
+        version: The version that it fetches, or holds if it fetches none.
+        seconds: How long the lease lives, by the store's clock, from the time it was written.
+    """
+
+    kind: Literal["lease"] = "lease"
+    format: Literal[1] = 1
+    run: RunId
+    holder: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    holds: Version | None
+    version: Version
+    seconds: Annotated[int, Field(ge=1, le=30 * 86400)]
+
+
+Record = TypeVar("Record", bound=_Record)
+Signed = TypeVar("Signed", Manifest, LaterWay)
+
+
+def _check_way(way: Way, version: int, before: int | None) -> None:
+    if way.kind == "delta" and way.base != before:
+        raise ValueError("a delta whose base is not the parent")
+    if way.base is not None and way.base >= version:
+        raise ValueError("a base that is not older")
+    if any(not file.key.startswith(f"objects/{version:016}-") for file in way.files):
+        raise ValueError("a file of another version")
+
+
+def canonical(record: BaseModel) -> bytes:
+    """The bytes of a record: JSON in ASCII, members sorted by name, without white space."""
+    data = record.model_dump(mode="json")
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def signed(record: Signed, mac_key: bytes | None) -> Signed:
+    """The record with its MAC, or without one if there is no key."""
+    return record.model_copy(update={"mac": None if mac_key is None else _mac(record, mac_key)})
+
+
+def sha256_of(data: bytes | memoryview) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def decode(data: bytes, model: type[Record], *, key: str) -> Record:
+    """Read a record.
+
+    Args:
+        data: The bytes of an object.
+        model: What it has to be.
+        key: The object, for messages.
+
+    Raises:
+        ManifestInvalid: It is not such a record, or not in canonical form.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestInvalid(f"{key}: {len(data)} bytes, {MAX_MANIFEST_BYTES} are accepted")
+    try:
+        record = model.model_validate_json(data)
+    except ValidationError as error:
+        raise ManifestInvalid(f"{key}: {_first_fault(error)}; {_ADVICE}") from None
+    if canonical(record) != data:
+        raise ManifestInvalid(f"{key}: not in canonical form; {_ADVICE}")
+    return record
+
+
+def check_mac(record: Signed, mac_key: bytes | None, *, key: str) -> None:
+    """Raise MacMismatch unless the record was signed with this key; without a key, none is needed.
+
+    Args:
+        record: What was read.
+        mac_key: The key of the run; None if manifests are not signed.
+        key: The object, for messages.
+    """
+    if mac_key is None:
+        return
+    if record.mac is None:
+        raise MacMismatch(f"{key}: is not signed, and a key was given; {_MAC_ADVICE}")
+    if not hmac.compare_digest(record.mac, _mac(record, mac_key)):
+        raise MacMismatch(f"{key}: its MAC is not of this key; {_MAC_ADVICE}")
+
+
+def _mac(record: Manifest | LaterWay, mac_key: bytes) -> str:
+    data = canonical(record.model_copy(update={"mac": None}))
+    return hmac.new(mac_key, data, hashlib.sha256).hexdigest()
+
+
+_ADVICE = "it was altered, or a newer deltasync wrote it: restore the object, or upgrade"
+_MAC_ADVICE = "give the key that the writer uses; if it is, do not use this store"
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part)[:40] for part in first["loc"][:4])
+    return f"{where or 'record'}: {first['msg'][:200]}"

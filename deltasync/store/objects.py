@@ -1,0 +1,354 @@
+"""Objects of a store, on obstore: bytes by key, with limits, and typed errors.
+
+Every call ends within the limits of its options. A failure is a StoreUnavailable if it may pass,
+and a StoreRefused if it needs somebody to do something.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import Field, SecretBytes
+
+from deltasync.delta.options import OptionsModel
+from deltasync.errors import ConfigError, ObjectDamaged, StoreError, StoreRefused, StoreUnavailable
+
+Data = bytes | bytearray | memoryview
+Result = TypeVar("Result")
+
+_LEAST_PART_BYTES = 5 << 20  # that S3 takes
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_OS_ERROR, _NOT_FOUND, _NO_ACCESS = re.compile(r"\(os error \d+\)"), 404, re.compile(r"code: 4\d\d")
+_MEMORIES: dict[str, Any] = {}  # of this process, by name
+
+
+class StoreOptions(OptionsModel):
+    """How a store is reached. Times in seconds, sizes in bytes."""
+
+    timeout_s: float = Field(default=60.0, gt=0, description="for one request, its data included")
+    retries: int = Field(default=8, ge=0, description="of a request that failed")
+    retry_timeout_s: float = Field(
+        default=180.0, gt=0, description="after which a request is not tried again"
+    )
+    part_bytes: int = Field(
+        default=16 << 20,
+        ge=_LEAST_PART_BYTES,
+        description="of one request: larger objects are read and written in parts",
+    )
+    parallel: int = Field(default=4, ge=1, le=64, description="parts in flight at once")
+    config: dict[str, str] = Field(
+        default_factory=dict,
+        description="of the object store, as obstore names it: endpoint, region, access_key_id, "
+        "...; environment variables of the provider are read too",
+    )
+    mac_key: SecretBytes | None = Field(
+        default=None, description="signs manifests; readers that have it accept no others"
+    )
+
+    @property
+    def mac(self) -> bytes | None:
+        """The key itself."""
+        return None if self.mac_key is None else self.mac_key.get_secret_value()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """What a store says of an object.
+
+    Attributes:
+        key: Within the store or the run.
+        num_bytes: Its length.
+        modified: When it was written, by the store's clock.
+        tag: Changes with its content; None if the store has none.
+    """
+
+    key: str
+    num_bytes: int
+    modified: datetime
+    tag: str | None
+
+
+class Objects:
+    """The objects under a prefix.
+
+    Args:
+        url: A local path, `file:///path`, `memory://name` (within this process), or what obstore
+            knows: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
+        options: Limits, and how to reach the store.
+        make: Whether a local folder is made if it does not exist.
+
+    Attributes:
+        url: As given.
+        options: As given.
+        folder: Where the objects are, if they are files of this machine; None otherwise.
+
+    Raises:
+        ConfigError: The URL or an option is wrong, or obstore is not installed.
+        StoreRefused: The folder does not exist, or cannot be used.
+    """
+
+    def __init__(
+        self, url: str | Path, options: StoreOptions | None = None, *, make: bool = False
+    ) -> None:
+        self.url, self.options = str(url), options or StoreOptions()
+        self._obstore = _load()
+        self.folder = _folder_of(self.url)
+        self._prefix = ""
+        with self._answered("open"):
+            self._store = self._open(make)
+
+    def under(self, name: str) -> Objects:
+        """The objects of a run, or of another part of the keys."""
+        part = Objects.__new__(Objects)
+        part.__dict__.update(self.__dict__)
+        part._prefix = f"{self._prefix}{name}/"
+        part.url = f"{self.url.rstrip('/')}/{name}"
+        part.folder = None if self.folder is None else self.folder / name
+        return part
+
+    def get(self, key: str, *, max_bytes: int) -> bytes | None:
+        """A small object; None if there is none.
+
+        Raises ObjectDamaged if it has more than `max_bytes`.
+        """
+        with suppress(FileNotFoundError), self._answered(key):
+            found = self._obstore.get(self._store, self._prefix + key)
+            size = found.meta["size"]
+            if size > max_bytes:
+                raise ObjectDamaged(f"{key}: {size} bytes, at most {max_bytes} are expected")
+            return bytes(found.bytes())
+        return None
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of an object, at most `options.part_bytes`.
+
+        Raises ObjectDamaged if the object does not exist, or is shorter.
+        """
+        if start == stop:
+            return memoryview(b"")
+        try:
+            with self._answered(key):
+                path = self._prefix + key
+                data = memoryview(self._obstore.get_range(self._store, path, start=start, end=stop))
+        except FileNotFoundError:
+            raise ObjectDamaged(f"{key} does not exist: it was deleted") from None
+        except StoreError as error:
+            facts = self.head(key)
+            if facts is not None and facts.num_bytes < stop:
+                raise _cut(key, facts.num_bytes, stop) from None
+            raise error from None
+        if len(data) != stop - start:
+            raise _cut(key, start + len(data), stop)
+        return data
+
+    def head(self, key: str) -> ObjectFacts | None:
+        """What the store says of an object; None if there is none."""
+        with suppress(FileNotFoundError), self._answered(key):
+            return self._facts(self._obstore.head(self._store, self._prefix + key))
+        return None
+
+    def listed(self, folder: str, *, after: str | None = None) -> Iterator[ObjectFacts]:
+        """All objects in a folder and below, in no order; those whose keys come later than `after`.
+
+        What is written meanwhile may be there or not.
+        """
+        offset = None if after is None else self._prefix + after
+        with self._answered(folder):
+            batches = self._obstore.list(
+                self._store, f"{self._prefix}{folder}", offset=offset, chunk_size=1000
+            )
+        while True:
+            with self._answered(folder):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield from map(self._facts, batch)
+
+    def folders(self) -> list[str]:
+        """Names of the folders right here, in order."""
+        with self._answered("folders"):
+            found = self._obstore.list_with_delimiter(self._store, self._prefix or None)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Put a small object if there is none. Returns False if there is another one.
+
+        An object with these very bytes counts as put: an answer may have been lost.
+        """
+        for is_last in (False, True):
+            try:
+                with self._answered(key):
+                    self._put(key, data, mode="create")
+                return True
+            except self._obstore.exceptions.AlreadyExistsError:
+                return self.get(key, max_bytes=max(len(data), 64 << 20)) == data
+            except StoreUnavailable:
+                # A request without an answer may have been done.
+                if is_last:
+                    raise
+        raise AssertionError
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put a small object, whether there is one or not."""
+        with self._answered(key):
+            self._put(key, data, mode="overwrite")
+
+    def swap(self, key: str, data: bytes, seen: ObjectFacts | None) -> bool:
+        """Put a small object if it is still the one that was seen, or still none.
+
+        Returns whether that was done. Local folders cannot compare: they always replace.
+        """
+        if seen is None:
+            return self.create(key, data)
+        is_local = self.folder is not None or seen.tag is None
+        mode: Any = "overwrite" if is_local else {"e_tag": seen.tag}
+        try:
+            with self._answered(key):
+                self._put(key, data, mode=mode)
+        except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
+            return False
+        return True
+
+    def write(self, key: str, parts: Callable[[], Iterable[Data]]) -> None:
+        """Write a large object in parts. It appears as a whole, or not at all.
+
+        Args:
+            key: A new name.
+            parts: Makes its bytes, piece by piece; called once more if the store fails. Pieces are
+                taken one by one, and are not changed before the next is asked for.
+        """
+        for is_last in (False, True):
+            try:
+                with self._answered(key):
+                    self._put_parts(key, parts())
+                return
+            except StoreUnavailable:
+                if is_last:
+                    raise
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if there is one."""
+        with suppress(FileNotFoundError), self._answered(key):
+            self._obstore.delete(self._store, self._prefix + key)
+
+    def _open(self, make: bool) -> Any:
+        if self.folder is not None:
+            if not make and not self.folder.is_dir():
+                raise StoreRefused(f"{self.folder}: there is no such folder; check the path")
+            return self._obstore.store.LocalStore(prefix=self.folder, mkdir=make)
+        if self.url.startswith("memory:"):
+            name = self.url.removeprefix("memory:").strip("/")
+            return _MEMORIES.setdefault(name, self._obstore.store.MemoryStore())
+        return self._open_remote()
+
+    def _open_remote(self) -> Any:
+        options = self.options
+        try:
+            return self._obstore.store.from_url(
+                self.url,
+                config=dict(options.config),
+                client_options={
+                    "timeout": timedelta(seconds=options.timeout_s),
+                    "connect_timeout": timedelta(seconds=min(options.timeout_s, 10.0)),
+                    "allow_http": options.config.get("endpoint", "").startswith("http://"),
+                },
+                retry_config={
+                    "max_retries": options.retries,
+                    "retry_timeout": timedelta(seconds=options.retry_timeout_s),
+                },
+            )
+        except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.url}: {_first_line(error)}") from None
+
+    def _put(self, key: str, data: bytes, *, mode: Any) -> None:
+        self._obstore.put(self._store, self._prefix + key, data, mode=mode, use_multipart=False)
+        self._sync(key)
+
+    def _put_parts(self, key: str, parts: Iterable[Data]) -> None:
+        size, parallel = self.options.part_bytes, self.options.parallel
+        self._obstore.put(
+            self._store, self._prefix + key, iter(parts), chunk_size=size, max_concurrency=parallel
+        )
+        self._sync(key)
+
+    def _sync(self, key: str) -> None:
+        """Make a file survive a loss of power, and its name, before anything names it."""
+        if self.folder is not None:
+            path = self.folder / key
+            for one in (path, *list(path.parents)[: key.count("/") + 2]):
+                descriptor = os.open(one, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def _facts(self, meta: Any) -> ObjectFacts:
+        key = meta["path"].removeprefix(self._prefix)
+        return ObjectFacts(key, meta["size"], meta["last_modified"], meta["e_tag"])
+
+    @contextmanager
+    def _answered(self, what: str) -> Iterator[None]:
+        """Turns what obstore raises into our errors, but for what callers look at.
+
+        These are FileNotFoundError, and that an object exists already or is another one.
+        """
+        errors = self._obstore.exceptions
+        try:
+            yield
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            raise
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise self._refused(what, error) from None
+            raise
+        except errors.GenericError as error:
+            text = str(error)
+            if _OS_ERROR.search(_first_line(error)) and self.folder is not None:
+                raise self._refused(what, error) from None
+            if _NO_ACCESS.search(text) and "code: 429" not in text and "code: 408" not in text:
+                raise self._refused(what, error) from None
+            raise StoreUnavailable(
+                f"{self.url}: {what}: {_first_line(error)}; check the network and the store, then "
+                "try again"
+            ) from None
+        except (errors.BaseError, OSError) as error:
+            raise self._refused(what, error) from None
+
+    def _refused(self, what: str, error: Exception) -> StoreRefused:
+        return StoreRefused(
+            f"{self.url}: {what}: {_first_line(error)}; check space, permissions, credentials and "
+            "the name of the bucket or folder"
+        )
+
+
+def _cut(key: str, num_bytes: int, expected: int) -> ObjectDamaged:
+    return ObjectDamaged(f"{key} ends after {num_bytes} bytes, {expected} are expected: altered")
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without obstore's account of its source, and not too long."""
+    return " ".join(str(error).partition("\n\nDebug source")[0].split())[:400]
+
+
+def _folder_of(url: str) -> Path | None:
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://")).absolute()
+    return None if _SCHEME.match(url) else Path(url).absolute()
+
+
+def _load() -> ModuleType:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ModuleNotFoundError:
+        raise ConfigError("stores need obstore: pip install deltasync[store]") from None
+    return obstore

@@ -1,0 +1,99 @@
+"""Stores for tests: a folder, memory of this process, and S3 by a moto server in a process."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3
+
+from deltasync.store.objects import StoreOptions
+
+KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test keeps its objects."""
+
+    url: str
+    options: StoreOptions = field(default_factory=StoreOptions)
+    folder: Path | None = None
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """The endpoint of a moto server in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def bucket(endpoint: str) -> str:
+    """The name of a new, empty bucket."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    client(endpoint).create_bucket(Bucket=name)
+    return name
+
+
+def client(endpoint: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+
+
+def s3_place(endpoint: str, *, via: str | None = None, **options: Any) -> Place:
+    """An empty bucket; requests go to `via`, if that is given."""
+    config = {"endpoint": via or endpoint, **KEYS}
+    return Place(f"s3://{bucket(endpoint)}/models", StoreOptions(config=config, **options))
+
+
+def memory_place() -> Place:
+    return Place(f"memory://{uuid.uuid4().hex}")
+
+
+def local_place(folder: Path) -> Place:
+    return Place(str(folder), folder=folder)
+
+
+def wait_until(done: object, *, timeout_s: float = 30.0) -> None:
+    """Return when `done()` is true."""
+    assert callable(done)
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
