@@ -22,6 +22,7 @@
     - WrongStream                  the frame belongs to another training run; rejoin
     - ProtocolViolation            the peer sent what does not belong there; rejoin
     - DigestMismatch               the weights are not what the sender says; rejoin
+      * WrongBase                  a delta was made from other old values; rejoin
     - DirtyReceiver                the weights may mix two versions or be corrupted; rejoin
     - Refused                      the sender turned it away; .kind, .message say why
     - SyncAborted                  no receiver took the version; nothing is lost, send again
@@ -158,6 +159,14 @@ class ProtocolViolation(SyncError):
 
 class DigestMismatch(SyncError):
     """The weights are not, or would not become, what the sender says they are."""
+
+
+class WrongBase(DigestMismatch):
+    """A delta whose values are told by how they differ from others than those held.
+
+    Raised before anything of its bucket is written. Rejoin for a full sync; of a patch file, find
+    the weights that it was made from.
+    """
 
 
 class DirtyReceiver(SyncError):

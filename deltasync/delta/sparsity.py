@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, WireReader, dtype_of, torch_dtype
+from deltasync.delta.codecs.steps import in_order
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.kernels.host import unsigned
 from deltasync.delta.patch import chunk_numel_on
@@ -123,7 +124,7 @@ class _Chunk:
 
     def _steps(self) -> Counts:
         """int[k]: signed distances in ULPs, cut off where nobody counts them."""
-        old, new = (_ordered(bits, self.dtype) for bits in (self.old, self.new))
+        old, new = (in_order(unsigned(bits), self.dtype) for bits in (self.old, self.new))
         if self.dtype.item_size < 8:
             return new - old
         is_up = new > old
@@ -159,18 +160,6 @@ class _Chunk:
             "u8 gap + u8 step": len(b"".join(small)),
             "u8 gap + u8 step, zstd": _compressed(*small),
         }
-
-
-def _ordered(bits: Tensor, dtype: Dtype) -> Counts:
-    """int32[n], or int64[n] of wide dtypes: in the order of the values, neighbours one apart."""
-    array, sign = unsigned(bits), 8 * dtype.item_size - 1
-    wide = np.int32 if dtype.item_size <= 2 else np.int64
-    if dtype.name.startswith(("uint", "bool", "float8_e8m0")):
-        return array.view(np.int64) ^ -(1 << sign) if sign == 63 else array.astype(wide)
-    signed = array.view(f"i{array.itemsize}")
-    if dtype.is_floating:  # where negative ones count down: all bits but the sign the other way
-        signed = signed ^ (signed >> sign & (1 << sign) - 1)
-    return signed.astype(wide)
 
 
 def _gap_bytes(gaps: Counts, width: int) -> bytes:

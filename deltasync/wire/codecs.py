@@ -16,14 +16,18 @@ class IndexCodec(IntEnum):
 
     NONE = 0
     RAW = RAW  # int32 each
-    # 2 gap, 3 block, 4 class: reserved
+    GAP = 2  # how many are unchanged before each that is not
+    BLOCK = 3  # offsets of a fixed width in independent blocks
+    CLASS = 4  # ranks among the elements whose old values are of one class
 
 
 class ValueCodec(IntEnum):
     """How values are written."""
 
     RAW = RAW  # the elements' bytes
-    # 2 ulp, 3 class: reserved
+    ULP = 2  # a byte that says how far the new value is from the old one
+    CLASS = 3  # the same in few bits, by the class of the old value
+    BLOCK = 4  # the same in few bits of a fixed width
 
 
 INDEX_ITEM_BYTES = 4  # of the raw index codec
