@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
-
-from deltasync.demo.task import SortTask
 
 
 def has_fast_bf16() -> bool:
@@ -28,6 +27,19 @@ class PolicySize:
     width: int = 256
     num_heads: int = 4
     num_layers: int = 4
+
+
+class Task(Protocol):
+    """What a policy is made for."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def answer_length(self) -> int: ...
 
 
 class Cache:
@@ -84,7 +96,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """A transformer whose input and output embeddings are tied."""
 
-    def __init__(self, task: SortTask, size: PolicySize) -> None:
+    def __init__(self, task: Task, size: PolicySize) -> None:
         super().__init__()
         self.answer_length = task.answer_length
         self.embedding = nn.Embedding(task.vocabulary_size, size.width)
