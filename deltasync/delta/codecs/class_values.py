@@ -1,0 +1,135 @@
+"""The value block of `class`: how far elements moved, by the exponents of the old ones.
+
+Elements are ordered by class, then by position. Written are the directions of all moves; which of
+them are longer than one, as `subsets` does; and how much longer than two these are, by Rice's code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltasync.delta.codecs import class_keys
+from deltasync.delta.codecs.base import Bits, Block, unsigned_dtype
+from deltasync.delta.codecs.bitstream import (
+    MAX_WIDTH,
+    ByteReader,
+    FieldReader,
+    Ints,
+    UnaryReader,
+    Words,
+    pack_fields,
+    pack_unary,
+    varints,
+)
+from deltasync.delta.codecs.class_keys import Keys
+from deltasync.delta.codecs.subsets import Segments
+from deltasync.dtypes import Dtype
+from deltasync.errors import InvalidTable, TruncatedFrame
+
+_ESCAPE = 24  # the quotient of a length that is written as it is
+_COST_OF_CLASS = 40.0  # bits in the header
+
+
+def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
+    """The block of zigzag steps, unsigned[n], of elements with old bits, unsigned[n]."""
+    keys = class_keys.keys(old, dtype)
+    firsts, parameters = _fit(keys, _lengths(steps, dtype), dtype)
+    order, sizes = _order(keys, firsts, dtype)
+    steps = steps[order]
+    lengths, downwards = _lengths(steps, dtype), steps.astype(np.uint8) & 1
+    longer = np.flatnonzero(lengths > 1)
+    ends = np.cumsum(sizes)
+    chosen = np.diff(np.searchsorted(longer, ends), prepend=0)
+    quotients, remainders, widths = Segments.of(sizes, chosen).coded(longer)
+    excess, each = lengths[longer] - np.uint64(2), np.repeat(parameters, chosen)
+    over = excess >> each.astype(np.uint64)
+    is_escaped = over >= _ESCAPE
+    each = np.where(is_escaped, 0, each)
+    low = excess & ((np.uint64(1) << each.astype(np.uint64)) - np.uint64(1))
+    unary = pack_unary(
+        np.concatenate([quotients, np.minimum(over, np.uint64(_ESCAPE)).astype(np.int64)])
+    )
+    fields = pack_fields(np.concatenate([remainders, low]), np.concatenate([widths, each]))
+    numbers = np.stack([chosen, parameters], 1).ravel().tolist()
+    header = class_keys.write_firsts(firsts) + varints(*numbers, len(unary), len(fields))
+    escapes = excess[is_escaped].astype(unsigned_dtype(dtype)).tobytes()
+    directions = np.packbits(downwards, bitorder="little").tobytes()
+    return header + directions + unary + fields + escapes
+
+
+def decode(block: Block, old: Bits, dtype: Dtype) -> Bits:
+    """unsigned[n]: the zigzag steps. Raises WireError for a block that `encode` cannot make."""
+    reader = ByteReader(block)
+    firsts = class_keys.read_firsts(reader, dtype)
+    order, sizes = _order(class_keys.keys(old, dtype), firsts, dtype)
+    numbers = [(reader.varint(), reader.varint()) for _ in firsts]
+    chosen, parameters = (np.array(column, np.int64) for column in zip(*numbers, strict=True))
+    if parameters.max() > MAX_WIDTH:
+        raise InvalidTable(f"lengths have {parameters.max()} low bits; {MAX_WIDTH} are the most")
+    unary_bytes, field_bytes = reader.varint(), reader.varint()
+    downwards = np.unpackbits(reader.take((len(old) + 7) // 8), bitorder="little")[: len(old)]
+    unary = UnaryReader(reader.take(unary_bytes))
+    fields = FieldReader(reader.take(field_bytes))
+    longer = Segments.of(sizes, chosen).decoded(unary, fields)
+    lengths = np.ones(len(old), np.uint64)
+    lengths[longer] = _excess(np.repeat(parameters, chosen), unary, fields, reader, dtype)
+    lengths[longer] += np.uint64(2)
+    steps = np.empty(len(old), unsigned_dtype(dtype))
+    steps[order] = ((lengths << np.uint64(1)) - downwards).astype(steps.dtype)
+    return steps
+
+
+def _excess(
+    parameters: Ints, unary: UnaryReader, fields: FieldReader, reader: ByteReader, dtype: Dtype
+) -> Words:
+    """uint64[n]: by how much lengths exceed 2. Raises WireError."""
+    over = unary.take(len(parameters))
+    if (over > _ESCAPE).any():
+        raise InvalidTable(f"a quotient over {_ESCAPE}")
+    is_escaped = over == _ESCAPE
+    widths = np.where(is_escaped, 0, parameters)
+    excess = (over << widths).astype(np.uint64) + fields.take(widths)
+    unary.finish()
+    fields.finish()
+    escapes = reader.rest()
+    if len(escapes) != (wanted := np.count_nonzero(is_escaped) * dtype.item_size):
+        raise TruncatedFrame(f"{len(escapes)} bytes of long steps, not {wanted}")
+    excess[is_escaped] = np.ascontiguousarray(escapes).view(unsigned_dtype(dtype))
+    return excess
+
+
+def _lengths(steps: Bits, dtype: Dtype) -> Words:
+    """uint64[n]: how far zigzag steps go. To stay goes as far as possible upwards: around."""
+    farthest = np.uint64(1 << 8 * dtype.item_size - 1)
+    one = steps.dtype.type(1)
+    return np.where(steps == 0, farthest, (steps >> one) + (steps & one))
+
+
+def _order(keys: Keys, firsts: list[int], dtype: Dtype) -> tuple[Ints, Ints]:
+    """int64[n] positions by class and position, and int64[classes] sizes."""
+    classes = class_keys.table(firsts, dtype).take(keys)
+    return np.argsort(classes, kind="stable"), np.bincount(classes, minlength=len(firsts))
+
+
+def _fit(keys: Keys, lengths: Words, dtype: Dtype) -> tuple[list[int], Ints]:
+    """The first keys of the classes that make the block short, and their Rice parameters."""
+    number = class_keys.num_keys(dtype)
+    found = np.bincount(keys, minlength=number)
+    begin, end = class_keys.window(found)
+    places = np.maximum(keys, begin).astype(np.int64) - begin
+    is_longer = lengths > 1
+    excess, at = lengths[is_longer] - np.uint64(2), places[is_longer]
+    most = min(int(excess.max(initial=0)).bit_length(), MAX_WIDTH)
+    costs = np.zeros((end - begin, most + 1))
+    escape = 8 * dtype.item_size
+    for k in range(most + 1):
+        over = excess >> np.uint64(k)
+        bits = np.where(over < _ESCAPE, over + np.uint64(1 + k), np.uint64(_ESCAPE + 1 + escape))
+        costs[:, k] = np.bincount(at, bits.astype(np.float64), end - begin)
+    sums = class_keys.spans(costs)
+    few = class_keys.spans(np.bincount(at, minlength=end - begin).astype(np.float64))
+    many = class_keys.spans(np.bincount(places, minlength=end - begin).astype(np.float64))
+    firsts = class_keys.divide(class_keys.entropy(few, many) + sums.min(2) + _COST_OF_CLASS)
+    stops = [*firsts[1:], end - begin]
+    parameters = [int(sums[i, j].argmin()) for i, j in zip(firsts, stops, strict=True)]
+    return [0] + [first + begin for first in firsts[1:]], np.array(parameters, np.int64)
