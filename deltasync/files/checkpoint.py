@@ -30,7 +30,7 @@ _CONVERT = (
     "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
 )
 _LENGTH_BYTES = 8  # a file begins with the length of its header
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -303,6 +303,6 @@ def _is_pickle(file: Path) -> bool:
 
 def _known(file: Path, name: str, dtype: str) -> Dtype:
     try:
-        return dtypes.BY_NAME[_DTYPES[dtype]]
+        return dtypes.BY_NAME[SAFETENSORS_DTYPES[dtype]]
     except KeyError:
         raise ConfigError(f"{file}: {name!r} is {dtype}, which deltasync does not send") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from itertools import pairwise
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -17,9 +18,10 @@ from deltasync.store.keys import ObjectKey, RunId
 from deltasync.wire.messages import Count, Digest, Version
 
 FORMAT = 1
-MAX_MANIFEST_BYTES = 4 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 16384  # of a way, such as an anchor of as many shards
 MAX_WAYS = 64  # in one manifest
+MAX_CHANGED = 1 << 20  # parameters
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Label = Annotated[str, Field(min_length=1, max_length=256)]
@@ -103,6 +105,8 @@ class Manifest(Written):
         layout_hash: Names its parameters, see `layout_key`.
         numel: Elements of the model.
         nnz: Elements that differ from the parent's; `numel` if that is not known.
+        changed: (number of a parameter, its digest) of each that differs from the parent, in
+            order; of all, if there is no parent, or it has another layout, or that is not known.
     """
 
     kind: Literal["version"] = "version"
@@ -112,6 +116,7 @@ class Manifest(Written):
     layout_hash: Sha256
     numel: Count
     nnz: Count
+    changed: Annotated[tuple[tuple[Count, Digest], ...], Field(max_length=MAX_CHANGED), FailFast()]
 
     @model_validator(mode="after")
     def _check_bases(self) -> Self:
@@ -122,6 +127,9 @@ class Manifest(Written):
             _check_way(way, self.version, before)
         if self.nnz > self.numel:
             raise ValueError("nnz is more than numel")
+        numbers = [number for number, _ in self.changed]
+        if any(one >= other for one, other in pairwise(numbers)):
+            raise ValueError("changed is not in order")
         return self
 
 

@@ -131,6 +131,11 @@ class LocalWeights(Weights):
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """The ledger knows all."""
 
+    @property
+    def snapshot(self) -> Backend:
+        """What the next delta is taken against. Not owned. Raises ConfigError before a capture."""
+        return self._held
+
     @contextmanager
     def one_call(self, on_source_read: Callable[[], None] | None) -> Iterator[None]:
         """What is done inside is one call of `WeightSender.send_weights`.

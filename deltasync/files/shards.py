@@ -1,0 +1,107 @@
+"""Plain safetensors of weights that are read piece by piece: no tensor has to be in host memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltasync.errors import ConfigError
+from deltasync.files.checkpoint import INDEX, SAFETENSORS_DTYPES
+from deltasync.wire.messages import ParameterSpec
+
+_PIECE_BYTES = 16 << 20
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+_NAMES = {name: text for text, name in SAFETENSORS_DTYPES.items()}
+
+ReadBits = Callable[[int, int, int], Tensor]
+"""(parameter, start, stop) -> int[stop - start], bits of consecutive elements, on any device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of several.
+
+    Attributes:
+        name: Of the file.
+        numbers: The parameters in it, by their place in the layout, in the order of the file.
+        header: The bytes before the tensors.
+        num_bytes: Of the file.
+    """
+
+    name: str
+    numbers: tuple[int, ...]
+    header: bytes
+    num_bytes: int
+
+    def pieces(self, specs: Sequence[ParameterSpec], read: ReadBits) -> Iterator[memoryview]:
+        """The bytes of the file, piece by piece. Each is valid until the next is asked for."""
+        yield memoryview(self.header)
+        for number in self.numbers:
+            spec = specs[number]
+            step = _PIECE_BYTES // spec.dtype.item_size
+            for start in range(0, spec.numel, step):
+                bits = read(number, start, min(start + step, spec.numel)).cpu().contiguous()
+                yield bits.numpy().data.cast("B")
+
+
+def shards_of(specs: Sequence[ParameterSpec], *, max_bytes: int) -> list[Shard]:
+    """Split a model into files. Names are those that transformers writes.
+
+    Args:
+        specs: The layout; a tied tensor is written once, by its canonical name.
+        max_bytes: Of the tensors in a file. A larger tensor has a file of its own.
+
+    Raises ConfigError for a name that safetensors reserves.
+    """
+    groups: list[list[int]] = [[]]
+    room = max_bytes
+    for number, spec in enumerate(specs):
+        if spec.name == _METADATA:
+            raise ConfigError(f"{_METADATA!r} cannot be the name of a tensor in safetensors")
+        num_bytes = _bytes_of(spec)
+        if num_bytes > room and groups[-1]:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(number)
+        room -= num_bytes
+    if len(groups) == 1:
+        return [_shard("model.safetensors", groups[0], specs)]
+    names = (f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1))
+    return [_shard(name, group, specs) for name, group in zip(names, groups, strict=True)]
+
+
+def index_of(shards: Sequence[Shard], specs: Sequence[ParameterSpec]) -> tuple[str, bytes] | None:
+    """(name, bytes) of the index of several files; None for a single one, which needs none."""
+    if len(shards) == 1:
+        return None
+    places = {specs[number].name: shard.name for shard in shards for number in shard.numbers}
+    total = sum(map(_bytes_of, specs))
+    data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return INDEX, json.dumps(data, indent=2).encode() + b"\n"
+
+
+def _shard(name: str, numbers: list[int], specs: Sequence[ParameterSpec]) -> Shard:
+    # Larger elements first, so that each tensor is aligned.
+    ordered = sorted(numbers, key=lambda number: -specs[number].dtype.item_size)
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for number in ordered:
+        spec = specs[number]
+        begin, end = end, end + _bytes_of(spec)
+        entries[spec.name] = {
+            "dtype": _NAMES[spec.dtype.name],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(_ALIGNMENT, "little") + text
+    return Shard(name, tuple(ordered), header, len(header) + end)
+
+
+def _bytes_of(spec: ParameterSpec) -> int:
+    return spec.numel * spec.dtype.item_size

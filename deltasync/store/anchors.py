@@ -1,0 +1,59 @@
+"""Anchors: a whole version as plain safetensors, uploaded as it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from deltasync.files.shards import ReadBits, Shard, index_of, shards_of
+from deltasync.store import keys
+from deltasync.store.manifest import StoredFile, Way, sha256_of
+from deltasync.store.objects import Objects
+from deltasync.wire.messages import ParameterSpec
+
+
+def write_anchor(
+    objects: Objects,
+    version: int,
+    specs: Sequence[ParameterSpec],
+    read: ReadBits,
+    *,
+    max_file_bytes: int,
+) -> Way:
+    """Write all weights of a version.
+
+    Args:
+        objects: Of the run.
+        version: Which version the weights are.
+        specs: The layout.
+        read: Reads the weights, which must not change meanwhile.
+        max_file_bytes: Tensors of one file, in bytes.
+
+    Raises:
+        StoreError: It was not written as a whole. What was written of it is no part of a version.
+    """
+    folder = keys.anchor_folder(version)
+    shards = shards_of(specs, max_bytes=max_file_bytes)
+    files = [_write(objects, f"{folder}/{shard.name}", shard, specs, read) for shard in shards]
+    if (index := index_of(shards, specs)) is not None:
+        name, data = index
+        objects.put(f"{folder}/{name}", data)
+        files.append(StoredFile(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_of(data)))
+    payload_bytes = sum(shard.num_bytes for shard in shards)
+    return Way(kind="anchor", base=None, files=tuple(files), codecs={"safetensors": payload_bytes})
+
+
+def _write(
+    objects: Objects, key: str, shard: Shard, specs: Sequence[ParameterSpec], read: ReadBits
+) -> StoredFile:
+    sha256 = hashlib.sha256()
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal sha256
+        sha256 = hashlib.sha256()  # it may be written a second time
+        for piece in shard.pieces(specs, read):
+            sha256.update(piece)
+            yield piece
+
+    objects.write(key, pieces)
+    return StoredFile(key=key, bytes=shard.num_bytes, sha256=sha256.hexdigest())

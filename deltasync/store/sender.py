@@ -1,0 +1,400 @@
+"""The trainer's end of a store: compares, writes a delta, and publishes its manifest."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from deltasync.delta.backend import Delta
+from deltasync.delta.digests import DigestLedger, Ints, digest_text
+from deltasync.delta.options import OptionsModel
+from deltasync.errors import ConfigError, StoreError
+from deltasync.store import keys
+from deltasync.store.anchors import write_anchor
+from deltasync.store.catalogue import Published, record_of
+from deltasync.store.manifest import Manifest, Way
+from deltasync.store.objects import Objects, StoreOptions
+from deltasync.store.spool import Spool
+from deltasync.store.writer import Changed, RunWriter
+from deltasync.sync.arguments import check_options, check_source
+from deltasync.sync.options import SenderOptions
+from deltasync.sync.protocol.links import OneCaller
+from deltasync.sync.protocol.one_way import one_way_frames
+from deltasync.sync.source.layout import SentLayout
+from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights, OwnWeights
+
+logger = logging.getLogger(__name__)
+
+
+class PublishOptions(OptionsModel):
+    """What a store gets besides deltas."""
+
+    anchor_every: int = Field(
+        default=64, ge=1, description="versions from one anchor to the next, at most"
+    )
+    anchor_file_bytes: int = Field(
+        default=5_000_000_000, ge=1, description="tensors in one file of an anchor"
+    )
+    writer: str | None = Field(
+        default=None, max_length=200, description="names the writer to people; None for its host"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishStats:
+    """One call of `publish`.
+
+    Attributes:
+        version: The version that the store has now.
+        base_version: The version that the delta fits on; None if there is no delta.
+        kind: "delta"; "anchor" for all weights; "unchanged" if the store has these weights already,
+            as when a trainer starts again where it stopped.
+        digest: State digest of the version.
+        numel: Elements of the model.
+        nnz: Elements that differ from the version before.
+        delta_bytes, anchor_bytes: Of the objects written.
+        dense_bytes: Bytes of all values.
+        codecs: Payload bytes by codec.
+        diff_s: To compare.
+        upload_s: To pack and to write.
+        total_s: The whole call.
+        postponed: What was to be written besides and could not be, and why. The next call tries it
+            again; the version itself is complete.
+    """
+
+    version: int
+    base_version: int | None
+    kind: Literal["delta", "anchor", "unchanged"]
+    digest: int
+    numel: int
+    nnz: int
+    delta_bytes: int
+    anchor_bytes: int
+    dense_bytes: int
+    diff_s: float
+    upload_s: float
+    total_s: float
+    codecs: dict[str, int] = field(default_factory=dict)
+    postponed: str = ""
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that changed, 0 to 1."""
+        return self.nnz / self.numel if self.numel else 0.0
+
+    def __str__(self) -> str:
+        """One line, as it is logged."""
+        return (
+            f"v{self.version}: {self.kind}, {self.density:.2%} of {self.numel:,} elements, "
+            f"{self.delta_bytes + self.anchor_bytes:,} bytes, {self.total_s * 1e3:.1f} ms"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A version whose manifest may be in the store."""
+
+    manifest: Manifest
+    delta: Delta | None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What readers who begin at the last anchor have to fetch besides."""
+
+    versions: int = 0
+    num_bytes: int = 0
+    has_anchor: bool = False
+
+    def add(self, way: Way) -> None:
+        """One more version, by this way."""
+        self.versions += 1
+        self.num_bytes += way.num_bytes
+
+
+class StoreSender:
+    """Publishes the trainer's weights to a store, one version a call.
+
+    The first call compares the newest version of the run with the weights: if they are the same,
+    the chain goes on, otherwise all weights are published as an anchor. Later calls publish deltas.
+    A version exists when its manifest does; if a call fails before that, readers keep what they
+    have, and the next call covers it. Use it from one thread. The source must not change during
+    `publish`.
+
+    Args:
+        source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
+            their own options.
+        url: Where the store is, see `Objects`. It may name the run, by its folder.
+        options: As of a `WeightSender`; payloads are compressed by default. `stream_id` names the
+            run: a trainer that is started again goes on with it by this name. None for a new run.
+        store: How the store is reached.
+        publishing: When anchors are written.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        StoreError: The store cannot be reached.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | LocalWeights,
+        url: str | Path,
+        *,
+        options: SenderOptions | None = None,
+        store: StoreOptions | None = None,
+        publishing: PublishOptions | None = None,
+    ) -> None:
+        check_options(options, SenderOptions)
+        check_options(store, StoreOptions)
+        check_options(publishing, PublishOptions)
+        self.publishing = publishing or PublishOptions()
+        self._weights = _weights_of(source, options)
+        objects, run = _run_of(Objects(url, store, make=True), self._weights.options.stream_id)
+        self._writer = RunWriter(objects, run, self.publishing.writer)
+        self._caller = OneCaller("a version is being published; a StoreSender is for one thread")
+        self._pending: _Pending | None = None
+        self._is_started = self._holds_head = False
+        self._chain = _Chain()
+
+    @property
+    def run(self) -> str:
+        """The run's id, by which a trainer that is started again goes on."""
+        return self._writer.run.name
+
+    @property
+    def url(self) -> str:
+        """Of the run: readers take it as it is."""
+        return self._writer.run.objects.url
+
+    @property
+    def version(self) -> int:
+        """The newest version that is known; 0 before the first."""
+        return self._writer.next_version - 1
+
+    def publish(self, *, on_source_read: Callable[[], None] | None = None) -> PublishStats:
+        """Publish the source's current weights as one version.
+
+        Args:
+            on_source_read: Called when the source has been read for the last time. Another thread
+                may change it from then on, while this call uploads.
+
+        Raises:
+            StoreUnavailable, StoreRefused: The version was not published, or its manifest got no
+                answer; the next call finds out, and covers it.
+            WriterConflict: Another writer publishes to this run. This object is of no more use.
+            SourceChanged: The source is no longer the same model; make a new StoreSender.
+        """
+        with self._caller.call(), self._weights.one_call(on_source_read):
+            began = time.perf_counter()
+            self._writer.check_alone()
+            self._settle()
+            stats = self._publish_next(began)
+        logger.info("published %s", stats)
+        return stats
+
+    def _publish_next(self, began: float) -> PublishStats:
+        if not self._holds_head:
+            return self._begin(began)
+        head = self._writer.head
+        assert head is not None
+        delta = self._weights.delta(head.version)
+        compared = time.perf_counter()
+        with Spool() as spool:
+            version = self._writer.next_version
+            digest = self._weights.digests.total
+            spool.take(
+                one_way_frames(
+                    delta,
+                    self._layout.specs,
+                    stream_id=self.run,
+                    version=version,
+                    digest=digest,
+                    compression=self._weights.options.compression,
+                )
+            )
+            self._weights.release()
+            self._writer.put_layout(self._layout)
+            file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
+            way = Way(kind="delta", base=head.version, files=(file,), codecs=dict(spool.codecs))
+        changed = _digests_of(delta.ledger, delta.changed)
+        published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
+        self._chain.add(way)
+        anchor, postponed = self._anchor_if_due()
+        return self._stats(published, "delta", way, anchor, began, compared, postponed)
+
+    def _begin(self, began: float) -> PublishStats:
+        """The first version from here: what the store has, or an anchor."""
+        head = self._writer.start() if not self._is_started else self._writer.head
+        self._is_started = True
+        self._weights.capture(())
+        compared = time.perf_counter()
+        if head is not None and self._is_same(head):
+            self._weights.release()
+            self._holds_head = True
+            self._chain = self._chain_to(head)
+            anchor, postponed = self._anchor_if_due()
+            return self._stats(head, "unchanged", None, anchor, began, compared, postponed)
+        self._weights.release()
+        way = self._write_anchor(self._writer.next_version)
+        ledger = self._weights.digests
+        changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
+        published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
+        self._chain = _Chain(has_anchor=True)
+        return self._stats(published, "anchor", None, way, began, compared, "")
+
+    def _commit(
+        self, ways: list[Way], *, delta: Delta | None, nnz: int, changed: Changed
+    ) -> Published:
+        digest = self._weights.digests.total if delta is None else delta.ledger.total
+        manifest = self._writer.manifest(
+            self._layout, ways, digest=digest, nnz=nnz, changed=changed
+        )
+        self._pending = _Pending(manifest, delta)
+        return self._finish(self._pending)
+
+    def _finish(self, pending: _Pending) -> Published:
+        published = self._writer.commit(pending.manifest)
+        if pending.delta is not None:
+            pending.delta.decided()
+        self._holds_head, self._pending = True, None
+        return published
+
+    def _settle(self) -> None:
+        """Find out what became of a manifest that got no answer: it is put again.
+
+        Weights that were compared meanwhile were compared with the version before.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if not isinstance(self._weights, OwnWeights):
+            self._writer.commit(pending.manifest)
+            self._pending, self._holds_head = None, False
+            return
+        self._finish(pending)
+        if pending.delta is None:
+            self._chain = _Chain(has_anchor=True)
+        else:
+            self._chain.add(pending.manifest.ways[0])
+
+    def _is_same(self, head: Published) -> bool:
+        """Whether the version of the store is what was captured."""
+        is_layout = head.manifest.layout_hash == self._layout.hash
+        return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
+
+    def _chain_to(self, head: Published) -> _Chain:
+        """What there is from the last anchor to a version."""
+        chain, at, run = _Chain(), head, self._writer.run
+        while chain.versions < self.publishing.anchor_every:
+            ways = run.ways(at)
+            if any(way.kind == "anchor" for way in ways):
+                chain.has_anchor = True
+                break
+            chain.add(min(ways, key=lambda way: way.num_bytes))
+            parent = at.manifest.parent
+            found = None if parent is None else run.published(parent.version)
+            if found is None:
+                break
+            at = found
+        return chain
+
+    def _anchor_if_due(self) -> tuple[Way | None, str]:
+        """An anchor of the version just published, and why there is none if one is due."""
+        chain = self._chain
+        if chain.has_anchor and (
+            chain.versions < self.publishing.anchor_every
+            and chain.num_bytes <= self._layout.num_bytes
+        ):
+            return None, ""
+        try:
+            way = self._write_anchor(self.version)
+            self._writer.add_way(way)
+        except StoreError as error:
+            logger.warning("v%d has no anchor yet: %s", self.version, error)
+            return None, f"anchor: {error}"
+        self._chain = _Chain(has_anchor=True)
+        return way, ""
+
+    def _write_anchor(self, version: int) -> Way:
+        self._writer.put_layout(self._layout)
+        flats = self._weights.snapshot.flats
+        return write_anchor(
+            self._writer.run.objects,
+            version,
+            self._layout.specs,
+            lambda number, start, stop: flats[number].read(start, stop),
+            max_file_bytes=self.publishing.anchor_file_bytes,
+        )
+
+    @property
+    def _layout(self) -> SentLayout:
+        layout = self._weights.layout
+        assert layout is not None
+        return layout
+
+    def _stats(
+        self,
+        published: Published,
+        kind: Literal["delta", "anchor", "unchanged"],
+        delta: Way | None,
+        anchor: Way | None,
+        began: float,
+        compared: float,
+        postponed: str,
+    ) -> PublishStats:
+        now, manifest = time.perf_counter(), published.manifest
+        return PublishStats(
+            version=published.version,
+            base_version=None if delta is None else delta.base,
+            kind=kind,
+            digest=int(manifest.digest, 16),
+            numel=manifest.numel,
+            nnz=0 if kind == "unchanged" else manifest.nnz,
+            delta_bytes=0 if delta is None else delta.num_bytes,
+            anchor_bytes=0 if anchor is None else anchor.num_bytes,
+            dense_bytes=self._layout.num_bytes,
+            codecs={} if delta is None else dict(delta.codecs),
+            diff_s=compared - began,
+            upload_s=now - compared,
+            total_s=now - began,
+            postponed=postponed,
+        )
+
+
+def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
+    if not isinstance(source, LocalWeights):
+        check_source(source)
+        return OwnWeights(source, options or SenderOptions(compression="zstd"))
+    if options is not None:
+        raise ConfigError("these weights have options of their own")
+    return source
+
+
+def _run_of(objects: Objects, stream_id: str | None) -> tuple[Objects, str]:
+    """Where a run is, and its id."""
+    record = record_of(objects)
+    if record is not None:
+        if stream_id not in (None, record.run):
+            raise ConfigError(
+                f"{objects.url} is the folder of run {record.run!r}, and `stream_id` is "
+                f"{stream_id!r}: give the folder above it, or no `stream_id`"
+            )
+        return objects, record.run
+    run = keys.check_run(stream_id or uuid.uuid4().hex)
+    return objects.under(run), run
+
+
+def _digests_of(ledger: object, numbers: Ints) -> Changed:
+    """(number, digest) of these parameters."""
+    assert isinstance(ledger, DigestLedger)
+    digests = ledger.by_parameter()
+    return [(int(number), digest_text(int(digests[number]))) for number in numbers]

@@ -1,0 +1,200 @@
+"""The writing end of a run: one version after another, each real once its manifest is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from deltasync.delta.digests import digest_text
+from deltasync.errors import ManifestInvalid, ObjectDamaged, StoreError, WriterConflict
+from deltasync.store import keys
+from deltasync.store.catalogue import Published, Run, layout_bytes, record_of
+from deltasync.store.manifest import (
+    LaterWay,
+    Latest,
+    Manifest,
+    RunRecord,
+    StoredFile,
+    Way,
+    canonical,
+    decode,
+    sha256_of,
+    signed,
+)
+from deltasync.store.objects import Objects
+from deltasync.sync.source.layout import SentLayout
+from deltasync.wire.messages import Count, Digest
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAME = 200  # characters of what people call a writer
+Changed = Sequence[tuple[Count, Digest]]
+
+
+class RunWriter:
+    """Writes manifests. It does not know what weights are.
+
+    Args:
+        objects: Of the run.
+        run: Its id.
+        name: What people call this writer; None for the host and process.
+
+    Attributes:
+        run: To read what is there.
+        head: The version that the next one follows; None before the first.
+        name: Names this writer in all that it writes.
+    """
+
+    def __init__(self, objects: Objects, run: str, name: str | None = None) -> None:
+        self.run = Run(objects, run)
+        self.head: Published | None = None
+        called = name or f"{socket.gethostname()}:{os.getpid()}"
+        self.name = f"{uuid.uuid4().hex} {called[:_MAX_NAME]}"
+        self._lost: str | None = None
+        self._layouts: set[str] = set()
+
+    @property
+    def next_version(self) -> int:
+        """What the next manifest is of. The first version of a run is 1."""
+        return 1 if self.head is None else self.head.version + 1
+
+    def start(self) -> Published | None:
+        """Mark the run, and find its newest version, which is `head` then.
+
+        Raises ManifestInvalid if the folder is another run's.
+        """
+        self.check_alone()
+        objects = self.run.objects
+        record = record_of(objects)
+        if record is None and not objects.create(keys.RUN, canonical(RunRecord(run=self.run.name))):
+            record = record_of(objects)
+        if record is not None and record.run != self.run.name:
+            raise ManifestInvalid(
+                f"{objects.url}: belongs to run {record.run!r}, not to {self.run.name!r}; give "
+                "another URL"
+            )
+        self.head = self.run.newest()
+        return self.head
+
+    def check_alone(self) -> None:
+        """Raise WriterConflict if another writer was found."""
+        if self._lost is not None:
+            raise WriterConflict(self._lost)
+
+    def put_layout(self, layout: SentLayout) -> None:
+        """Write the parameters, which all versions of this layout share."""
+        if layout.hash in self._layouts:
+            return
+        key = keys.layout_key(layout.hash)
+        if not self.run.objects.create(key, layout_bytes(layout.specs)):
+            raise ObjectDamaged(f"{key} was altered: restore it, or begin another run")
+        self._layouts.add(layout.hash)
+
+    def manifest(
+        self, layout: SentLayout, ways: Iterable[Way], *, digest: int, nnz: int, changed: Changed
+    ) -> Manifest:
+        """The manifest of the next version, as `commit` writes it.
+
+        Args:
+            layout: What was `put_layout`.
+            ways: What was written.
+            digest: State digest of the version.
+            nnz, changed: As in `Manifest`.
+        """
+        return signed(
+            Manifest(
+                run=self.run.name,
+                version=self.next_version,
+                writer=self.name,
+                written_at=_now(),
+                parent=None if self.head is None else self.head.as_parent,
+                ways=tuple(ways),
+                digest=digest_text(digest),
+                layout_hash=layout.hash,
+                numel=layout.numel,
+                nnz=nnz,
+                changed=tuple(changed),
+            ),
+            self.run.objects.options.mac,
+        )
+
+    def commit(self, manifest: Manifest) -> Published:
+        """Write a manifest: the version exists, and is `head`. The same one can be tried again.
+
+        Raises:
+            WriterConflict: There is another manifest of this version. This object then does nothing
+                more.
+            StoreUnavailable: The manifest may be there, or may not. Only `commit` of the same one
+                finds out.
+        """
+        self.check_alone()
+        data, key = canonical(manifest), keys.manifest_key(manifest.version)
+        if not self.run.objects.create(key, data):
+            self._lost = self._conflict(manifest)
+            self.discard(file for way in manifest.ways for file in way.files)
+            raise WriterConflict(self._lost)
+        self.head = Published(manifest, sha256_of(data))
+        self._hint(manifest.version)
+        return self.head
+
+    def add_way(self, way: Way) -> None:
+        """Write another way to `head`."""
+        assert self.head is not None
+        self.check_alone()
+        later = LaterWay(
+            run=self.run.name,
+            version=self.head.version,
+            writer=self.name,
+            written_at=_now(),
+            manifest=self.head.sha256,
+            way=way,
+        )
+        data = canonical(signed(later, self.run.objects.options.mac))
+        self.run.objects.create(keys.way_key(later.version), data)
+
+    def discard(self, files: Iterable[StoredFile]) -> None:
+        """Delete objects that no manifest names, as far as that is possible."""
+        for file in files:
+            with suppress(StoreError):
+                self.run.objects.delete(file.key)
+
+    def _conflict(self, manifest: Manifest) -> str:
+        other = "another writer"
+        with suppress(StoreError):
+            found = self.run.published(manifest.version)
+            if found is not None:
+                other = f"writer {found.manifest.writer!r}, at {found.manifest.written_at},"
+        return (
+            f"{self.run.objects.url}: {other} has published v{manifest.version} of run "
+            f"{self.run.name!r}: let one trainer publish to a run, and start this one again"
+        )
+
+    def _hint(self, version: int) -> None:
+        """Move `latest`, which readers begin at. If it stays behind they take some steps more."""
+        objects = self.run.objects
+        record = Latest(run=self.run.name, version=version)
+        try:
+            seen = objects.head(keys.LATEST)
+            if seen is not None and _version_in(objects) >= version:
+                return
+            objects.swap(keys.LATEST, canonical(record), seen)
+        except StoreError as error:
+            logger.warning("%s stays behind v%d: %s", keys.LATEST, version, error)
+
+
+def _version_in(objects: Objects) -> int:
+    """What `latest` says; -1 if nothing of use."""
+    with suppress(ManifestInvalid, ObjectDamaged):
+        data = objects.get(keys.LATEST, max_bytes=1 << 16)
+        if data is not None:
+            return decode(data, Latest, key=keys.LATEST).version
+    return -1
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
