@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deltasync.delta.shard import ShardSpec
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
+    from deltasync.files.export import Exported, export_weights
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
@@ -42,6 +43,7 @@ __all__ = [
     "Costs",
     "DeltaSyncError",
     "DensePatch",
+    "Exported",
     "Flat",
     "Live",
     "Loader",
@@ -72,6 +74,7 @@ __all__ = [
     "WeightTarget",
     "apply_patch",
     "diff",
+    "export_weights",
     "fold",
     "match_parameters",
     "refuse_overlap",
@@ -93,6 +96,7 @@ _HOMES = {
         "delta.shard": "ShardSpec",
         "delta.sparsity": "Sparsity sparsity",
         "errors": "DeltaSyncError",
+        "files.export": "Exported export_weights",
         "sync.group.group": "TrainerGroup",
         "sync.group.rank": "TrainerRank",
         "sync.hook": "StepHook SupportsSendWeights sync_after_step",

@@ -33,7 +33,8 @@ Phase = Callable[[str], Advance]
 """Called with the name of a phase; returns what to call with its progress in bytes."""
 
 
-def _no_phase(_: str) -> Advance:
+def no_phase(_: str) -> Advance:
+    """Report nothing."""
     return lambda num_bytes: None
 
 
@@ -54,7 +55,7 @@ class PatchSummary:
 
 
 def write_patch(
-    old: Checkpoint, new: Checkpoint, path: str | Path, *, phase: Phase = _no_phase
+    old: Checkpoint, new: Checkpoint, path: str | Path, *, phase: Phase = no_phase
 ) -> PatchSummary:
     """Write the patch file that makes `old` bit-identical to `new`.
 
@@ -135,7 +136,7 @@ class PatchFile:
 
 
 def apply_patch_file(
-    patch: PatchFile, checkpoint: Checkpoint, out: str | Path, *, phase: Phase = _no_phase
+    patch: PatchFile, checkpoint: Checkpoint, out: str | Path, *, phase: Phase = no_phase
 ) -> int:
     """Write a new checkpoint: `checkpoint` with the patch applied. Returns its state digest.
 

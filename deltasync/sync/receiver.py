@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from deltasync.delta.backend import Backend
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.digests import digest_text
 from deltasync.errors import (
@@ -27,7 +29,7 @@ from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller, ReceiverLinks
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.bound import BoundWeights
+from deltasync.sync.target.bound import BoundWeights, Follower
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
@@ -360,6 +362,8 @@ class WeightReceiver(Closing):
         match message:
             case messages.Layout():
                 self._bind(message)
+            case messages.Welcome() if self._session.state is ReceiverState.READY:
+                self._weights.proved = self._weights.backend.ledger
             case messages.Upcoming() if not self._session.detached:
                 self._weights.check_early()
             case messages.Begin() if self._session.declined is None:
@@ -438,3 +442,43 @@ class WeightReceiver(Closing):
                     self._reply(failed)
             finally:
                 self._links.disconnect()
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """Weights whose digests are those of a version.
+
+    Attributes:
+        stream_id, version: Of which training run, and which version.
+        backend: The weights and their digests. Not owned.
+    """
+
+    stream_id: str
+    version: int
+    backend: Backend
+
+
+@contextmanager
+def proved(receiver: WeightReceiver) -> Iterator[Proved]:
+    """Inside, the weights of the version held stay as they are: syncs, and `detach`, wait.
+
+    Raises:
+        DirtyReceiver: The weights may mix two versions.
+        CallOrderError: No version is held, or the one that is held is not known for certain now.
+    """
+    with receiver._lock:
+        receiver.check_serving()
+        session, weights = receiver._session, receiver._weights
+        if session.version is None or session.stream_id is None:
+            raise CallOrderError(f"{receiver.name} holds no version yet: receive one first")
+        if session.detached or weights.may_differ:
+            raise CallOrderError(f"the weights of {receiver.name} are detached: attach and rejoin")
+        if session.state is ReceiverState.COMMITTED or not weights.are_proved:
+            raise CallOrderError(f"{receiver.name} is between two versions: try again after it")
+        receiver._synchronize()
+        yield Proved(session.stream_id, session.version, weights.backend)
+
+
+def follow(receiver: WeightReceiver, follower: Follower) -> None:
+    """Let `follower` hear of each sync that comes from now on."""
+    receiver._weights.follower = follower

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from deltasync.delta.backend import Applier, Backend, backend_for
-from deltasync.delta.bucket import BucketReader
+from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import chunk_numel_on
@@ -34,6 +34,24 @@ from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
 _MIN_STAGED_BYTES = 64 << 20
 _T = TypeVar("_T")
+
+
+class Follower(Protocol):
+    """What hears of each sync that comes into the weights, in the thread that brings it."""
+
+    def begin(self, begin: Begin, *, is_staged: bool) -> None:
+        """A sync begins; unless it is staged, it is written as it comes."""
+        ...
+
+    def take(self, rows: ReadBucket) -> None:
+        """A bucket of it has been checked and staged. Its payload is valid during the call."""
+        ...
+
+    def written(self) -> None:
+        """The sync is written and read back."""
+        ...
+
+
 _EARLY_S = 1.0  # an early check of storage counts for so long
 
 
@@ -82,6 +100,8 @@ class BoundWeights:
         backend: What works on the weights. Its ledger is replaced by a sync's own when that is
             written.
         staging: What brings the sync under way into the weights; None if there is none.
+        proved: The digests of the version that was last joined or committed, over all that is held.
+        follower: What hears of each sync; None, the default, if nothing does.
         may_differ: Whether the weights may have been changed or moved; `are_kept` looks.
         still_since: Since when no storage is replaced, by the monotonic clock, so that it can be
             checked before it is written; infinite if it may be replaced at any time.
@@ -94,6 +114,8 @@ class BoundWeights:
         self.backend: Backend = HostBackend({}, DigestLedger((), chunk_numel=1))
         self._before = self.backend.ledger  # what `undo` goes back to
         self.staging: Applier | None = None
+        self.proved: DigestLedger | None = None
+        self.follower: Follower | None = None
         self.may_differ = False
         self._buckets = BucketReader(())
         self._scrubbed = 0  # the chunk after the last one
@@ -129,6 +151,18 @@ class BoundWeights:
         self._max_sync_bytes = sum(
             spec.numel * (INDEX_ITEM_BYTES + spec.dtype.item_size) for spec in specs
         )
+
+    @property
+    def are_proved(self) -> bool:
+        """Whether the weights have the digests of the version that was last joined or committed.
+
+        Not so from the moment when they are bound for another version until that is committed.
+        """
+        now, then = self.backend.ledger, self.proved
+        if then is None or now is then:
+            return then is not None
+        is_same = now.specs == then.specs and now.chunk_numel == then.chunk_numel
+        return is_same and np.array_equal(now.sums, then.sums)
 
     def held(self, *, half_written: bool) -> Held:
         """What the sender hears of these weights."""
@@ -218,6 +252,8 @@ class BoundWeights:
                 max_bytes=self._max_staged_bytes,
                 writing=self._writing,
             )
+        if self.follower is not None:
+            self.follower.begin(begin, is_staged=not self.staging.in_place)
         self.check_early()
 
     def stage(
@@ -235,6 +271,8 @@ class BoundWeights:
         rows = self._buckets.unpack(bucket, payload, lane=lane)
         progress()
         self.staging.stage_bucket(rows)
+        if self.follower is not None:
+            self.follower.take(rows)
         progress()
 
     def reached(self) -> list[tuple[int, int]]:
@@ -278,7 +316,9 @@ class BoundWeights:
         except BaseException:
             self.undo()
             raise
-        self.backend.ledger = staging.ledger
+        self.backend.ledger = self.proved = staging.ledger
+        if self.follower is not None:
+            self.follower.written()
         return digest, time.perf_counter() - began
 
     def undo(self) -> None:
@@ -287,7 +327,7 @@ class BoundWeights:
         with suppress(DeltaSyncError, RuntimeError, MemoryError):  # torch's own are RuntimeErrors
             self.staging.undo()
             self.target.finish()
-            self.backend.ledger = self._before
+            self.backend.ledger = self.proved = self._before
             self._on("restored")
 
     def _writing(self) -> None:

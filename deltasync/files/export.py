@@ -1,0 +1,206 @@
+"""What a receiver proved to hold, as a checkpoint in safetensors: it restores a lost trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltasync.delta.backend import Backend
+from deltasync.delta.bits import Live, integer_dtype, torch_dtype
+from deltasync.delta.digests import digest_text
+from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
+from deltasync.files.checkpoint import INDEX, Checkpoint
+from deltasync.files.comparing import Advance, measure_digests
+from deltasync.files.frame_file import appearing, refuse_existing
+from deltasync.files.patch_file import Phase, no_phase
+from deltasync.sync.receiver import WeightReceiver, proved
+from deltasync.sync.target.base import some_of
+from deltasync.wire.messages import ParameterSpec
+
+_SHARD_BYTES = 1 << 30  # of a file, and of host memory
+_STEP = 1 << 22  # elements read at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A checkpoint that was written.
+
+    Attributes:
+        stream_id, version: Of which training run, and which version of it.
+        digest: The state digest of the weights, and of the files.
+        num_bytes: Bytes of all tensors.
+        num_tensors: Number of tensors, each tied group once.
+        files: The files that hold them.
+    """
+
+    stream_id: str
+    version: int
+    digest: int
+    num_bytes: int
+    num_tensors: int
+    files: tuple[Path, ...]
+
+
+def export_weights(
+    receiver: WeightReceiver,
+    path: str | Path,
+    *,
+    shard_bytes: int = _SHARD_BYTES,
+    phase: Phase = no_phase,
+) -> Exported:
+    """Write the version that a receiver holds as a safetensors checkpoint.
+
+    The tensors have the names, shapes and dtypes in which the trainer sends them, and its bits, in
+    whatever form the engine holds them. What lies in the files is compared with the digests that
+    the receiver has proved. A tied tensor is written once, under its first name; the metadata of
+    its file has the others, as `safetensors.torch.load_model` reads them.
+
+    Syncs wait while the weights are read, not while the files are checked. Host memory beyond the
+    weights is one file's.
+
+    Args:
+        receiver: Of an engine of one rank that holds all that is sent. It may be in use by another
+            thread, and its trainer may be gone.
+        path: The new folder. It appears when everything is written, or not at all.
+        shard_bytes: Size of a file; a larger tensor has a file of its own.
+        phase: Called to report progress.
+
+    Raises:
+        DirtyReceiver: The weights may mix two versions.
+        CallOrderError: No version is held, or the weights are detached or between two versions.
+        LayoutMismatch: The rank holds a part of a parameter, or not all parameters.
+        DigestMismatch: The weights are not those of the version: something else wrote them.
+        ConfigError: The folder exists or cannot be written, or a disk is full.
+    """
+    out = Path(path)
+    refuse_existing(out)
+    with appearing(out) as made:
+        made.mkdir()
+        with proved(receiver) as held:
+            specs, flats = held.backend.ledger.specs, held.backend.flats
+            check_whole(specs, flats)
+            digest = held.backend.ledger.total
+            advance = phase("writing")
+            files = _write(specs, held.backend, made, shard_bytes=shard_bytes, advance=advance)
+            stream_id, version = held.stream_id, held.version
+        _check(made, digest, advance=phase("verifying"))
+    return Exported(
+        stream_id=stream_id,
+        version=version,
+        digest=digest,
+        num_bytes=sum(spec.numel * spec.dtype.item_size for spec in specs),
+        num_tensors=len(specs),
+        files=tuple(out / name for name in files),
+    )
+
+
+def check_whole(specs: Sequence[ParameterSpec], flats: Mapping[int, Live]) -> None:
+    """Raise LayoutMismatch, by name, unless all elements of these parameters are held."""
+    if missing := [spec.name for number, spec in enumerate(specs) if number not in flats]:
+        raise LayoutMismatch(f"this rank does not hold {some_of(missing)}: {_ELSEWHERE}")
+    for number, spec in enumerate(specs):
+        if flats[number].held(0, 0) is not None:
+            count = f"{flats[number].numel} of {spec.numel} elements of {spec.name!r}"
+            raise LayoutMismatch(f"this rank holds {count}: {_ELSEWHERE}")
+
+
+def _write(
+    specs: Sequence[ParameterSpec],
+    backend: Backend,
+    folder: Path,
+    *,
+    shard_bytes: int,
+    advance: Advance,
+) -> list[str]:
+    """Write the files of a checkpoint. Returns their names."""
+    save_file, error_type = _library()
+    shards = _shards(specs, shard_bytes)
+    names, weight_map = list[str](), dict[str, str]()
+    for number, shard in enumerate(shards, start=1):
+        of_all = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        names.append(f"model{of_all}.safetensors")
+        tensors: dict[str, Tensor] = {}
+        for n in shard:
+            weight_map[specs[n].name] = names[-1]
+            tensors[specs[n].name] = _read(specs[n], backend.flats[n])
+            advance(specs[n].numel * specs[n].dtype.item_size)
+        tied = {other: specs[n].name for n in shard for other in specs[n].names[1:]}
+        try:
+            save_file(tensors, folder / names[-1], metadata={"format": "pt"} | tied)
+        except error_type as error:  # of the system's own errors too
+            raise ConfigError(f"{names[-1]} cannot be written: {error}") from error
+        _sync(folder / names[-1])
+    if len(shards) > 1:
+        num_bytes = sum(spec.numel * spec.dtype.item_size for spec in specs)
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _sync(folder / INDEX)
+    _sync(folder)
+    return names
+
+
+def _library() -> tuple[Callable[..., None], type[Exception]]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "checkpoints are written by safetensors: pip install deltasync[files]"
+        ) from None
+    return save_file, SafetensorError
+
+
+def _shards(specs: Sequence[ParameterSpec], shard_bytes: int) -> list[list[int]]:
+    """Numbers of the parameters of each file, in order of the layout."""
+    if shard_bytes < 1:
+        raise ConfigError(f"shard_bytes is {shard_bytes}: give at least 1")
+    if odd := [spec.name for spec in specs if _RESERVED in spec.names]:
+        raise ConfigError(f"no safetensors file can hold a tensor that is named {odd[0]!r}")
+    shards, size = [list[int]()], 0
+    for number, spec in enumerate(specs):
+        num_bytes = spec.numel * spec.dtype.item_size
+        if shards[-1] and size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(number)
+        size += num_bytes
+    return shards
+
+
+def _read(spec: ParameterSpec, flat: Live) -> Tensor:
+    """A copy of a whole parameter in host memory."""
+    bits = torch.empty(spec.numel, dtype=integer_dtype(spec.dtype))
+    for start in range(0, spec.numel, _STEP):
+        stop = min(start + _STEP, spec.numel)
+        bits[start:stop].copy_(flat.read(start, stop))
+    return bits.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _check(made: Path, digest: int, *, advance: Advance) -> None:
+    """Raise DigestMismatch unless a checkpoint has this state digest."""
+    found = measure_digests(Checkpoint(made), advance=advance).total
+    if found != digest:
+        raise DigestMismatch(
+            f"the checkpoint has the state digest {digest_text(found)}, the version that the "
+            f"receiver proved has {digest_text(digest)}: something else wrote the weights, or the "
+            "disk is damaged; call the receiver's invalidate"
+        )
+
+
+def _sync(path: Path) -> None:
+    """Wait until it is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_ELSEWHERE = "export from an engine of one rank, from a relay, or with deltasync export --connect"
+_RESERVED = "__metadata__"
