@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
     from deltasync.files.export import Exported, export_weights
+    from deltasync.store.receiver import StoreReceiver
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
@@ -63,6 +64,7 @@ __all__ = [
     "Sparsity",
     "StagingThread",
     "StepHook",
+    "StoreReceiver",
     "SupportsSendWeights",
     "SyncPhase",
     "SyncStats",
@@ -97,6 +99,7 @@ _HOMES = {
         "delta.sparsity": "Sparsity sparsity",
         "errors": "DeltaSyncError",
         "files.export": "Exported export_weights",
+        "store.receiver": "StoreReceiver",
         "sync.group.group": "TrainerGroup",
         "sync.group.rank": "TrainerRank",
         "sync.hook": "StepHook SupportsSendWeights sync_after_step",
@@ -116,7 +119,17 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-_MODULES = {"delta", "dtypes", "errors", "files", "integrations", "sync", "transports", "wire"}
+_MODULES = {
+    "delta",
+    "dtypes",
+    "errors",
+    "files",
+    "integrations",
+    "store",
+    "sync",
+    "transports",
+    "wire",
+}
 
 if not TYPE_CHECKING:  # which is to see that a name does not exist
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -18,7 +18,6 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.protocol.receiver_session import ReceiverState
-from deltasync.sync.receiver import WeightReceiver
 from deltasync.transports import forks
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,29 @@ _LACK_OF_MEMORY = (
     "start new thread",  # which lacks room for its stack
 )
 _RETRY_S = 0.2  # between a failed sync and rejoining
+
+
+class Staging(Protocol):
+    """What a `StagingThread` runs: a `WeightReceiver`, or a `StoreReceiver`."""
+
+    @property
+    def name(self) -> str:
+        """In logs."""
+        ...
+
+    @property
+    def state(self) -> ReceiverState: ...
+
+    @property
+    def is_detached(self) -> bool: ...
+
+    def stage(self, *, timeout_s: float) -> bool:
+        """As `WeightReceiver.stage`."""
+        ...
+
+    def commit(self) -> int:
+        """As `WeightReceiver.commit`."""
+        ...
 
 
 class StagingThread:
@@ -55,7 +77,7 @@ class StagingThread:
             `commit` are not kept.
     """
 
-    def __init__(self, receiver: WeightReceiver) -> None:
+    def __init__(self, receiver: Staging) -> None:
         self.last_error: Exception | None = None
         self._receiver, self._logged = receiver, ""
         self._turn = threading.Condition()
@@ -155,17 +177,27 @@ class StagingThread:
             is_idle = self._receiver.is_detached or not is_outside
             if isinstance(error, TransportTimeout) and is_idle:
                 return  # no sync came; silence within one, or no sender, leaves it outside
-            self._log(error)
-            self.last_error = error
-            with self._turn:
-                self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
+            self._fail(error)
             return
         with self._turn:
             self._is_staged, self._logged = staged, ""
             self._turn.notify_all()
+        if staged:
+            self._await_commit()
+
+    def _await_commit(self) -> None:
+        """Let another thread commit."""
+        with self._turn:
             while self._has_staged and not self._is_stopping:
                 self._turn.wait(_TURN_S)
             self._is_staged = self._is_staged and self._is_stopping
+
+    def _fail(self, error: Exception) -> None:
+        """Keep an error after which the receiver tries again, soon."""
+        self._log(error)
+        self.last_error = error
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
 
     def _log(self, error: Exception) -> None:
         """Once until a sync succeeds: a sender that stays away is one line."""

@@ -258,8 +258,8 @@ class BoundWeights:
 
     def stage(
         self, bucket: Bucket, payload: Tensor | None, lane: int, *, progress: Callable[[], None]
-    ) -> None:
-        """Check a bucket and stage it; in place, write it.
+    ) -> ReadBucket:
+        """Check a bucket and stage it; in place, write it. Returns its rows.
 
         Args:
             bucket: What announced the payload.
@@ -274,6 +274,7 @@ class BoundWeights:
         if self.follower is not None:
             self.follower.take(rows)
         progress()
+        return rows
 
     def reached(self) -> list[tuple[int, int]]:
         """How far each lane has come, if those that lag behind should be heard first."""

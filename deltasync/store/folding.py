@@ -1,0 +1,239 @@
+"""What is stored, as one sync: deltas that follow each other, with or without an anchor below."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from deltasync.delta.bits import Flat, Live, Run
+from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.fold import fold_runs
+from deltasync.delta.host.packing import Bucket, buckets, bytes_of
+from deltasync.delta.patch import check_indices
+from deltasync.delta.shard import whole
+from deltasync.errors import DigestMismatch, LayoutMismatch, VersionGap, WrongStream
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.sync.protocol.one_way import OneWayReader
+from deltasync.transports.base import Frame
+from deltasync.wire.messages import ParameterSpec
+
+_BUCKET_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """The digest of a model that was not measured here."""
+
+    total: int
+
+    def digest_of(self, copies: object) -> int:
+        """That of one copy."""
+        return self.total
+
+
+class FoldedDeltas:
+    """Successive deltas as a single one. Memory: the bytes of all of them.
+
+    Give each to `take`, in order. `plan` is what `one_way_frames` writes as one delta, which is
+    again one that can be stored. Elements that end where they began stay in it, unless what the
+    first delta applies to is known.
+
+    Args:
+        base: The weights that the first delta applies to, by parameter, on the host: what ends as
+            it was there is left out. They are read until the plan was used.
+
+    Attributes:
+        stream_id: The run; empty before the first delta.
+        base_version: What the first delta applies to; None before that.
+        version: What the last one leads to.
+        specs: The layout.
+        base_digest: State digest of the weights before.
+    """
+
+    def __init__(self, base: Mapping[int, Live] | None = None) -> None:
+        self._base = base or {}
+        self.stream_id = ""
+        self.base_version: int | None = None
+        self.version = -1
+        self.specs: tuple[ParameterSpec, ...] = ()
+        self.base_digest = self._digest = 0
+        self._deltas: dict[int, list[list[Run]]] = {}
+
+    def take(self, frames: Iterable[Frame]) -> None:
+        """Add the next delta.
+
+        Raises:
+            VersionGap: It does not follow the one before. Nothing was added.
+            WrongStream: It is of another run.
+            LayoutMismatch: Its parameters are others.
+            DigestMismatch: It was made from other weights than the one before leads to.
+            WireError, SyncError: It is damaged.
+        """
+        reader, found = OneWayReader(), dict[int, list[Run]]()
+        for frame in frames:
+            had_begun = reader.begin is not None
+            _, bucket = reader.take(frame)
+            if not had_begun and reader.begin is not None:
+                self._check_follows(reader)
+            if bucket is not None:
+                _collect(bucket, found)
+        reader.check_sealed()
+        self._extend(reader, found)
+
+    def runs(self, parameter: int) -> list[Run]:
+        """What all deltas together write of a parameter."""
+        deltas = self._deltas.get(parameter, [])
+        numel = self.specs[parameter].numel if deltas else 0
+        folded = fold_runs(deltas, numel, old=self._base.get(parameter))
+        if deltas:
+            self._deltas[parameter] = [folded]
+        return folded
+
+    @property
+    def changed(self) -> list[int]:
+        """Numbers of the parameters that some delta brings."""
+        return sorted(self._deltas)
+
+    def plan(self) -> FoldedPlan:
+        """All of them as one delta, for `one_way_frames`."""
+        shares = whole(self.specs)
+        sizes = [bytes_of(shares[parameter], run) for parameter, run in self.all_runs()]
+        return FoldedPlan(
+            base_version=self.base_version,
+            sparse_bytes=sum(sparse for sparse, _ in sizes),
+            dense_bytes=sum(dense for _, dense in sizes),
+            ledger=_Total(self._digest),
+            deltas=self,
+        )
+
+    def all_runs(self) -> Iterator[tuple[int, Run]]:
+        """(parameter, run) of all that is written, in layout order."""
+        for parameter in self.changed:
+            for run in self.runs(parameter):
+                yield parameter, run
+
+    def _check_follows(self, reader: OneWayReader) -> None:
+        layout, begin = reader.layout, reader.begin
+        assert layout is not None
+        assert begin is not None
+        if begin.base_version is None:
+            raise VersionGap(held=self.base_version, base=0, offered=begin.version)
+        if self.base_version is None:
+            return
+        if begin.stream_id != self.stream_id:
+            raise WrongStream(f"a delta of {begin.stream_id!r} after one of {self.stream_id!r}")
+        if begin.base_version != self.version:
+            raise VersionGap(held=self.version, base=begin.base_version, offered=begin.version)
+        if reader.specs != self.specs:
+            raise LayoutMismatch("the deltas to be folded have different parameters")
+        if int(layout.digest, 16) != self._digest:
+            raise DigestMismatch(f"v{self.version} is not what the next delta was made from")
+
+    def _extend(self, reader: OneWayReader, found: dict[int, list[Run]]) -> None:
+        layout, begin, sealed = reader.layout, reader.begin, reader.sealed
+        assert layout is not None
+        assert begin is not None
+        assert sealed is not None
+        if self.base_version is None:
+            self.stream_id, self.specs = begin.stream_id, reader.specs
+            self.base_version, self.base_digest = begin.base_version, int(layout.digest, 16)
+        self.version, self._digest = begin.version, int(sealed.digest, 16)
+        for parameter, runs in found.items():
+            self._deltas.setdefault(parameter, []).append(runs)
+
+
+@dataclass(slots=True)
+class FoldedPlan:
+    """What `FoldedDeltas` have become, as a plan. See `delta.backend.Plan`."""
+
+    base_version: int | None
+    sparse_bytes: int
+    dense_bytes: int
+    ledger: _Total
+    deltas: FoldedDeltas
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Payloads."""
+        shares = whole(self.deltas.specs)
+        return buckets(self.deltas.all_runs(), shares, bucket_bytes=_BUCKET_BYTES)
+
+    def decided(self) -> None:
+        """Nothing waits for the decision."""
+
+
+def _collect(bucket: ReadBucket, found: dict[int, list[Run]]) -> None:
+    """Keep the rows of a bucket: its memory lives as long."""
+    for parameter, run in bucket.runs():
+        check_indices(run, name=bucket.specs[parameter].name)
+        found.setdefault(parameter, []).append(run)
+
+
+class AnchoredVersion:
+    """All of a model: an anchor, and the deltas after it. Memory: one parameter, and the deltas.
+
+    Args:
+        specs: The layout.
+        anchor: The anchor.
+        later: The deltas from it on; None if there are none.
+        held: Numbers of the parameters that are wanted; None for all.
+        digest: State digest of the version.
+
+    Raises:
+        LayoutMismatch: The anchor lacks a parameter, or has it in another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[ParameterSpec, ...],
+        anchor: Checkpoint,
+        later: FoldedDeltas | None,
+        *,
+        held: Collection[int] | None = None,
+        digest: int,
+    ) -> None:
+        self.base_version: int | None = None
+        self.sparse_bytes = 0
+        self._specs, self._anchor, self._later = specs, anchor, later
+        self._numbers = range(len(specs)) if held is None else sorted(held)
+        self.ledger = _Total(digest)
+        self._names = {number: _name_in(anchor, specs[number]) for number in self._numbers}
+        self.dense_bytes = sum(
+            specs[number].numel * specs[number].dtype.item_size for number in self._numbers
+        )
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Every parameter that is wanted, dense."""
+        return buckets(self._runs(), whole(self._specs), bucket_bytes=_BUCKET_BYTES)
+
+    def decided(self) -> None:
+        """Nothing waits for the decision."""
+
+    def flat(self, parameter: int) -> Flat:
+        """A parameter of the version: a view of the anchor, or a copy if deltas change it."""
+        flat = Flat.of(self._anchor.tensor(self._names[parameter]))
+        later = self._later.runs(parameter) if self._later is not None else []
+        if later:
+            flat = Flat.of(flat.tensor.clone())
+            for run in later:
+                assert run.bits is not None
+                run.write(flat, run.bits)
+        return flat
+
+    def _runs(self) -> Iterator[tuple[int, Run]]:
+        for number in self._numbers:
+            if numel := self._specs[number].numel:
+                yield number, Run(0, numel, None, self.flat(number).line)
+                self._anchor.release()
+
+
+def _name_in(anchor: Checkpoint, spec: ParameterSpec) -> str:
+    """The name by which an anchor has a parameter, which may have several."""
+    for name in spec.names:
+        if (found := anchor.specs.get(name)) is not None:
+            if (found.shape, found.dtype) != (spec.shape, spec.dtype):
+                raise LayoutMismatch(
+                    f"{name}: the anchor has {found.dtype.name} {list(found.shape)}, its layout "
+                    f"{spec.dtype.name} {list(spec.shape)}"
+                )
+            return name
+    raise LayoutMismatch(f"the anchor lacks {spec.name!r}, which its layout has")

@@ -1,0 +1,44 @@
+"""Follows a store in a thread, while the engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeAlias
+
+from deltasync.errors import DeltaSyncError, TransportClosed
+from deltasync.sync.staging_thread import StagingThread
+
+if TYPE_CHECKING:
+    from deltasync.store.receiver import StoreReceiver
+
+Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
+
+
+class StoreFollower(StagingThread):
+    """A `StagingThread` over a store. It may also commit, in a pause that the engine offers.
+
+    Args:
+        receiver: Only this object may use it from now on. It is not closed here.
+        pause: Returns a context manager in which the engine does not use its weights; None if the
+            engine calls `commit`.
+
+    Attributes:
+        receiver: As given, to read `version` and `progress`.
+    """
+
+    def __init__(self, receiver: StoreReceiver, pause: Pause | None = None) -> None:
+        super().__init__(receiver)
+        self.receiver, self._pause = receiver, pause
+
+    def _await_commit(self) -> None:
+        if self._pause is None:
+            super()._await_commit()
+            return
+        try:
+            with self._pause():
+                self.commit()
+        except TransportClosed:
+            raise
+        except DeltaSyncError as error:
+            self._fail(error)

@@ -1,0 +1,55 @@
+"""A reader says what it needs, so that nobody deletes it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import suppress
+
+from deltasync.errors import StoreError
+from deltasync.store import keys
+from deltasync.store.catalogue import Run
+from deltasync.store.manifest import Lease, canonical
+
+logger = logging.getLogger(__name__)
+LEASE_S = 3600
+_REFRESH_S = LEASE_S / 4
+
+
+class Leaseholder:
+    """The lease of one reader. A store that it cannot write to is read without a lease.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._holder = run, secrets.token_hex(16)
+        self._last: tuple[int | None, int] | None = None
+        self._written_s = 0.0
+        self._is_refused = False
+
+    def refresh(self, *, holds: int | None, version: int) -> None:
+        """Need all that leads from the version held to `version`, for an hour from now on."""
+        now, wanted = time.monotonic(), (holds, version)
+        is_fresh = wanted == self._last and now < self._written_s + _REFRESH_S
+        if self._is_refused or is_fresh:
+            return
+        lease = Lease(
+            run=self._run.name, holder=self._holder, holds=holds, version=version, seconds=LEASE_S
+        )
+        try:
+            self._run.objects.put(keys.lease_key(self._holder), canonical(lease))
+        except StoreError as error:
+            self._is_refused = True
+            logger.warning("reads without a lease, what it needs may be deleted: %s", error)
+            return
+        self._last, self._written_s = wanted, now
+
+    def drop(self) -> None:
+        """Need nothing any more."""
+        if self._last is not None:
+            self._last = None
+            with suppress(StoreError):
+                self._run.objects.delete(keys.lease_key(self._holder))

@@ -1,0 +1,496 @@
+"""An engine rank's end of a store: stages while the engine serves, commits in its pause."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from deltasync.delta.batched.streams import OwnStream, own_stream
+from deltasync.errors import (
+    CallOrderError,
+    DirtyReceiver,
+    StoreError,
+    StoreUnavailable,
+    SyncError,
+    TargetMoved,
+    TransportClosed,
+    TransportTimeout,
+    WireError,
+)
+from deltasync.store.catalogue import Published, Run
+from deltasync.store.fetched import Fetched
+from deltasync.store.follower import Pause, StoreFollower
+from deltasync.store.lease import Leaseholder
+from deltasync.store.objects import StoreOptions
+from deltasync.store.polling import Poll
+from deltasync.store.routes import Route, find_route
+from deltasync.store.staging import Progress, StoredSync, check_digests, join
+from deltasync.sync.arguments import check_options, check_target
+from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.protocol.links import OneCaller
+from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.target.base import WeightTarget
+from deltasync.sync.target.bound import BoundWeights
+from deltasync.transports import forks
+from deltasync.transports.base import Closing
+from deltasync.wire import messages
+
+logger = logging.getLogger(__name__)
+
+
+class StoreReceiver(Closing):
+    """Brings versions of a store into one engine rank.
+
+    `fetch` does everything in the calling thread. It consists of `stage`, which fetches, checks and
+    predicts while the engine serves, and `commit`, which writes in the engine's pause. A
+    `StagingThread` takes it as it takes a `WeightReceiver`; `follow` makes one. After an error the
+    old version is intact unless `is_dirty`; the next call continues from there.
+
+    The fewest bytes are fetched that lead to the version: deltas, a folded delta, or an anchor and
+    the deltas after it. A receiver begins at the version that its weights have by digest. One that
+    holds parameters in part (a rank of tensor parallelism) knows only versions that it has
+    committed itself, and begins at an anchor otherwise.
+
+    The ranks of an engine read by themselves. The engine chooses the version: it calls
+    `stage(to=v)` on each rank, and `commit` when all have returned. If a rank fails in `commit`,
+    the engine must not serve before each rank has fetched the same version.
+
+    Args:
+        target: The live weights.
+        url: The store, or a run in it: a folder, or a URL such as "s3://bucket/prefix".
+        run: The run below `url`; needed if there are several.
+        options: Memory, scrub.
+        store: How the store is reached, and the key that manifests are signed with.
+        spool: Folder for what is fetched, until it is written; None for the system's.
+        rank: This rank, of the engine's `world` ranks.
+        half_written: Whether an earlier receiver of these weights ended with `is_half_written`.
+
+    Attributes:
+        name: In logs: store[rank/world].
+        progress: How far the version that is being fetched has come.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        url: str | Path,
+        *,
+        run: str | None = None,
+        options: ReceiverOptions | None = None,
+        store: StoreOptions | None = None,
+        spool: str | Path | None = None,
+        rank: int = 0,
+        world: int = 1,
+        half_written: bool = False,
+    ) -> None:
+        check_target(target)
+        check_options(options, ReceiverOptions)
+        check_options(store, StoreOptions)
+        self._url, self._run_id, self._store_options = url, run, store
+        self._run: Run | None = None
+        self._lease: Leaseholder | None = None
+        self._spool_folder = spool
+        self._world = world
+        self.name = f"store[{rank}/{world}]"
+        self.progress = Progress()
+        self._session = ReceiverSession("store", dirty=half_written, half_written=half_written)
+        self._weights = BoundWeights(target, options or ReceiverOptions(), on=self._session.on)
+        self._bound: str | None = None  # hash of the layout that the weights are bound to
+        self._held: Published | None = None
+        self._staged: StoredSync | None = None
+        self._stream: OwnStream | None = None
+        self._scrub_is_due = self._is_closed = False
+        self._poll = Poll(str(url), self._check_open)
+        self._caller = OneCaller(
+            "a version is being fetched; a StoreReceiver is used by one thread"
+        )
+        self._attached = threading.Event()
+        self._attached.set()
+        self._lock = threading.RLock()  # held while weights are looked at or written
+        forks.inert_in_children(self._forked)
+
+    def _forked(self) -> None:
+        """A child writes nothing: it may share the weights' memory with its parent."""
+        self._lock, self._attached = threading.RLock(), threading.Event()
+        self._attached.set()
+        self._caller.forked()
+        self._session.on("lost")
+        self._weights.staging = self._staged = None
+
+    @property
+    def version(self) -> int | None:
+        """The version held; None before the first one and after `invalidate`."""
+        return self._session.version
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run; None until it was found."""
+        return None if self._run is None else self._run.name
+
+    @property
+    def state(self) -> ReceiverState:
+        """The receiver's state, as that of a `WeightReceiver`."""
+        return self._session.state
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the weights must not be read or written: from `detach` to `attach`."""
+        return self._session.detached
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the weights may mix two versions or be corrupted; they must not serve."""
+        return self._session.dirty
+
+    @property
+    def is_half_written(self) -> bool:
+        """Whether they are dirty because a write, or the update of derived tensors, broke off."""
+        return self._session.half_written
+
+    def check_serving(self) -> None:
+        """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
+        if self._session.dirty:
+            raise DirtyReceiver("the weights mix two versions; fetch one before serving")
+
+    def versions(self) -> list[int]:
+        """Return the versions in the store, in order. Raises StoreError."""
+        return self._opened().versions()
+
+    def fetch(self, to: int | None = None, *, timeout_s: float = 600.0) -> int:
+        """Bring a version into the weights. Returns the version held.
+
+        Call it from the engine's thread: the engine must not serve meanwhile.
+
+        Args:
+            to: The version; None for the newest one. It may be older than the one held.
+            timeout_s: For the version to be published, and fetched.
+
+        Raises:
+            VersionMissing: It was not published in time, or no complete way leads to it.
+            StoreError: The store cannot be used. The old version is held.
+            TransportTimeout: It was not fetched in time. The old version is held.
+            DeltaSyncError: As of `commit`.
+        """
+        with self._caller.call():
+            self._weights.still_since = time.monotonic()
+            try:
+                if self._stage(to, timeout_s, wants_newer=False):
+                    return self._commit()
+            finally:
+                self._weights.still_since = math.inf
+        assert self._session.version is not None
+        return self._session.version
+
+    def stage(self, to: int | None = None, *, timeout_s: float = 60.0) -> bool:
+        """Fetch a version and stage it; the engine may serve meanwhile.
+
+        Returns True if `commit` must be called next, in the engine's pause, and False if the
+        weights have the version already. If it needs more memory than `max_staged_bytes`, `commit`
+        writes it in place from what was fetched, and if that breaks off, the receiver is dirty.
+
+        Args:
+            to: The version; None for the newest one, other than the one that is known to be held.
+            timeout_s: For the version to be published, and fetched.
+
+        Raises:
+            TransportTimeout: There is no newer version, or it was not fetched in time.
+            StoreError: As of `fetch`.
+            CallOrderError: A version is staged: commit it first, or call `discard`.
+        """
+        with self._caller.call():
+            return self._stage(to, timeout_s, wants_newer=True)
+
+    def commit(self) -> int:
+        """Write what `stage` has staged, and read it back. Returns the version held now.
+
+        The engine must be paused; it may resume when this returns or raises, unless `is_dirty`.
+
+        Raises:
+            CallOrderError: Nothing is staged: call `stage` first.
+            TargetMoved: Storage was replaced. Nothing staged was written; in place, it is dirty.
+            DigestMismatch: What was read back is not what was written.
+        """
+        with self._caller.call():
+            return self._commit()
+
+    def discard(self) -> None:
+        """Forget what is staged. Nothing was written."""
+        with self._caller.call(), self._lock:
+            if self._staged is not None:
+                self._session.on("lost")
+            self._drop()
+
+    def follow(self, *, pause: Pause | None = None) -> StoreFollower:
+        """Return a thread that stages each new version while the engine serves.
+
+        Use it as a context manager. Versions that are published while one waits to be committed are
+        fetched together, in one commit.
+
+        Args:
+            pause: Returns a context manager in which the engine does not use its weights. The
+                thread then commits in it by itself. None: the engine calls `commit` of the follower
+                when `is_staged`, in a pause of its own.
+        """
+        return StoreFollower(self, pause)
+
+    def digests(self) -> dict[str, int]:
+        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
+        with self._lock:
+            self.check_serving()
+            return self._weights.digests()
+
+    def invalidate(self) -> None:
+        """Report that something else released, reloaded or wrote the weights. Any thread may."""
+        with self._lock:
+            self._session.on("invalidated")
+            self._bound = self._held = None
+            self._weights.staging = None
+            self._synchronize()
+
+    def detach(self) -> None:
+        """Do not touch the weights until `attach`: for an engine that sleeps or moves them."""
+        with self._lock:
+            self._session.on("detached")
+            self._weights.staging = None
+            self._attached.clear()
+            self._synchronize()
+
+    def attach(self) -> None:
+        """Use the weights again. The next `stage` compares them with the digests."""
+        with self._lock:
+            if self._session.detached:
+                self._session.on("attached")
+                self._weights.may_differ = True
+            self._attached.set()
+
+    def close(self) -> None:
+        """Remove what was fetched, and end the lease. The weights stay as they are."""
+        self._is_closed = True
+        self._attached.set()
+        self._drop()
+        if self._lease is not None:
+            self._lease.drop()
+
+    def _opened(self) -> Run:
+        if self._run is None:
+            self._run = Run.open(self._url, self._run_id, self._store_options)
+            self._lease = Leaseholder(self._run)
+        return self._run
+
+    def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:
+        if self._staged is not None and self._session.state is not ReceiverState.OUTSIDE:
+            if to in (None, self._staged.route.target.version):
+                return True
+            raise CallOrderError("another version is staged: commit or discard it first")
+        self._drop()
+        deadline = time.monotonic() + timeout_s
+        self._wait_attached(deadline)
+        self._scrub_after_commit()
+        find = partial(self._found, to, wants_newer=wants_newer)
+        sought = f"nothing newer than v{self.version}" if to is None else f"no v{to}"
+        target = self._poll.wait(
+            find, deadline, sought=sought, is_patient=wants_newer and to is None
+        )
+        with self._failing_safely():
+            return self._bring(target, deadline)
+
+    def _wait_attached(self, deadline: float) -> None:
+        self._attached.wait(max(0.0, deadline - time.monotonic()))
+        self._check_open()
+        if self._session.detached:
+            raise TransportTimeout("the weights are detached: nothing is fetched before `attach`")
+
+    def _found(self, to: int | None, *, wants_newer: bool) -> Published | None:
+        """The version that is asked for, if it is there and not the one known to be held."""
+        run = self._opened()
+        found = run.newest(self._session.version) if to is None else run.published(to)
+        return None if found is not None and wants_newer and self._is_known(found) else found
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportClosed("this receiver was closed")
+
+    def _is_known(self, found: Published) -> bool:
+        """Whether it is the version that was committed here last, and the weights are in order."""
+        held = self._held
+        is_in_order = self._bound is not None and not self._session.dirty
+        return is_in_order and held is not None and held.sha256 == found.sha256
+
+    def _bring(self, target: Published, deadline: float) -> bool:
+        """Stage a version over the cheapest way that turns out to be in order."""
+        run, refused = self._opened(), set[str]()
+        with self._lock:
+            self._bind(run, target)
+        route, spool = (
+            find_route(run, target, self._holds),
+            Fetched(run.objects, self._spool_folder),
+        )
+        try:
+            route = find_route(run, target, self._holds)
+            while route.steps:
+                assert self._lease is not None
+                self._lease.refresh(holds=self._session.version, version=target.version)
+                sync = StoredSync(run, route, self._weights, spool, self.progress)
+                try:
+                    sync.fetch(lambda: self._check_time(deadline))
+                    self._take(sync)
+                    return True
+                except (StoreError, WireError, SyncError) as error:
+                    if isinstance(error, StoreUnavailable | TargetMoved) or not sync.blamed:
+                        raise
+                    refused |= sync.blamed
+                    route = self._another_way(run, target, refused, error)
+        except BaseException:
+            spool.close()
+            raise
+        spool.close()
+        self._join(target)
+        return False
+
+    def _another_way(
+        self, run: Run, target: Published, refused: set[str], error: Exception
+    ) -> Route:
+        """The cheapest route without what is refused; raises `error` if there is none."""
+        self._leave()
+        try:
+            route = find_route(run, target, self._holds, refused=refused)
+        except StoreError:
+            raise error from None
+        logger.warning("%s takes another way to v%d: %s", self.name, target.version, error)
+        return route
+
+    def _check_time(self, deadline: float) -> None:
+        self._check_open()
+        self._check_attached()
+        if time.monotonic() > deadline:
+            raise TransportTimeout(
+                f"{self.progress}: not fetched in time; the next call starts over"
+            )
+
+    def _bind(self, run: Run, target: Published) -> None:
+        """Find the weights of the target's layout and measure them, unless that was done."""
+        if self._session.state is not ReceiverState.OUTSIDE:
+            self._session.on("lost")
+        layout_hash = target.manifest.layout_hash
+        if self._bound == layout_hash and self._weights.are_kept():
+            return
+        self._bound = self._held = None
+        specs = run.layout(layout_hash)
+        self._weights.bind(specs, lanes=1, is_alone=self._world == 1)
+        self._bound = layout_hash
+        self._stream = own_stream(self._weights.backend.device, self._stream)
+
+    def _holds(self, published: Published) -> bool:
+        """Whether the weights are a version: by what was committed here, or by digest."""
+        if self._session.half_written or published.manifest.layout_hash != self._bound:
+            return False
+        if self._held is not None:
+            return self._held.sha256 == published.sha256
+        backend = self._weights.backend
+        is_whole = len(backend.flats) == len(backend.ledger.specs)
+        is_whole &= all(flat.held(0, 0) is None for flat in backend.flats.values())
+        return is_whole and backend.ledger.total == int(published.manifest.digest, 16)
+
+    def _join(self, target: Published) -> None:
+        """The weights are a version already."""
+        with self._lock:
+            join(self._session, target, self._weights, is_full=False)
+            self._held = target
+        logger.info("%s holds v%d: same digest", self.name, target.version)
+
+    def _take(self, sync: StoredSync) -> None:
+        """Stage what was fetched; if it has to be written in place, only begin."""
+        route = sync.route
+        with self._lock, self._stream.entered() if self._stream else nullcontext():
+            self._check_attached()
+            is_full = route.base is None
+            join(self._session, route.base or route.target, self._weights, is_full=is_full)
+            sync.begin(self._session)
+            self._staged = sync
+        if not self._is_in_place:
+            self._replay(sync)
+
+    def _check_attached(self) -> None:
+        if self._session.detached:
+            raise TransportTimeout("the weights were detached while a version was fetched")
+
+    def _replay(self, sync: StoredSync) -> None:
+        """Stage each bucket; in place, write it. Then compare what comes of it."""
+        for frame in sync.frames():
+            with self._lock, self._stream.entered() if self._stream else nullcontext():
+                if self._session.begun is None:
+                    raise TransportTimeout("detached, or invalidated, while a version was staged")
+                sync.take(frame, self._session)
+        with self._lock, self._stream.entered() if self._stream else nullcontext():
+            check_digests(sync.route, self._weights, sync.reached)
+            self._session.on(messages.Commit(version=sync.route.target.version))
+
+    @property
+    def _is_in_place(self) -> bool:
+        staging = self._weights.staging
+        return self._staged is not None and staging is not None and staging.in_place
+
+    def _commit(self) -> int:
+        sync = self._staged
+        if sync is None or self._session.begun is None:
+            raise CallOrderError("nothing is staged; call stage first")
+        with self._failing_safely():
+            if self._stream is not None:
+                self._stream.join()
+            if self._session.state is ReceiverState.STAGING:
+                self._replay(sync)
+            with self._lock:
+                _, commit_s = self._weights.write(heals=self._session.heals)
+                self._weights.staging, self._held = None, sync.route.target
+                self._scrub_is_due = True
+        version, num_bytes = sync.route.target.version, sync.route.num_bytes
+        self._drop()
+        what = (self.name, version, num_bytes, commit_s * 1e3)
+        logger.info("%s wrote v%d: %d bytes fetched, %.1f ms", *what)
+        return version
+
+    def _scrub_after_commit(self) -> None:
+        with self._lock:
+            if not self._scrub_is_due or self._session.detached or not self._weights.are_kept():
+                return
+            self._scrub_is_due = False
+            if (name := self._weights.scrub()) is not None:
+                self._session.on("corrupted")
+                self._bound = None
+                raise DirtyReceiver(f"{name}: weights changed that no sync touched; fetch to heal")
+
+    def _drop(self) -> None:
+        staged, self._staged = self._staged, None
+        self._weights.staging = None
+        if staged is not None:
+            staged.close()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._weights.staging = self._staged = None
+            self._session.on("lost")
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._weights.backend.synchronize()
+
+    @contextmanager
+    def _failing_safely(self) -> Iterator[None]:
+        """Whatever goes wrong: the old version stands, and a later call starts over."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                has_begun = self._session.begun is not None
+                self._session.on("lost")
+                if has_begun or self._session.dirty:
+                    self._bound = self._held = None
+                self._drop()
+            raise

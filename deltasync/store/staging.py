@@ -1,0 +1,274 @@
+"""One version on its way from a store into live weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from deltasync.delta.digests import digest_text
+from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, ProtocolViolation
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.frame_file import FrameFile
+from deltasync.store.catalogue import Published, Run
+from deltasync.store.fetched import Fetched
+from deltasync.store.folding import AnchoredVersion, FoldedDeltas
+from deltasync.store.routes import Route, Step
+from deltasync.sync.protocol.one_way import one_way_frames
+from deltasync.sync.protocol.receiver_session import ReceiverSession
+from deltasync.sync.target.bound import BoundWeights
+from deltasync.transports.base import Frame
+from deltasync.wire import messages
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a fetch has come; another thread may read it.
+
+    Attributes:
+        version: The version that is fetched; None before the first.
+        fetched_bytes, total_bytes: Of its way.
+    """
+
+    version: int | None = None
+    fetched_bytes: int = 0
+    total_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def begin(self, version: int, total_bytes: int) -> None:
+        """Count from 0."""
+        with self._lock:
+            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have come."""
+        with self._lock:
+            self.fetched_bytes += num_bytes
+
+    def __str__(self) -> str:
+        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
+
+
+class StoredSync:
+    """A route that is fetched, and then replayed as one sync.
+
+    Args:
+        run: The run.
+        route: What is fetched; at least one step.
+        weights: Where it goes, bound to the layout.
+        spool: Where it is kept; owned from now on.
+        progress: Told of what comes.
+
+    Attributes:
+        route: The same.
+        blamed: After an error: keys of the objects that it is about; none if it is about no object.
+        reached: Numbers of the parameters that rows have come for.
+    """
+
+    def __init__(
+        self, run: Run, route: Route, weights: BoundWeights, spool: Fetched, progress: Progress
+    ) -> None:
+        self._run, self.route, self._weights = run, route, weights
+        self._spool, self._progress = spool, progress
+        self._folders: list[Path] = []
+        self.blamed: frozenset[str] = frozenset()
+        self.reached: set[int] = set()
+        self._later: FoldedDeltas | None = None
+        self._is_sealed = False
+
+    def fetch(self, check_time: Callable[[], None]) -> None:
+        """Fetch all objects, and check each. Raises StoreError, ConfigError."""
+        self._progress.begin(self.route.target.version, self.route.num_bytes)
+        for step in self.route.steps:
+            with self._blaming(step):
+                folder = self._spool.fetch(
+                    step.way, check_time=check_time, advance=self._progress.advance
+                )
+            self._folders.append(folder)
+
+    def begin(self, session: ReceiverSession) -> None:
+        """Take the first frames, up to `begin`; `frames` are those after it."""
+        self._prepare()
+        for frame in self._all_frames():
+            message = self._open(frame)
+            if isinstance(message, messages.Layout):
+                self._check_layout(message)
+            elif isinstance(message, messages.Begin):
+                self._check_begin(message)
+                session.on(message)
+                self._weights.begin(message)
+                return
+            else:
+                raise ProtocolViolation(f"{message.kind} where layout or begin has its place")
+        raise ProtocolViolation("frames end before `begin`")
+
+    def frames(self) -> Iterator[Frame]:
+        """What follows `begin`."""
+        frames = self._all_frames()
+        for frame in frames:
+            if isinstance(self._open(frame), messages.Begin):
+                break
+        yield from frames
+        if not self._is_sealed:
+            self._blame_all()
+            raise ProtocolViolation("frames end before `sealed`: a part is missing")
+
+    def take(self, frame: Frame, session: ReceiverSession) -> None:
+        """Stage one frame. Raises WireError, SyncError."""
+        self._blame_all()
+        message = self._open(frame)
+        match message:
+            case messages.Bucket():
+                session.on(message)
+                rows = self._weights.stage(message, frame.payload, 0, progress=lambda: None)
+                self.reached.update(np.unique(rows.rows["parameter"]).tolist())
+            case messages.Prepare():
+                session.on(message)
+            case messages.Sealed():
+                self._is_sealed = True
+                if message.digest != self.route.target.manifest.digest:
+                    raise DigestMismatch("the frames lead to another digest than the manifest has")
+            case _:
+                raise ProtocolViolation(f"{message.kind} has no place after begin")
+
+    def close(self) -> None:
+        """Remove what was fetched. Idempotent."""
+        self._spool.close()
+
+    def _prepare(self) -> None:
+        """Merge several deltas into one."""
+        first, *rest = zip(self.route.steps, self._folders, strict=True)
+        if first[0].way.base is not None and rest:
+            rest = [first, *rest]
+        if rest:
+            self._later = FoldedDeltas()
+            for step, folder in rest:
+                with self._blaming(step):
+                    self._later.take(_frames_in(folder))
+
+    def _all_frames(self) -> Iterator[Frame]:
+        target, base, later = self.route.target, self.route.base, self._later
+        if base is not None and later is None:
+            return iter(_frames_in(self._folders[0]))
+        self._blame_all()
+        specs = self._weights.backend.ledger.specs
+        return one_way_frames(
+            self._anchored() if later is None or base is None else later.plan(),
+            specs,
+            stream_id=self._run.name,
+            version=target.version,
+            digest=int((base or target).manifest.digest, 16),
+        )
+
+    def _anchored(self) -> AnchoredVersion:
+        try:
+            anchor = Checkpoint(self._folders[0])
+        except ConfigError as error:
+            raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+        return AnchoredVersion(
+            self._weights.backend.ledger.specs,
+            anchor,
+            self._later,
+            held=self._weights.backend.flats.keys(),
+            digest=int(self.route.target.manifest.digest, 16),
+        )
+
+    def _open(self, frame: Frame) -> messages.Message:
+        message, _ = decode(
+            frame.header,
+            max_payload_bytes=MAX_PAYLOAD_BYTES,
+            arrived_bytes=0 if frame.payload is None else len(frame.payload),
+        )
+        return message
+
+    def _check_layout(self, layout: messages.Layout) -> None:
+        start = self.route.base or self.route.target
+        facts = (layout.stream_id, layout.version, layout.hash, layout.digest)
+        manifest = start.manifest
+        if facts != (manifest.run, start.version, manifest.layout_hash, manifest.digest):
+            raise ProtocolViolation(
+                f"frames for v{layout.version} of {layout.stream_id!r} at {layout.digest}, where "
+                f"the manifest names v{start.version} of {manifest.run!r} at {manifest.digest}"
+            )
+
+    def _check_begin(self, begin: messages.Begin) -> None:
+        base = None if self.route.base is None else self.route.base.version
+        if (begin.base_version, begin.version) != (base, self.route.target.version):
+            raise ProtocolViolation(
+                f"frames from v{begin.base_version} to v{begin.version}, where the manifest names "
+                f"v{base} to v{self.route.target.version}"
+            )
+
+    def _blame_all(self) -> None:
+        self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
+
+    @contextmanager
+    def _blaming(self, step: Step) -> Iterator[None]:
+        self.blamed = step.keys
+        yield
+        self.blamed = frozenset()
+
+
+def _frames_in(folder: Path) -> FrameFile:
+    (file,) = folder.iterdir()
+    return FrameFile(file)
+
+
+def join(
+    session: ReceiverSession, published: Published, weights: BoundWeights, *, is_full: bool
+) -> None:
+    """Let a session begin at a version: one that is held, or for a full sync one that comes."""
+    session.on("greeted")
+    layout = messages.Layout(
+        stream_id=published.manifest.run,
+        version=published.version,
+        parameters=messages.entries(weights.backend.ledger.specs),
+        digest=published.manifest.digest,
+    )
+    session.on(layout)
+    session.on(messages.Welcome(full_sync=(session.engine,) if is_full else ()))
+
+
+def changed_along(route: Route) -> dict[int, str]:
+    """The digest of each parameter that has changed on the way, after the last of its changes."""
+    return {number: digest for one in route.lineage for number, digest in one.manifest.changed}
+
+
+def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> None:
+    """Compare what is staged with what the manifests say.
+
+    A whole model must have the state digest. Of a model that is held in part, each changed
+    parameter that is held whole must have its digest; one that is held in part must have been
+    brought.
+
+    Args:
+        route: The way that was taken.
+        weights: With all of it staged.
+        reached: Numbers of the parameters that rows have come for.
+
+    Raises:
+        DigestMismatch: Something is missing, or would be wrong.
+        TargetMoved: Storage was replaced.
+    """
+    digest, _ = weights.predict()
+    assert weights.staging is not None
+    manifest, ledger, flats = route.target.manifest, weights.staging.ledger, weights.backend.flats
+    found, parts = ledger.by_parameter(), {n for n, f in flats.items() if f.held(0, 0) is not None}
+    if len(flats) == len(ledger.specs) and not parts:
+        if digest_text(digest) != manifest.digest:
+            raise DigestMismatch(
+                f"v{manifest.version} would have digest {digest_text(digest)}, its manifest says "
+                f"{manifest.digest}: a part of it is missing or wrong"
+            )
+        return
+    for number, text in changed_along(route).items():
+        name = ledger.specs[number].name if number < len(ledger.specs) else number
+        if number in parts and number not in reached:
+            raise DigestMismatch(f"v{manifest.version} changes {name}, and brings no bytes for it")
+        if number in flats and number not in parts and int(found[number]) != int(text, 16):
+            raise DigestMismatch(f"{name} would not be what v{manifest.version} says of it")
