@@ -81,6 +81,7 @@ UNNAMED = {
     "Upkeep": "likewise",
     "Piece": "likewise",
     "Computed": "made by ServedSource",
+    "Staging": "what a WeightReceiver and a StoreReceiver have in common",
 }
 
 

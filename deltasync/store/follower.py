@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from deltasync.errors import DeltaSyncError, TransportClosed
-from deltasync.sync.staging_thread import StagingThread
-
-if TYPE_CHECKING:
-    from deltasync.store.receiver import StoreReceiver
+from deltasync.sync.staging_thread import Staging, StagingThread
 
 Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
@@ -22,14 +19,11 @@ class StoreFollower(StagingThread):
         receiver: Only this object may use it from now on. It is not closed here.
         pause: Returns a context manager in which the engine does not use its weights; None if the
             engine calls `commit`.
-
-    Attributes:
-        receiver: As given, to read `version` and `progress`.
     """
 
-    def __init__(self, receiver: StoreReceiver, pause: Pause | None = None) -> None:
+    def __init__(self, receiver: Staging, pause: Pause | None = None) -> None:
         super().__init__(receiver)
-        self.receiver, self._pause = receiver, pause
+        self._pause = pause
 
     def _await_commit(self) -> None:
         if self._pause is None:
