@@ -21,7 +21,9 @@ COMMANDS = {
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
+    "gc": ("deltasync.store.retention",),
     "inspect": ("deltasync.files.inspection",),
+    "log": ("deltasync.store.history",),
     "verify": ("deltasync.files.comparing",),
 }
 """By name: each command is a function in a module of this name; these modules it needs first."""

@@ -160,16 +160,15 @@ class Run:
 
         Raises ManifestInvalid or MacMismatch.
         """
-        prefix = keys.manifest_key(published.version)[len(keys.MANIFESTS) : -len(".json")]
         return [
             later.way
-            for later in self._later(after=f"{keys.WAYS}{prefix}-", version=published.version)
+            for later in self._later(keys.ways_folder(published.version))
             if later.manifest == published.sha256
         ]
 
     def all_later_ways(self) -> Iterator[LaterWay]:
         """Every way that came after its manifest, as read. The caller compares `manifest`."""
-        return self._later()
+        return self._later(keys.WAYS)
 
     def ways(self, published: Published) -> list[Way]:
         """All ways to a version."""
@@ -199,16 +198,13 @@ class Run:
             return None
         return found.version if found is not None and found.run == self.name else None
 
-    def _later(self, *, after: str | None = None, version: int | None = None) -> Iterator[LaterWay]:
-        for facts in self.objects.listed(keys.WAYS, after=after):
-            named = keys.version_of(facts.key)
-            if named is None or (version is not None and named != version):
-                continue
+    def _later(self, folder: str) -> Iterator[LaterWay]:
+        for facts in self.objects.listed(folder):
             data = self.objects.get(facts.key, max_bytes=MAX_MANIFEST_BYTES)
             if data is None:  # deleted meanwhile
                 continue
             later = self._checked(data, LaterWay, facts.key)
-            if later.version != named:
+            if later.version != keys.version_of(facts.key):
                 raise ManifestInvalid(f"{facts.key}: is of version {later.version}: it was moved")
             yield later
 

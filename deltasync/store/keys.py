@@ -53,7 +53,12 @@ def version_of(key: str) -> int | None:
 
 def way_key(version: int) -> str:
     """A new name for another way to a version."""
-    return f"{WAYS}/{version:0{_DIGITS}}-{secrets.token_hex(8)}.json"
+    return f"{ways_folder(version)}/{secrets.token_hex(8)}.json"
+
+
+def ways_folder(version: int) -> str:
+    """Where other ways to a version are."""
+    return f"{WAYS}/{version:0{_DIGITS}}"
 
 
 def layout_key(layout_hash: str) -> str:

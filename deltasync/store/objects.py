@@ -46,6 +46,7 @@ class StoreOptions(OptionsModel):
     parallel: int = Field(default=4, ge=1, le=64, description="parts in flight at once")
     config: dict[str, str] = Field(
         default_factory=dict,
+        repr=False,  # it may have secrets
         description="of the object store, as obstore names it: endpoint, region, access_key_id, "
         "...; environment variables of the provider are read too",
     )

@@ -1,0 +1,57 @@
+"""`deltasync gc`: delete versions of a run that nobody needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from deltasync.cli.stores import Config, KeyFile, RunName, StoreUrl, store_options
+from deltasync.cli.terminal import AsJson, count, make_console, phases, print_json, size
+
+
+def gc(
+    url: StoreUrl,
+    keep: Annotated[
+        int,
+        typer.Option(min=1, help="How many of the newest versions anybody can still fetch."),
+    ] = 100,
+    unfinished_after: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Hours after which objects of no version are deleted: longer than uploads."
+        ),
+    ] = 24.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, count only.")] = False,
+    run: RunName = None,
+    config: Config = None,
+    key_file: KeyFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old versions of a run, and uploads that were never finished.
+
+    What the newest versions need stays, and what readers with a lease need.
+    """
+    from deltasync.store.retention import gc as collect
+
+    options = store_options(config, key_file)
+    with phases(0) as phase:
+        found = collect(
+            url,
+            run,
+            keep=keep,
+            unfinished_after_s=unfinished_after * 3600,
+            dry_run=dry_run,
+            options=options,
+            advance=phase("deleting"),
+        )
+    if as_json:
+        print_json({"dry_run": dry_run, **asdict(found)})
+        return
+    what = f"{count(found.versions)} versions, {count(found.objects)} objects"
+    verb = "would delete" if dry_run else "deleted"
+    left = "no version yet" if found.oldest is None else f"v{found.oldest} to v{found.newest} stay"
+    console = make_console()
+    console.print(f"run {found.run}: {verb} {what}, {size(found.num_bytes)}; {left}")
+    console.print(f"{count(found.unfinished)} of them of no version; {count(found.leases)} leases")

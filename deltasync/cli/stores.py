@@ -1,0 +1,49 @@
+"""Options of the commands that work on a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from deltasync.store.objects import StoreOptions
+
+StoreUrl: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL", show_default=False, help="A folder, s3://bucket/prefix, ...; of one run."
+    ),
+]
+RunName: TypeAlias = Annotated[
+    str | None, typer.Option("--run", help="Which run, if the store has several.")
+]
+Config: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config",
+        metavar="KEY=VALUE",
+        help="An option of the object store, such as endpoint=http://host:9000; repeatable.",
+    ),
+]
+KeyFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--key-file", help="File with the key that signs manifests.")
+]
+
+
+def store_options(config: list[str] | None, key_file: Path | None) -> StoreOptions:
+    """Parse the options with these names. Raises BadParameter, OSError."""
+    from deltasync.store.objects import StoreOptions
+
+    pairs = [text.partition("=") for text in config or ()]
+    for key, sign, _ in pairs:
+        if not sign:
+            raise typer.BadParameter(f"{key!r} is not like KEY=VALUE", param_hint="--config")
+    known = {key: value for key, _, value in pairs}
+    if key_file is None:
+        return StoreOptions(config=known)
+    key_bytes = key_file.read_bytes()
+    if not key_bytes:
+        raise typer.BadParameter(f"{key_file} is empty", param_hint="--key-file")
+    return StoreOptions.model_validate({"config": known, "mac_key": key_bytes})
