@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.errors import ConfigError, ObjectDamaged, TransportTimeout
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.frame_file import FrameFile
+from deltasync.store.folding import FoldedDeltas
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
+from deltasync.store.routes import Route
 
 Advance = Callable[[int], None]
 
@@ -110,3 +116,100 @@ class Fetched:
             finally:
                 for one in flying:
                     one.cancel()
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a fetch has come; another thread may read it.
+
+    Attributes:
+        version: The version that is fetched; None before the first.
+        fetched_bytes, total_bytes: Of its way.
+    """
+
+    version: int | None = None
+    fetched_bytes: int = 0
+    total_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def begin(self, version: int, total_bytes: int) -> None:
+        """Count from 0."""
+        with self._lock:
+            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes have come."""
+        with self._lock:
+            self.fetched_bytes += num_bytes
+
+    def __str__(self) -> str:
+        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
+
+
+class FetchedRoute:
+    """A route whose objects are fetched.
+
+    Args:
+        route: At least one step.
+        objects: Where they are kept.
+        progress: Told of what comes.
+
+    Attributes:
+        route: The same.
+        objects: The same.
+        later: The deltas of the route, without an anchor, if they are not a single one; else None.
+        blamed: If `load` has failed: the keys of the objects that it is about.
+    """
+
+    def __init__(self, route: Route, objects: Fetched, progress: Progress) -> None:
+        self.route, self.objects, self._progress = route, objects, progress
+        self._folders: list[Path] = []
+        self.later: FoldedDeltas | None = None
+        self.blamed: frozenset[str] = frozenset()
+
+    def load(self, check_time: Callable[[], None] = lambda: None) -> None:
+        """Fetch all objects, check each, and merge deltas.
+
+        Args:
+            check_time: Called between parts; what it raises ends the call.
+
+        Raises:
+            StoreError, WireError, SyncError: An object is missing or wrong, see `blamed`; or the
+                store did not answer.
+            ConfigError: The disk is full, or cannot be written.
+        """
+        self._progress.begin(self.route.target.version, self.route.num_bytes)
+        for step in self.route.steps:
+            self.blamed = step.keys
+            advance = self._progress.advance
+            folder = self.objects.fetch(step.way, check_time=check_time, advance=advance)
+            self._folders.append(folder)
+        later = list(zip(self.route.steps, self._folders, strict=True))
+        if self.route.base is None:
+            del later[0]
+        elif len(later) == 1:
+            later = []
+        if later:
+            self.later = FoldedDeltas()
+        for step, folder in later:
+            self.blamed = step.keys
+            assert self.later is not None
+            self.later.take(_frames_in(folder))
+        # From here on, one object cannot be told from another.
+        self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
+
+    def frames(self) -> FrameFile:
+        """Those of the first object, which is a delta."""
+        return _frames_in(self._folders[0])
+
+    def anchor(self, *, writable: bool = False) -> Checkpoint:
+        """The first object, which is an anchor. Raises ObjectDamaged if it is no checkpoint."""
+        try:
+            return Checkpoint(self._folders[0], writable=writable)
+        except ConfigError as error:
+            raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+
+
+def _frames_in(folder: Path) -> FrameFile:
+    (file,) = folder.iterdir()
+    return FrameFile(file)

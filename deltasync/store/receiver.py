@@ -16,6 +16,7 @@ from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
     StoreError,
+    StoreRefused,
     StoreUnavailable,
     SyncError,
     TargetMoved,
@@ -24,13 +25,13 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched
+from deltasync.store.fetched import Fetched, FetchedRoute, Progress
 from deltasync.store.follower import Pause, StoreFollower
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
 from deltasync.store.routes import Route, find_route
-from deltasync.store.staging import Progress, StoredSync, check_digests, join
+from deltasync.store.staging import StoredSync, check_digests, join
 from deltasync.sync.arguments import check_options, check_target
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller
@@ -336,15 +337,15 @@ class StoreReceiver(Closing):
             while route.steps:
                 assert self._lease is not None
                 self._lease.refresh(holds=self._session.version, version=target.version)
-                sync = StoredSync(run, route, self._weights, spool, self.progress)
+                fetched = FetchedRoute(route, spool, self.progress)
                 try:
-                    sync.fetch(lambda: self._check_time(deadline))
-                    self._take(sync)
+                    fetched.load(lambda: self._check_time(deadline))
+                    self._take(StoredSync(fetched, self._weights))
                     return True
                 except (StoreError, WireError, SyncError) as error:
-                    if isinstance(error, StoreUnavailable | TargetMoved) or not sync.blamed:
+                    if isinstance(error, StoreUnavailable | StoreRefused | TargetMoved):
                         raise
-                    refused |= sync.blamed
+                    refused |= fetched.blamed
                     route = self._another_way(run, target, refused, error)
         except BaseException:
             spool.close()

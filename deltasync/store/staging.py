@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Set
 
 import numpy as np
 
 from deltasync.delta.digests import digest_text
-from deltasync.errors import ConfigError, DigestMismatch, ObjectDamaged, ProtocolViolation
-from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.frame_file import FrameFile
-from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched
-from deltasync.store.folding import AnchoredVersion, FoldedDeltas
-from deltasync.store.routes import Route, Step
+from deltasync.errors import DigestMismatch, ProtocolViolation
+from deltasync.store.catalogue import Published
+from deltasync.store.fetched import FetchedRoute
+from deltasync.store.folding import AnchoredVersion
+from deltasync.store.routes import Route
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.protocol.receiver_session import ReceiverSession
 from deltasync.sync.target.bound import BoundWeights
@@ -26,74 +20,25 @@ from deltasync.wire import messages
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a fetch has come; another thread may read it.
-
-    Attributes:
-        version: The version that is fetched; None before the first.
-        fetched_bytes, total_bytes: Of its way.
-    """
-
-    version: int | None = None
-    fetched_bytes: int = 0
-    total_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def begin(self, version: int, total_bytes: int) -> None:
-        """Count from 0."""
-        with self._lock:
-            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
-
-    def advance(self, num_bytes: int) -> None:
-        """So many bytes have come."""
-        with self._lock:
-            self.fetched_bytes += num_bytes
-
-    def __str__(self) -> str:
-        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
-
-
 class StoredSync:
-    """A route that is fetched, and then replayed as one sync.
+    """A route that was fetched, replayed as one sync.
 
     Args:
-        run: The run.
-        route: What is fetched; at least one step.
+        fetched: What was fetched; closed with this.
         weights: Where it goes, bound to the layout.
-        spool: Where it is kept; owned from now on.
-        progress: Told of what comes.
 
     Attributes:
-        route: The same.
-        blamed: After an error: keys of the objects that it is about; none if it is about no object.
+        route: The way that was taken.
         reached: Numbers of the parameters that rows have come for.
     """
 
-    def __init__(
-        self, run: Run, route: Route, weights: BoundWeights, spool: Fetched, progress: Progress
-    ) -> None:
-        self._run, self.route, self._weights = run, route, weights
-        self._spool, self._progress = spool, progress
-        self._folders: list[Path] = []
-        self.blamed: frozenset[str] = frozenset()
+    def __init__(self, fetched: FetchedRoute, weights: BoundWeights) -> None:
+        self._fetched, self._weights, self.route = fetched, weights, fetched.route
         self.reached: set[int] = set()
-        self._later: FoldedDeltas | None = None
         self._is_sealed = False
-
-    def fetch(self, check_time: Callable[[], None]) -> None:
-        """Fetch all objects, and check each. Raises StoreError, ConfigError."""
-        self._progress.begin(self.route.target.version, self.route.num_bytes)
-        for step in self.route.steps:
-            with self._blaming(step):
-                folder = self._spool.fetch(
-                    step.way, check_time=check_time, advance=self._progress.advance
-                )
-            self._folders.append(folder)
 
     def begin(self, session: ReceiverSession) -> None:
         """Take the first frames, up to `begin`; `frames` are those after it."""
-        self._prepare()
         for frame in self._all_frames():
             message = self._open(frame)
             if isinstance(message, messages.Layout):
@@ -115,12 +60,10 @@ class StoredSync:
                 break
         yield from frames
         if not self._is_sealed:
-            self._blame_all()
             raise ProtocolViolation("frames end before `sealed`: a part is missing")
 
     def take(self, frame: Frame, session: ReceiverSession) -> None:
         """Stage one frame. Raises WireError, SyncError."""
-        self._blame_all()
         message = self._open(frame)
         match message:
             case messages.Bucket():
@@ -138,42 +81,26 @@ class StoredSync:
 
     def close(self) -> None:
         """Remove what was fetched. Idempotent."""
-        self._spool.close()
-
-    def _prepare(self) -> None:
-        """Merge several deltas into one."""
-        first, *rest = zip(self.route.steps, self._folders, strict=True)
-        if first[0].way.base is not None and rest:
-            rest = [first, *rest]
-        if rest:
-            self._later = FoldedDeltas()
-            for step, folder in rest:
-                with self._blaming(step):
-                    self._later.take(_frames_in(folder))
+        self._fetched.objects.close()
 
     def _all_frames(self) -> Iterator[Frame]:
-        target, base, later = self.route.target, self.route.base, self._later
-        if base is not None and later is None:
-            return iter(_frames_in(self._folders[0]))
-        self._blame_all()
+        target, base, fetched = self.route.target, self.route.base, self._fetched
+        if base is not None and fetched.later is None:
+            return iter(fetched.frames())
         specs = self._weights.backend.ledger.specs
         return one_way_frames(
-            self._anchored() if later is None or base is None else later.plan(),
+            self._anchored() if fetched.later is None or base is None else fetched.later.plan(),
             specs,
-            stream_id=self._run.name,
+            stream_id=target.manifest.run,
             version=target.version,
             digest=int((base or target).manifest.digest, 16),
         )
 
     def _anchored(self) -> AnchoredVersion:
-        try:
-            anchor = Checkpoint(self._folders[0])
-        except ConfigError as error:
-            raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
         return AnchoredVersion(
             self._weights.backend.ledger.specs,
-            anchor,
-            self._later,
+            self._fetched.anchor(),
+            self._fetched.later,
             held=self._weights.backend.flats.keys(),
             digest=int(self.route.target.manifest.digest, 16),
         )
@@ -203,20 +130,6 @@ class StoredSync:
                 f"frames from v{begin.base_version} to v{begin.version}, where the manifest names "
                 f"v{base} to v{self.route.target.version}"
             )
-
-    def _blame_all(self) -> None:
-        self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
-
-    @contextmanager
-    def _blaming(self, step: Step) -> Iterator[None]:
-        self.blamed = step.keys
-        yield
-        self.blamed = frozenset()
-
-
-def _frames_in(folder: Path) -> FrameFile:
-    (file,) = folder.iterdir()
-    return FrameFile(file)
 
 
 def join(
