@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deltasync.sync.protocol.receiver_session import ReceiverState
     from deltasync.sync.protocol.round import SyncPhase
     from deltasync.sync.receiver import WeightReceiver
+    from deltasync.sync.relay.relay import Relay
     from deltasync.sync.sender import WeightSender
     from deltasync.sync.source.tensors import NamedTensor, WeightSource
     from deltasync.sync.staging_thread import StagingThread
@@ -56,6 +57,7 @@ __all__ = [
     "Policy",
     "ReceiverOptions",
     "ReceiverState",
+    "Relay",
     "ReloadedTarget",
     "RoutedTarget",
     "SenderOptions",
@@ -108,6 +110,7 @@ _HOMES = {
         "sync.protocol.receiver_session": "ReceiverState",
         "sync.protocol.round": "SyncPhase",
         "sync.receiver": "WeightReceiver",
+        "sync.relay.relay": "Relay",
         "sync.sender": "WeightSender",
         "sync.source.tensors": "NamedTensor WeightSource",
         "sync.staging_thread": "StagingThread",

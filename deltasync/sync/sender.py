@@ -229,9 +229,12 @@ class WeightSender(Closing):
         self._lost, self._lost_between = self._lost_between, {}
         self.were_asleep = False
         if self._weights.is_lost:
+            relayed = "no delta leads from what they hold to the version that is relayed: rejoin"
+            why = "a rank of the trainer has lost its snapshot"
             members = list(self._session.members.values())
-            self._part_with("a rank of the trainer has lost its snapshot", members)
-        delta = self._sync_members() if self._session.members else None
+            self._part_with(why if self._own.version is None else relayed, members)
+        is_new = self._next_version != self.version
+        delta = self._sync_members() if self._session.members and is_new else None
         if delta is None and limit.is_over:
             raise self._nobody()
         if on_source_read is not None and (delta is None or not self._session.members):
@@ -268,15 +271,16 @@ class WeightSender(Closing):
 
     def _sync_members(self) -> Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
-        self._link.hint(Upcoming(version=self.version + 1))
+        version = self._next_version
+        self._link.hint(Upcoming(version=version))
         done = Synced()
         while self._session.members and not (
             done.result.decided or self._own.is_released or self._link.limit.is_over
         ):
             if done.result.is_too_large:
-                logger.info("sending v%d again: more has changed than before", self.version + 1)
+                logger.info("sending v%d again: more has changed than before", version)
             elif done.delta is not None:
-                what = (self.version + 1, self.num_receivers, reasons(self._lost))
+                what = (version, self.num_receivers, reasons(self._lost))
                 logger.warning("sending v%d again, to %d receivers: %s", *what)
             members = list(self._session.members.values())
             if done.delta is None or not done.result.is_too_large:
@@ -285,7 +289,7 @@ class WeightSender(Closing):
                 done.delta = self._weights.delta(self.version, max_staged_bytes=room)
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
-            done.result = self._run(done.delta, members, version=self.version + 1)
+            done.result = self._run(done.delta, members, version=version)
             done.diff_s += done.delta.waited_s - waited_s
             done.result.transfer_s -= done.delta.waited_s - waited_s
             asleep = self._asleep(done.result.asleep)
@@ -294,6 +298,12 @@ class WeightSender(Closing):
                 break
             self._forget(*asleep)  # the others go on to a version that these miss
         return done if done.result.decided else None
+
+    @property
+    def _next_version(self) -> int:
+        """What the source holds now: one more than the last, or a version that it names itself."""
+        named = self._own.version
+        return self.version + 1 if named is None else named
 
     def _asleep(self, peers: Collection[int]) -> list[Member]:
         """Members of the engines of these."""
@@ -315,7 +325,7 @@ class WeightSender(Closing):
             except (ConfigError, WireError) as error:
                 self._lobby.refuse_all(hellos, error)
                 continue
-            self._session.captured()
+            self._session.captured(self._next_version)
             is_captured = True
             break
         self._lost |= self._lobby.refused()

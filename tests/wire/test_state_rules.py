@@ -197,7 +197,7 @@ def decided() -> SenderSession:
 
 SENDERS: list[Callable[[], SenderSession]] = [SenderSession, staging, ready_to_decide, decided]
 CALLS: dict[str, Callable[[SenderSession], object]] = {
-    "captured": SenderSession.captured,
+    "captured": lambda sender: sender.captured(sender.version + 1),
     "admit": lambda session: session.admit([member(0)]),
     "left": lambda session: session.left(next(iter(session.members), 0)),
     "begin": lambda session: session.begin([member(0)], version=session.version),

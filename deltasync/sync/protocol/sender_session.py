@@ -170,10 +170,10 @@ class SenderSession:
     _done: set[int] = field(default_factory=set)
     _offered: int = 0
 
-    def captured(self) -> None:
+    def captured(self, version: int) -> None:
         """A new version was taken from the source; nobody holds it yet."""
         self._on("captured")
-        self.version += 1
+        self.version = version
 
     def admit(self, members: Iterable[Member]) -> None:
         """Receivers hold the version already: they are members."""

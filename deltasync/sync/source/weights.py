@@ -111,10 +111,12 @@ class LocalWeights(Weights):
         options: Sizes, policy, dtypes.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
+        version: The version that the source holds, if it has a number already; else None.
     """
 
     layout: SentLayout | None = None
     is_lost: bool = False
+    version: int | None = None
     snapshot_bytes: int = 0
 
     def __init__(self, options: SenderOptions) -> None:
