@@ -234,6 +234,10 @@ class Objects:
             except StoreUnavailable:
                 if is_last:
                     raise
+            except FileNotFoundError as error:
+                # S3 ends an upload of parts by which it is known, though the answer may be lost.
+                if is_last:
+                    raise self._unavailable(key, error) from None
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -316,12 +320,15 @@ class Objects:
                 raise self._refused(what, error) from None
             if _NO_ACCESS.search(text) and "code: 429" not in text and "code: 408" not in text:
                 raise self._refused(what, error) from None
-            raise StoreUnavailable(
-                f"{self.url}: {what}: {_first_line(error)}; check the network and the store, then "
-                "try again"
-            ) from None
+            raise self._unavailable(what, error) from None
         except (errors.BaseError, OSError) as error:
             raise self._refused(what, error) from None
+
+    def _unavailable(self, what: str, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.url}: {what}: {_first_line(error)}; check the network and the store, then try "
+            "again"
+        )
 
     def _refused(self, what: str, error: Exception) -> StoreRefused:
         return StoreRefused(

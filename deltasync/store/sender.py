@@ -320,7 +320,7 @@ class StoreSender:
             self._writer.add_way(way)
         except StoreError as error:
             logger.warning("v%d has no anchor yet: %s", self.version, error)
-            return None, f"anchor: {error}"
+            return None, f"anchor: {type(error).__name__}: {error}"
         self._chain = _Chain(has_anchor=True)
         return way, ""
 

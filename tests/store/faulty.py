@@ -1,0 +1,111 @@
+"""A proxy before an S3 server, that answers with errors, late, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+FAULTS = ("error", "lost request", "lost answer", "slow", "cut")
+
+Choose = Callable[[str, str], str | None]
+"""(method, path) -> the fault of this request, one of FAULTS; None for none."""
+
+
+class Faults:
+    """What the proxy does; a test may change `choose` while it runs.
+
+    Attributes:
+        choose: Chooses the fault of a request.
+        met: How often each fault was made.
+        slow_s: Seconds that a slow answer waits.
+    """
+
+    def __init__(self) -> None:
+        self.choose: Choose = lambda method, path: None
+        self.met: Counter[str] = Counter()
+        self.slow_s = 1.5
+
+    def at_random(self, seed: int, share: float, kinds: tuple[str, ...] = FAULTS) -> None:
+        """Make such a share of all requests fail, in one of these ways."""
+        chance, lock = random.Random(seed), threading.Lock()
+
+        def choose(method: str, path: str) -> str | None:
+            with lock:
+                return chance.choice(kinds) if chance.random() < share else None
+
+        self.choose = choose
+
+
+@contextlib.contextmanager
+def faulty(endpoint: str) -> Iterator[tuple[str, Faults]]:
+    """(endpoint, faults) of a proxy before `endpoint`."""
+    faults, behind = Faults(), urlsplit(endpoint)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Silence."""
+
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            fault = faults.choose(self.command, self.path)
+            if fault is not None:
+                faults.met[fault] += 1
+            if fault == "lost request":
+                self.close_connection = True
+                return
+            if fault == "error":
+                self.send_response(503)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            connection = http.client.HTTPConnection(str(behind.hostname), behind.port, timeout=60)
+            headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
+            headers["Host"] = self.headers["Host"]
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+            connection.close()
+            if fault == "slow":
+                time.sleep(faults.slow_s)
+            if fault == "lost answer":
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            for key, value in answer.getheaders():
+                if key.lower() not in ("content-length", "transfer-encoding", "connection"):
+                    self.send_header(key, value)
+            length = answer.getheader("Content-Length") if self.command == "HEAD" else len(data)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            if fault == "cut":
+                self.close_connection = True
+                data = data[: len(data) // 2]
+            with contextlib.suppress(OSError):  # who asked may have left
+                self.wfile.write(data)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """Clients that leave are no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", faults
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=30)

@@ -1,0 +1,274 @@
+"""Stores that fail and writers that die: what is published is right, the rest is not there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync.errors import StoreRefused, StoreUnavailable
+from deltasync.store import keys
+from deltasync.store.objects import Objects
+from tests.store.faulty import FAULTS, Faults, faulty
+from tests.store.replay import assert_holds
+from tests.store.stores import Place, s3_place
+from tests.store.test_sender import Model, run_of, sender_of, weights_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def broken(s3: str) -> Iterator[tuple[Place, Place, Faults]]:
+    """A bucket as it is, the same through a proxy, and what the proxy does."""
+    with faulty(s3) as (endpoint, faults):
+        place = s3_place(s3)
+        config = place.options.config | {"endpoint": endpoint}
+        options = place.options.model_copy(
+            update={"config": config, "timeout_s": 1.0, "retries": 4, "retry_timeout_s": 10.0}
+        )
+        yield place, Place(place.url, options), faults
+
+
+@pytest.mark.slow
+def test_versions_arrive_through_faults(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad, anchor_every=4)
+    faults.at_random(7, 0.15)
+    history = {}
+    for number in range(12):
+        try:
+            stats = sender.publish()
+        except (StoreUnavailable, StoreRefused):  # a conflict would be wrong
+            continue
+        history[stats.version] = weights_of(model)
+        model.step(number)
+    faults.choose = lambda method, path: None
+    assert sum(faults.met.values()) > 10
+    assert len(history) >= 6
+    run = run_of(place)
+    newest = run.newest()
+    assert newest is not None
+    assert newest.version >= max(history)
+    for version, weights in history.items():
+        assert_holds(run, version, weights, tmp_path / str(version))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_manifest_whose_answer_is_lost_is_no_conflict(
+    broken: tuple[Place, Place, Faults], tmp_path: Path, fault: str
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    seen: list[str] = []
+
+    def once(method: str, path: str) -> str | None:
+        if method == "PUT" and "/manifests/" in path and not seen:
+            seen.append(path)
+            return fault
+        return None
+
+    faults.choose = once
+    model.step(1)
+    assert sender.publish().version == 2
+    assert len(seen) == 1
+    assert_holds(run_of(place), 2, weights_of(model), tmp_path)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_the_next_call_finds_out_what_became_of_a_manifest(
+    broken: tuple[Place, Place, Faults], tmp_path: Path, arrives: bool
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    model.step(1)
+    expected = weights_of(model)
+    fault = "lost answer" if arrives else "lost request"
+    faults.choose = lambda method, path: fault if "/manifests/" in path else None
+    with pytest.raises(StoreUnavailable, match="try again"):
+        sender.publish()
+    assert run_of(place).versions() == ([1, 2] if arrives else [1])
+    faults.choose = lambda method, path: None
+    model.step(2)
+    assert sender.publish().version == 3
+    assert_holds(run_of(place), 2, expected, tmp_path / "2")
+    assert_holds(run_of(place), 3, weights_of(model), tmp_path / "3")
+
+
+def test_a_failed_upload_is_covered_by_the_next(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    for number in range(2):
+        model.step(number)
+        faults.choose = lambda method, path: "error" if "-delta-" in path else None
+        with pytest.raises(StoreUnavailable):
+            sender.publish()
+        assert run_of(place).versions() == [1]
+    faults.choose = lambda method, path: None
+    model.step(3)
+    assert sender.publish().version == 2
+    assert_holds(run_of(place), 2, weights_of(model), tmp_path)
+
+
+def test_an_anchor_that_fails_comes_later(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad, anchor_every=1)
+    sender.publish()
+    faults.choose = lambda method, path: "error" if "-anchor-" in path else None
+    model.step(1)
+    stats = sender.publish()
+    assert (stats.version, stats.anchor_bytes) == (2, 0)
+    assert "StoreUnavailable" in stats.postponed
+    faults.choose = lambda method, path: None
+    model.step(2)
+    stats = sender.publish()
+    assert (stats.version, stats.postponed) == (3, "")
+    assert stats.anchor_bytes > 0
+    assert_holds(run_of(place), 3, weights_of(model), tmp_path)
+
+
+def test_a_hint_that_cannot_be_moved_stops_nothing(
+    broken: tuple[Place, Place, Faults],
+) -> None:
+    place, bad, faults = broken
+    sender = sender_of(nn.Linear(2, 2), bad)
+    faults.choose = lambda method, path: (
+        "error" if method == "PUT" and keys.LATEST in path else None
+    )
+    for number in range(3):
+        assert sender.publish().version == number + 1
+    newest = run_of(place).newest()
+    assert newest is not None
+    assert newest.version == 3
+
+
+def test_a_store_that_never_answers_is_given_up(broken: tuple[Place, Place, Faults]) -> None:
+    _, bad, faults = broken
+    faults.slow_s, faults.choose = 30.0, lambda method, path: "slow"
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        Objects(bad.url, bad.options).get("a", max_bytes=1)
+    assert time.monotonic() - began < 25
+
+
+_WRITER = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from deltasync import ModuleSource
+from deltasync.store.sender import PublishOptions, StoreSender
+from deltasync.sync.options import SenderOptions
+from deltasync.store.objects import StoreOptions
+url, state = sys.argv[1], Path(sys.argv[2])
+model = nn.Linear(256, 256, dtype=torch.bfloat16)
+torch.manual_seed(int(sys.argv[3]))
+sender = StoreSender(
+    ModuleSource(model), url,
+    options=SenderOptions(stream_id="run", compression="zstd"),
+    store=StoreOptions.model_validate_json(sys.argv[4]),
+    publishing=PublishOptions(anchor_every=7, anchor_file_bytes=60_000),
+)
+print("begun", flush=True)
+while True:
+    with torch.no_grad():
+        model.weight.view(-1)[torch.randint(0, 65536, (200,))] += 1
+    stats = sender.publish()
+    torch.save(model.state_dict(), state / f"{stats.version}.tmp")
+    (state / f"{stats.version}.tmp").rename(state / f"{stats.version}.pt")
+    print(stats.version, flush=True)
+"""
+
+
+def _start(place: Place, state: Path, seed: int) -> subprocess.Popen[str]:
+    options = place.options.model_dump_json(include={"config"})
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, place.url, str(state), str(seed), options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+def test_a_writer_is_killed_at_random_moments(place: Place, tmp_path: Path) -> None:
+    state, chance = tmp_path / "state", random.Random(11)
+    state.mkdir()
+    for turn in range(8):
+        process = _start(place, state, turn)
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert said == "begun\n", process.communicate(timeout=30)
+            time.sleep(chance.uniform(0.05, 0.9))
+            assert process.poll() is None, process.communicate(timeout=30)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=30)
+    run = run_of(place)
+    versions = run.versions()
+    assert versions == list(range(1, len(versions) + 1)), "a chain without gaps"
+    newest = run.newest()
+    assert newest is not None
+    assert newest.version == versions[-1]
+    known = sorted(int(path.stem) for path in state.glob("*.pt"))
+    assert set(known) <= set(versions)
+    assert len(known) > 8
+    for version in chance.sample(known, 8):
+        weights = torch.load(state / f"{version}.pt", weights_only=True)
+        assert_holds(run, version, weights, tmp_path / f"replay{version}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+def test_of_writers_at_once_one_goes_on(place: Place, tmp_path: Path) -> None:
+    states = [tmp_path / str(number) for number in range(3)]
+    for state in states:
+        state.mkdir()
+    writers = [_start(place, state, number) for number, state in enumerate(states)]
+    try:
+        deadline = time.monotonic() + 60
+        while sum(writer.poll() is None for writer in writers) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        left = [writer for writer in writers if writer.poll() is None]
+        time.sleep(1)
+        assert all(writer.poll() is None for writer in left)
+    finally:
+        for writer in writers:
+            writer.kill()
+        ends = [writer.communicate(timeout=30) for writer in writers]
+    assert sum("WriterConflict" in end[1] for end in ends) == 2
+    run = run_of(place)
+    versions = run.versions()
+    assert versions == list(range(1, len(versions) + 1))
+    claimed = [int(path.stem) for state in states for path in state.glob("*.pt")]
+    assert len(claimed) == len(set(claimed)), "no version belongs to two writers"
+    for state in states:
+        for path in list(state.glob("*.pt"))[-2:]:
+            weights = torch.load(path, weights_only=True)
+            assert_holds(run, int(path.stem), weights, tmp_path / f"replay{path.stem}")
