@@ -148,7 +148,8 @@ def encode_values(new: Bits, old: Bits, dtype: Dtype) -> bytes:
     codes[(zigzag >= FIRST_NIBBLE) & (zigzag < FIRST_NIBBLE + 16)] = NIBBLE
     nibbles = zigzag[codes == NIBBLE] - FIRST_NIBBLE
     as_is: bytes = new[codes == AS_IS].astype(unsigned_dtype(dtype)).tobytes()
-    return _fields(codes, CODE_BITS) + _fields(nibbles, NIBBLE_BITS) + as_is
+    padding = bytes(-len(as_is) % WORD_BYTES)
+    return _fields(codes, CODE_BITS) + _fields(nibbles, NIBBLE_BITS) + as_is + padding
 
 
 def decode_values(block: Block, old: Bits, dtype: Dtype) -> Bits:
@@ -158,21 +159,27 @@ def decode_values(block: Block, old: Bits, dtype: Dtype) -> Bits:
         raise TruncatedFrame(f"{len(old)} codes take {split} bytes; {len(block)} came")
     codes = _read(block[:split], len(old), CODE_BITS)
     is_nibble, is_whole = codes == NIBBLE, codes == AS_IS
-    num_nibbles = int(np.count_nonzero(is_nibble))
+    num_nibbles, num_whole = int(np.count_nonzero(is_nibble)), int(np.count_nonzero(is_whole))
     second = split + field_bytes(num_nibbles, NIBBLE_BITS)
-    stop = second + int(np.count_nonzero(is_whole)) * dtype.item_size
-    if len(block) != stop:
-        raise TruncatedFrame(f"values take {stop} bytes; {len(block)} came")
+    if len(block) != (length := value_bytes(len(old), num_nibbles, num_whole, dtype)):
+        raise TruncatedFrame(f"values take {length} bytes; {len(block)} came")
     zigzag = (codes + 1).astype(old.dtype)
     zigzag[is_nibble] = _read(block[split:second], num_nibbles, NIBBLE_BITS) + FIRST_NIBBLE
     new = steps.stepped(zigzag, old, dtype)
-    new[is_whole] = np.ascontiguousarray(block[second:]).view(unsigned_dtype(dtype))
+    wholes = block[second : second + num_whole * dtype.item_size]
+    new[is_whole] = np.ascontiguousarray(wholes).view(unsigned_dtype(dtype))
     return new
 
 
 def field_bytes(count: int, width: int) -> int:
     """What `count` fields of one width take."""
     return -(-count * width // (8 * WORD_BYTES)) * WORD_BYTES
+
+
+def value_bytes(count: int, nibbles: int, wholes: int, dtype: Dtype) -> int:
+    """What a value block takes."""
+    fields = field_bytes(count, CODE_BITS) + field_bytes(nibbles, NIBBLE_BITS)
+    return fields + field_bytes(wholes, 8 * dtype.item_size)
 
 
 def _values(row: SparseRow) -> bytes:

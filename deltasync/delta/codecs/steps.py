@@ -24,6 +24,11 @@ def has_sign(dtype: Dtype) -> bool:
     return dtype.is_floating and dtype.name != _UNSIGNED_FLOAT
 
 
+def is_signed(dtype: Dtype) -> bool:
+    """Whether an element is an integer in two's complement."""
+    return dtype.name in _SIGNED
+
+
 def ordered(bits: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: numbers in the order of the values, neighbours one apart; memory of its own.
 
@@ -35,7 +40,7 @@ def ordered(bits: Bits, dtype: Dtype) -> Bits:
         flips |= sign
         flips ^= bits
         return flips
-    return bits ^ sign if dtype.name in _SIGNED else bits.copy()
+    return bits ^ sign if is_signed(dtype) else bits.copy()
 
 
 def unordered(numbers: Bits, dtype: Dtype) -> Bits:
@@ -46,7 +51,7 @@ def unordered(numbers: Bits, dtype: Dtype) -> Bits:
         flips |= sign
         flips ^= numbers
         return flips
-    return numbers ^ sign if dtype.name in _SIGNED else numbers.copy()
+    return numbers ^ sign if is_signed(dtype) else numbers.copy()
 
 
 def zigzag(new: Bits, old: Bits, dtype: Dtype) -> Bits:
