@@ -7,6 +7,7 @@ them are longer than one, as `subsets` does; and how much longer than two these 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.delta.codecs import class_keys
 from deltasync.delta.codecs.base import Bits, Block, unsigned_dtype
@@ -28,6 +29,7 @@ from deltasync.errors import InvalidTable, TruncatedFrame
 
 _ESCAPE = 24  # the quotient of a length that is written as it is
 _COST_OF_CLASS = 40.0  # bits in the header
+_SAMPLE = 1 << 15  # lengths that parameters are chosen by
 
 
 def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
@@ -117,15 +119,9 @@ def _fit(keys: Keys, lengths: Words, dtype: Dtype) -> tuple[list[int], Ints]:
     found = np.bincount(keys, minlength=number)
     begin, end = class_keys.window(found)
     places = np.maximum(keys, begin).astype(np.int64) - begin
-    is_longer = lengths > 1
-    excess, at = lengths[is_longer] - np.uint64(2), places[is_longer]
-    most = min(int(excess.max(initial=0)).bit_length(), MAX_WIDTH)
-    costs = np.zeros((end - begin, most + 1))
-    escape = 8 * dtype.item_size
-    for k in range(most + 1):
-        over = excess >> np.uint64(k)
-        bits = np.where(over < _ESCAPE, over + np.uint64(1 + k), np.uint64(_ESCAPE + 1 + escape))
-        costs[:, k] = np.bincount(at, bits.astype(np.float64), end - begin)
+    longer = np.flatnonzero(lengths > 1)
+    at = places[longer]
+    costs = _rice_costs(lengths[longer] - np.uint64(2), at, end - begin, dtype)
     sums = class_keys.spans(costs)
     few = class_keys.spans(np.bincount(at, minlength=end - begin).astype(np.float64))
     many = class_keys.spans(np.bincount(places, minlength=end - begin).astype(np.float64))
@@ -133,3 +129,17 @@ def _fit(keys: Keys, lengths: Words, dtype: Dtype) -> tuple[list[int], Ints]:
     stops = [*firsts[1:], end - begin]
     parameters = [int(sums[i, j].argmin()) for i, j in zip(firsts, stops, strict=True)]
     return [0] + [first + begin for first in firsts[1:]], np.array(parameters, np.int64)
+
+
+def _rice_costs(excess: Words, places: Ints, num_places: int, dtype: Dtype) -> NDArray[np.float64]:
+    """float64[places, parameters]: bits of the excesses at each place by parameter, roughly."""
+    step = 1 + len(excess) // _SAMPLE
+    most = min(int(excess.max(initial=0)).bit_length(), MAX_WIDTH)
+    excess, places = excess[::step], places[::step]
+    costs = np.zeros((num_places, most + 1))
+    escaped = np.uint64(_ESCAPE + 1 + 8 * dtype.item_size)
+    for k in range(most + 1):
+        over = excess >> np.uint64(k)
+        bits = np.where(over < _ESCAPE, over + np.uint64(1 + k), escaped)
+        costs[:, k] = np.bincount(places, bits.astype(np.float64), num_places)
+    return costs * step
