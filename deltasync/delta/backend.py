@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Reader, torch_dtype
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
@@ -59,8 +60,16 @@ class Payload(Protocol):
         """Rows of its table."""
         ...
 
-    def write(self, payload: Tensor) -> None:
-        """Write it into uint8[num_bytes]."""
+    @property
+    def old(self) -> OldRows | None:
+        """What its rows change; None if nothing of it is known. Ask before `write` returns."""
+        ...
+
+    def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
+        """Write it into uint8[num_bytes].
+
+        Calls `written` when it stands there, and before what it changes is overwritten.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.bits import Run, integer_dtype
+from deltasync.delta.bits import Live, Run, integer_dtype
+from deltasync.delta.codecs.decoding import decode_payload
+from deltasync.delta.codecs.old import LiveOld
 from deltasync.errors import LimitExceeded
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Bucket, ParameterSpec
@@ -76,13 +78,21 @@ class BucketReader:
     Args:
         specs: The layout.
         lanes: Connections on which buckets come. Those of each have an order of their own.
+        flats: The weights by parameter, by which coded payloads are decoded: as they are before
+            the payload is applied. None to refuse coded payloads. Not owned.
 
     Attributes:
         reached: (parameter, flat position) up to which buckets of this sync have come, by lane.
     """
 
-    def __init__(self, specs: tuple[ParameterSpec, ...], lanes: int = 1) -> None:
+    def __init__(
+        self,
+        specs: tuple[ParameterSpec, ...],
+        lanes: int = 1,
+        flats: Mapping[int, Live] | None = None,
+    ) -> None:
         self._specs, self._lanes = specs, lanes
+        self._old = None if flats is None else LiveOld(specs, flats)
         self._numels = np.array([spec.numel for spec in specs], np.uint64)
         self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
         self.begin()
@@ -97,8 +107,26 @@ class BucketReader:
         self.reached, self._left = [(0, 0)] * self._lanes, num_bytes
 
     def unpack(self, bucket: Bucket, payload: Tensor | None, *, lane: int = 0) -> ReadBucket:
-        """Check the table of a payload as it came, compressed or not. Raises WireError."""
-        return self.open(inflated(bucket, payload), bucket.num_rows, lane=lane)
+        """Check the table of a payload as it came, compressed, coded or not.
+
+        Raises:
+            WireError: A rule of the wire format is broken.
+            WrongBase, ProtocolViolation: It cannot be decoded by the weights held.
+        """
+        return self.open(self._raw(bucket, payload), bucket.num_rows, lane=lane)
+
+    def _raw(self, bucket: Bucket, payload: Tensor | None) -> Tensor:
+        if bucket.compression != "coded" or self._old is None or payload is None:
+            return inflated(bucket, payload)
+        found = decode_payload(
+            payload.cpu().numpy().data,
+            bucket.num_rows,
+            bucket.raw_bytes,
+            self._old,
+            numels=self._numels,
+            item_sizes=self._item_sizes,
+        )
+        return torch.from_numpy(found)
 
     def open(self, payload: Tensor, num_rows: int, *, lane: int = 0) -> ReadBucket:
         """Check the table of uint8[n] `payload`. Raises WireError."""
@@ -129,7 +157,7 @@ class BucketReader:
 
 
 def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
-    """uint8[raw_bytes]: a payload as it was packed. Raises WireError."""
+    """uint8[raw_bytes]: a payload as it was packed, unless it is coded. Raises WireError."""
     if payload is None:
         payload = torch.empty(0, dtype=torch.uint8)
     if bucket.compression == "none":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.delta.bits import Flat, Reader, WireReader
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import Change, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
@@ -55,7 +56,12 @@ class PatchSummary:
 
 
 def write_patch(
-    old: Checkpoint, new: Checkpoint, path: str | Path, *, phase: Phase = no_phase
+    old: Checkpoint,
+    new: Checkpoint,
+    path: str | Path,
+    *,
+    phase: Phase = no_phase,
+    codec: Coding = "zstd",
 ) -> PatchSummary:
     """Write the patch file that makes `old` bit-identical to `new`.
 
@@ -63,10 +69,11 @@ def write_patch(
         old, new: Of the same names, shapes and dtypes.
         path: The new file; it appears when everything is written.
         phase: Called to report progress.
+        codec: How payloads become short.
 
     Raises:
         LayoutMismatch: Names, shapes or dtypes differ.
-        ConfigError: `path` exists or cannot be written.
+        ConfigError: This build has no such codec, or `path` exists or cannot be written.
     """
     check_same_tensors(old.specs, new.specs)
     base = measure_digests(old, advance=phase("reading"))
@@ -84,7 +91,7 @@ def write_patch(
         stream_id=f"{digest_text(base.total)}-{digest_text(plan.ledger.total)}",
         version=_VERSION,
         digest=base.total,
-        compression="zstd",
+        compression=codec,
     )
     num_bytes = write_frames(_told(frames, phase("writing")), Path(path))
     return PatchSummary(num_bytes, plan.nnz, base.total, plan.ledger.total)
@@ -117,14 +124,20 @@ class PatchFile:
         self.base = int(reader.layout.digest, 16)
 
     def _replay(
-        self, stage: Callable[[ReadBucket], None], *, advance: Advance = lambda num_bytes: None
+        self,
+        stage: Callable[[ReadBucket], None],
+        flats: Mapping[int, Flat],
+        *,
+        advance: Advance = lambda num_bytes: None,
     ) -> int:
         """Pass each bucket to `stage`. Returns the digest that the patch promises.
+
+        `flats` are the weights that it changes, by their number in the patch's layout.
 
         Raises:
             WireError, SyncError: The file is damaged, or `stage` raised.
         """
-        reader = OneWayReader()
+        reader = OneWayReader(flats=flats)
         for bucket in reader.read(_told(self._frames, advance)):
             stage(bucket)
         assert reader.sealed is not None
@@ -169,9 +182,10 @@ def apply_patch_file(
     with appearing(Path(out)) as made:
         _copy(checkpoint.path, made)
         written = Checkpoint(made, writable=True)
-        lines = Lines(_flats(written, patch.layout), len(patch.layout))
+        flats = _flats(written, patch.layout)
+        lines = Lines(flats, len(patch.layout))
         staging = Staging(lines, ledger, in_place=True)
-        promised = patch._replay(staging.stage_bucket, advance=phase("writing"))
+        promised = patch._replay(staging.stage_bucket, flats, advance=phase("writing"))
         written.flush()
         found = measure_digests(written, advance=phase("verifying")).total
         if found != promised:
@@ -183,7 +197,8 @@ def _predict(
     patch: PatchFile, checkpoint: Checkpoint, ledger: DigestLedger, advance: Advance
 ) -> None:
     """Raise DigestMismatch unless the patch makes of the checkpoint what it promises."""
-    lines = Lines(_flats(checkpoint, patch.layout), len(patch.layout))
+    flats = _flats(checkpoint, patch.layout)
+    lines = Lines(flats, len(patch.layout))
     now = ledger
 
     def stage(bucket: ReadBucket) -> None:
@@ -193,7 +208,7 @@ def _predict(
         now = staging.ledger
         checkpoint.release()
 
-    if patch._replay(stage, advance=advance) != now.total:
+    if patch._replay(stage, flats, advance=advance) != now.total:
         raise DigestMismatch("the patch is damaged: it would not make what it promises")
 
 

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from deltasync.delta.backend import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError
-from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 
 
@@ -29,7 +29,7 @@ class SenderOptions(OptionsModel):
     max_inflight_bytes: int | None = Field(
         default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
-    compression: Compression = "none"
+    compression: Coding = "none"
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,
         description="dtype name by parameter name pattern, where receivers disagree",

@@ -43,6 +43,8 @@ class SyncStats:
         payload_bytes: Bytes of all payloads as sent to each receiver, tables included.
         dense_bytes: Bytes of all values: what a dense sync sends.
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
+        bytes_by_codec: `payload_bytes` by what took them: rows by their codecs ("gap+ulp", "raw",
+            "dense"), "table" for what describes them, "zstd" and "none" for whole payloads.
         num_buckets: Payloads of the delta, or of the full sync.
         diff_s: Time to compare the source with the snapshot, digests included; of a delta that is
             packed meanwhile, the time that was waited for it.
@@ -77,6 +79,7 @@ class SyncStats:
     joined_bytes: int = 0
     lost: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
+    bytes_by_codec: dict[str, int] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
@@ -156,6 +159,7 @@ def stats_of(
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
+        bytes_by_codec=dict(result.sent.bytes_by_codec),
         num_buckets=result.sent.num_buckets,
         diff_s=synced.diff_s if synced else capture_s,
         transfer_s=result.transfer_s,

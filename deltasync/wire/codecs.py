@@ -31,3 +31,19 @@ class ValueCodec(IntEnum):
 
 
 INDEX_ITEM_BYTES = 4  # of the raw index codec
+
+SPARSE_CODECS: tuple[tuple[IndexCodec, ValueCodec], ...] = (
+    (IndexCodec.RAW, ValueCodec.RAW),
+    (IndexCodec.RAW, ValueCodec.ULP),
+    (IndexCodec.GAP, ValueCodec.RAW),
+    (IndexCodec.GAP, ValueCodec.ULP),
+    (IndexCodec.BLOCK, ValueCodec.BLOCK),
+    (IndexCodec.CLASS, ValueCodec.CLASS),
+)
+"""What a sparse row of a coded payload may have. A payload that is not coded has the first."""
+
+DENSE_CODECS: tuple[tuple[IndexCodec, ValueCodec], ...] = (
+    (IndexCodec.NONE, ValueCodec.RAW),
+    (IndexCodec.NONE, ValueCodec.ULP),
+)
+"""The same of a dense row."""

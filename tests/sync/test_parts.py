@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.region import Region
 from deltasync.delta.routes.recorder import CheckpointTensor, record
 from deltasync.delta.routes.route import Part, Piece
@@ -113,6 +114,7 @@ def rank_of(source: nn.Module, rank: int) -> Rank:
     staged_bytes=st.sampled_from([0, None]),
     chunk_numel=st.sampled_from([None, 7]),
     shares=st.lists(st.sampled_from([0.0, 0.05, 0.5, 1.0]), max_size=4),
+    compression=st.sampled_from(["none", "gap"]),
     seed=st.integers(0, 99),
 )
 def test_every_rank_has_what_its_loader_would_load(
@@ -121,6 +123,7 @@ def test_every_rank_has_what_its_loader_would_load(
     staged_bytes: int | None,
     chunk_numel: int | None,
     shares: list[float],
+    compression: Coding,
     seed: int,
 ) -> None:
     source, generator = trainer(seed), torch.Generator().manual_seed(seed)
@@ -128,7 +131,8 @@ def test_every_rank_has_what_its_loader_would_load(
     options = ReceiverOptions(
         max_staged_bytes=staged_bytes, chunk_numel=chunk_numel, stall_timeout_s=5
     )
-    with fleet(source, options=SenderOptions(bucket_bytes=bucket_bytes)) as here:
+    sending = SenderOptions(bucket_bytes=bucket_bytes, compression=compression)
+    with fleet(source, options=sending) as here:
         for number, rank in enumerate(ranks):
             here.add(RoutedTarget(rank, CHECKPOINT), rank=number, world=2, options=options)
         here.wait(2)

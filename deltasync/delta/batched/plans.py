@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
+from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
@@ -91,7 +92,7 @@ class BatchedDelta:
             most_bytes: The most that an early delta may have, with indices and without; None for
                 one that is not early.
         """
-        self._backend, self._source, self._masks = backend, source, masks
+        self.backend, self._source, self._masks = backend, source, masks
         self._snapshot = backend.weights
         self._before, self._ahead = backend.ledger, backend.ahead
         self._most, self._max_held_bytes = most, max_held_bytes
@@ -130,7 +131,7 @@ class BatchedDelta:
         self.sparse_bytes = changes + listed
         are_held = int(self._masks.known.sum()) <= self._masks.capacity
         last_bytes = (self.sparse_bytes, self.dense_bytes) if are_held else None
-        self._backend.last_bytes = last_bytes  # otherwise the next one would begin twice
+        self.backend.last_bytes = last_bytes  # otherwise the next one would begin twice
         return changes
 
     def _sort(self, chunks: slice, counts: Ints) -> None:
@@ -147,6 +148,11 @@ class BatchedDelta:
         each = INDEX_ITEM_BYTES + self._snapshot.item_sizes[sparse]
         changes = int((self._masks.known[sparse] * each).sum())
         return changes, *_bytes_of(self._snapshot, np.flatnonzero(self._kinds == RowKind.DENSE))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the changes of sparse chunks are kept, and not in the snapshot already."""
+        return self._masks.is_held
 
     @property
     def nnz(self) -> int:
@@ -240,7 +246,7 @@ class BatchedDelta:
                     num_warps=4,
                 )
         self._ahead[:] = False
-        self._backend.ledger = self.ledger
+        self.backend.ledger = self.ledger
 
     def rows_of(self, bucket: PlannedBucket) -> list[_Rows]:
         """The sparse rows of a bucket by item size."""
@@ -345,8 +351,18 @@ class BatchedBucket:
         self._planned, self._snapshot, self._source = planned, snapshot, source
         self._delta = delta
 
-    def write(self, payload: Tensor) -> None:
-        """Write uint8[num_bytes]. On the GPU the host does not wait for it."""
+    @property
+    def old(self) -> SnapshotOld | None:
+        """What its rows change; of those sent whole, kernels have overwritten that."""
+        if self._delta is None:
+            return None
+        planned, backend = self._planned, self._delta.backend
+        is_there = planned.is_sparse & self._delta.is_held
+        numbers = planned.rows["parameter"].astype(np.int64)
+        return SnapshotOld(backend.ledger.shares, backend.flats, numbers, is_there)
+
+    def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
+        """Write uint8[num_bytes], then call `written`. The host does not wait for the GPU."""
         device = self._snapshot.device
         with device_of(device):
             if payload.device == device:
@@ -355,6 +371,8 @@ class BatchedBucket:
                 there = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
                 self._write(there)
                 payload.copy_(there)
+            if written is not None:
+                written()
 
     def _write(self, payload: Tensor) -> None:
         planned, launches = self._planned, self._source.launches

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.bits import Live, Reader, Run, copy_read
 from deltasync.delta.bucket import staged_bytes_of
+from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.host.staging import Lines, Staging
@@ -279,12 +280,19 @@ class DeltaPlan:
 
     def buckets(self) -> Iterator[Bucket]:
         is_held = self.held_bytes == self.sparse_bytes + self.dense_bytes
+        gone = np.array(sorted(self._snapshot.ahead), np.int64)  # what an aborted sync overwrote
+        flats, shares = self._snapshot.flats, self.ledger.shares
+
+        def old_of(numbers: Ints) -> SnapshotOld:
+            return SnapshotOld(shares, flats, numbers, ~np.isin(numbers, gone))
+
         return buckets(
             self.runs(),
             self.ledger.shares,
             bucket_bytes=self._bucket_bytes,
             read=self.read,
             packed=None if is_held else self.packed,
+            old_of=old_of,
         )
 
     def decided(self) -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Run
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
@@ -24,6 +26,14 @@ Read = Callable[[int, int, int], Tensor]
 Packed = Callable[[int, Run, Tensor], None]
 """(parameter, run, int[count] bits): called when a run stands in a payload, of which `bits` is a
 view, before that is sent."""
+
+
+OldOf = Callable[[NDArray[np.int64]], OldRows | None]
+"""(int64[rows] numbers of what is sent) -> what the rows of a bucket change; None if unknown."""
+
+
+def _no_old(numbers: NDArray[np.int64]) -> None:
+    """Nothing is known."""
 
 
 def _no_bits(parameter: int, start: int, stop: int) -> Tensor:
@@ -43,6 +53,7 @@ class Bucket:
         num_rows: Rows of the table.
         read: Returns the bits of runs that have none.
         packed: Called with each run that was written.
+        old: What the rows change; None if nothing of it is known.
     """
 
     runs: list[tuple[int, Run]]
@@ -54,12 +65,13 @@ class Bucket:
     num_rows: int
     read: Read
     packed: Packed | None
+    old: OldRows | None = None
 
-    def write(self, payload: Tensor) -> None:
-        """Write the payload into uint8[num_bytes]."""
+    def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
+        """Write the payload into uint8[num_bytes], call `written`, then call `packed`."""
         table = torch.from_numpy(self.rows.view(np.uint8))
         payload[: len(table)].copy_(table)
-        end = len(table)
+        end, blocks = len(table), list[Tensor]()
         columns = self.index_at, self.rows["index_bytes"].tolist(), self.value_at
         for (parameter, run), share, index, index_bytes, value in zip(
             self.runs, self.shares, *columns, strict=True
@@ -75,7 +87,11 @@ class Bucket:
             _pad(payload, end, value)
             block.copy_(bits)
             end = value + bits.nbytes
-            if self.packed is not None:
+            blocks.append(block)
+        if written is not None:
+            written()
+        if self.packed is not None:
+            for (parameter, run), block in zip(self.runs, blocks, strict=True):
                 self.packed(parameter, run, block)
 
 
@@ -86,6 +102,7 @@ def buckets(
     bucket_bytes: int,
     read: Read = _no_bits,
     packed: Packed | None = None,
+    old_of: OldOf = _no_old,
 ) -> Iterator[Bucket]:
     """Distribute runs over buckets of at most `bucket_bytes`, slicing what does not fit.
 
@@ -94,6 +111,7 @@ def buckets(
         shares: What these are runs of, by number.
         bucket_bytes: At least MIN_BUCKET_BYTES.
         read, packed: As of `Bucket`.
+        old_of: Returns what the rows of a bucket change, by the numbers of what they are runs of.
     """
     if bucket_bytes < MIN_BUCKET_BYTES:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
@@ -110,10 +128,10 @@ def buckets(
                 parts.append(share)
                 used += ROW.itemsize + size
             elif rest is not None:
-                yield _bucket(chosen, parts, read, packed)
+                yield _bucket(chosen, parts, read, packed, old_of)
                 chosen, parts, used = [], [], 0
     if chosen:
-        yield _bucket(chosen, parts, read, packed)
+        yield _bucket(chosen, parts, read, packed, old_of)
 
 
 def sizes_of(share: Share, run: Run) -> tuple[int, int]:
@@ -171,12 +189,17 @@ def _split_sparse(run: Run, indices: Tensor, k: int) -> tuple[Run | None, Run | 
 
 
 def _bucket(
-    runs: list[tuple[int, Run]], shares: list[Share], read: Read, packed: Packed | None
+    runs: list[tuple[int, Run]],
+    shares: list[Share],
+    read: Read,
+    packed: Packed | None,
+    old_of: OldOf,
 ) -> Bucket:
     rows = _table(runs, shares)
     index_at, value_at, num_bytes = block_offsets(rows)
     places = index_at.tolist(), value_at.tolist()
-    return Bucket(runs, shares, rows, *places, num_bytes, len(rows), read, packed)
+    old = old_of(np.array([number for number, _ in runs]))
+    return Bucket(runs, shares, rows, *places, num_bytes, len(rows), read, packed, old)
 
 
 def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:

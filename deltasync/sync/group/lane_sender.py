@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from deltasync.delta.backend import Plan
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
 from deltasync.transports.base import SendTransport
-from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Abort, Attempt, Lane
 
 
@@ -23,7 +23,7 @@ class LaneSender:
         compression: Of payloads.
     """
 
-    def __init__(self, transport: SendTransport, compression: Compression) -> None:
+    def __init__(self, transport: SendTransport, compression: Coding) -> None:
         self._link = SenderLink(transport)
         self._compression = compression
         self._peers: dict[str, int] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from deltasync.delta.backend import Plan
-from deltasync.wire.compression import Compression, compress
+from deltasync.delta.backend import Payload, Plan
+from deltasync.delta.codecs.coding import Coder, Coding
+from deltasync.wire.compression import Compression
 from deltasync.wire.messages import Begin, Bucket, Message, Prepare
 
 
@@ -21,12 +21,14 @@ class SentBuckets:
         num_buckets, payload_bytes: Number of payloads, and their bytes.
         bucket_bytes: Size of the largest payload.
         lost: Why receivers were lost, by their connection.
+        bytes_by_codec: Of the payloads, see `Coder`.
     """
 
     num_buckets: int = 0
     payload_bytes: int = 0
     bucket_bytes: int = 0
     lost: dict[str, str] = field(default_factory=dict)
+    bytes_by_codec: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: SentBuckets) -> SentBuckets:
         """What two ranks have sent to the same receivers."""
@@ -35,6 +37,10 @@ class SentBuckets:
             self.payload_bytes + other.payload_bytes,
             max(self.bucket_bytes, other.bucket_bytes),
             self.lost | other.lost,
+            {
+                name: self.bytes_by_codec.get(name, 0) + other.bytes_by_codec.get(name, 0)
+                for name in dict.fromkeys((*self.bytes_by_codec, *other.bytes_by_codec))
+            },
         )
 
 
@@ -58,12 +64,12 @@ class Emitter:
         plan: Plan,
         version: int,
         *,
-        compression: Compression,
+        compression: Coding,
         buffer: Callable[[int], Tensor],
     ) -> None:
         self._plan, self._version = plan, version
-        self._compression, self._buffer = compression, buffer
-        self.sent = SentBuckets()
+        self._coder, self._buffer = Coder(compression), buffer
+        self.sent = SentBuckets(bytes_by_codec=self._coder.bytes_by_codec)
 
     def begin(self, *, stream_id: str, layout_hash: str, timeout_s: float) -> Begin:
         """The message that announces the plan. Arguments as in `Begin`."""
@@ -81,27 +87,30 @@ class Emitter:
     def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket's message, and its uint8[n] payload.
 
-        A compressed payload is host memory of its own; another one is a buffer, which the caller
-        sends or keeps before it asks for the next bucket.
+        A payload that became shorter is host memory of its own; another one is a buffer, which the
+        caller sends or keeps before it asks for the next bucket.
         """
         sent = self.sent
         for bucket in self._plan.buckets():
-            payload = raw = self._buffer(bucket.num_bytes)
-            bucket.write(raw)
-            if self._compression != "none":
-                data = bytearray(compress(raw.cpu().numpy().data))
-                payload = torch.frombuffer(data, dtype=torch.uint8)
+            payload, compression = self._packed(bucket)
             message = Bucket(
                 version=self._version,
                 sequence=sent.num_buckets,
                 num_rows=bucket.num_rows,
-                raw_bytes=len(raw),
-                compression=self._compression,
+                raw_bytes=bucket.num_bytes,
+                compression=compression,
             )
             yield message, payload
             sent.num_buckets += 1
             sent.payload_bytes += len(payload)
             sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
+
+    def _packed(self, bucket: Payload) -> tuple[Tensor, Compression]:
+        """A bucket's payload as it travels, and what was done to it."""
+        raw, old = self._buffer(bucket.num_bytes), bucket.old
+        made = list[tuple[Tensor, Compression]]()
+        bucket.write(raw, lambda: made.append(self._coder.coded(raw, bucket.num_rows, old)))
+        return made[0]
 
     def send_buckets(self, send: Callable[[Message, Tensor], None]) -> None:
         """Let `send` have each bucket as it is packed. Raises what that raises."""

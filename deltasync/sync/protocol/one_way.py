@@ -7,19 +7,20 @@ they are after. docs/wire-format.md, section 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deltasync.delta.backend import Plan
+from deltasync.delta.bits import Live
 from deltasync.delta.bucket import BucketReader, ReadBucket
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import digest_text
 from deltasync.errors import ProtocolViolation, TruncatedFrame
 from deltasync.sync.protocol.frames import Emitter
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.transports.base import Frame
-from deltasync.wire.compression import Compression
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode, encode
 from deltasync.wire.messages import (
     Begin,
@@ -42,7 +43,7 @@ def one_way_frames(
     stream_id: str,
     version: int,
     digest: int,
-    compression: Compression = "none",
+    compression: Coding = "none",
 ) -> Iterator[Frame]:
     """The frames of one sync, each made when it is asked for.
 
@@ -80,6 +81,11 @@ def _host_memory(num_bytes: int) -> Tensor:
 class OneWayReader:
     """Takes the frames of one sync in order; checks all that can be checked without weights.
 
+    Args:
+        max_payload_bytes: The largest payload accepted.
+        flats: The weights that the sync changes, by their number in its layout, before a bucket is
+            applied; None to refuse coded payloads, which need them. Not owned.
+
     Attributes:
         layout: What the weights must be before; None until it has come.
         specs: Its parameters.
@@ -87,8 +93,13 @@ class OneWayReader:
         sealed: What the weights must be after; None until all has come.
     """
 
-    def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        self._max_payload_bytes = max_payload_bytes
+    def __init__(
+        self,
+        *,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        flats: Mapping[int, Live] | None = None,
+    ) -> None:
+        self._max_payload_bytes, self._flats = max_payload_bytes, flats
         self._session = ReceiverSession("file")
         self._session.on("greeted")
         self._buckets = BucketReader(())
@@ -145,7 +156,7 @@ class OneWayReader:
 
     def _bind(self, layout: Layout) -> None:
         self.layout, self.specs = layout, layout.specs()
-        self._buckets = BucketReader(self.specs)
+        self._buckets = BucketReader(self.specs, flats=self._flats)
 
     def _begin(self, begin: Begin) -> None:
         if self.layout is None or self.begin is not None:

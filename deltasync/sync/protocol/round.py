@@ -12,13 +12,13 @@ from torch import Tensor
 
 from deltasync.delta.backend import MoreThanAnnounced, Plan
 from deltasync.delta.bucket import staged_bytes_of
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
-from deltasync.wire.compression import Compression
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -111,7 +111,7 @@ class Round:
         plan: Plan,
         layout: SentLayout,
         *,
-        compression: Compression,
+        compression: Coding,
         packed: Callable[[], None],
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,

@@ -1,0 +1,180 @@
+"""Payloads on their way in: exactly what was coded, or an error before anything is written.
+
+docs/wire-format.md, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltasync.delta.codecs.base import Bits, Block, CodedRow, Indices, Needs, unsigned_dtype
+from deltasync.delta.codecs.gap import decode_steps
+from deltasync.delta.codecs.known import ROW_CODECS, digest_at, digest_run
+from deltasync.delta.codecs.old import Old, OldRows
+from deltasync.delta.kernels import host
+from deltasync.errors import (
+    InvalidIndices,
+    InvalidTable,
+    ProtocolViolation,
+    TruncatedFrame,
+    UnknownCodec,
+    WrongBase,
+)
+from deltasync.wire.codecs import IndexCodec, ValueCodec
+from deltasync.wire.coded import CodedPayload
+from deltasync.wire.table import RowKind, read_table
+
+_NO_INDICES = np.empty(0, np.int32)
+
+
+def decode_payload(
+    data: memoryview,
+    num_rows: int,
+    raw_bytes: int,
+    old: OldRows,
+    *,
+    numels: NDArray[np.uint64],
+    item_sizes: NDArray[np.uint64],
+) -> NDArray[np.uint8]:
+    """uint8[raw_bytes]: the payload that a coded one stands for.
+
+    Takes memory of about twice `raw_bytes`, and of one row's span if its codec needs that.
+
+    Args:
+        data: The coded payload as it came.
+        num_rows: Rows of its table.
+        raw_bytes: Length of the result.
+        old: What its rows change.
+        numels, item_sizes: uint64[parameters], elements, and bytes of each, of the layout.
+
+    Raises:
+        WireError: A rule of the wire format is broken.
+        WrongBase: A row was made from other old values.
+        ProtocolViolation: A row cannot be decoded by a receiver that holds a part of it.
+    """
+    coded = CodedPayload.from_bytes(data, num_rows=num_rows, raw_bytes=raw_bytes)
+    parameters = coded.rows["parameter"]
+    if not (parameters < len(numels)).all():
+        raise InvalidTable("a row names a parameter that the layout has not")
+    table = coded.raw_rows(item_sizes[parameters]).view(np.uint8)
+    _, index_at, value_at = read_table(
+        table, payload_bytes=raw_bytes, numels=numels, item_sizes=item_sizes
+    )
+    payload = np.zeros(raw_bytes, np.uint8)
+    payload[: len(table)] = table
+    index_cuts, value_cuts = (cuts.tolist() for cuts in coded.blocks())
+    for n in range(num_rows):
+        index = coded.index[index_cuts[n] : index_cuts[n + 1]]
+        value = coded.value[value_cuts[n] : value_cuts[n + 1]]
+        work = _Decoding(n, coded.rows[n], int(coded.digests[n]), index, value, old)
+        for at, array in zip((index_at[n], value_at[n]), work.decoded(), strict=True):
+            payload[at : at + array.nbytes] = array.view(np.uint8)
+    return payload
+
+
+class _Decoding:
+    """One row of a coded payload, whose entry in the table was checked.
+
+    Args:
+        number: Its place.
+        row: Its entry.
+        digest: Of the old values that it was made from.
+        index, value: uint8[n], its blocks: arbitrary bytes.
+        old: What it changes.
+    """
+
+    def __init__(
+        self, number: int, row: np.void, digest: int, index: Block, value: Block, old: OldRows
+    ) -> None:
+        self._place = number, int(row["parameter"])
+        self._start, self._span = int(row["start"]), int(row["span"])
+        self._digest, self._is_dense = digest, row["kind"] == RowKind.DENSE
+        self._index_codec = IndexCodec(int(row["index_codec"]))
+        self._value_codec = ValueCodec(int(row["value_codec"]))
+        self._spec, self._old = old.spec(*self._place), old
+        self._kind = unsigned_dtype(self._spec.dtype)
+        self._row = CodedRow(index, value, int(row["count"]), self._span, self._spec.dtype)
+
+    def decoded(self) -> tuple[Indices, Bits]:
+        """(int32[count] indices, or none of a dense row; unsigned[count] new bits)."""
+        if self._is_dense:
+            return _NO_INDICES, self._dense()
+        if self._value_codec not in (ValueCodec.RAW, ValueCodec.ULP):
+            return self._by_pair()
+        indices = self._checked(self._indices())
+        if self._value_codec is ValueCodec.RAW:
+            return indices, self._raw(self._row.value, self._kind)
+        old = self._old.at(*self._place, self._start, indices)
+        if old is None:  # of what is not held here, any value will do
+            return indices, np.zeros(len(indices), self._kind)
+        self._check_base(old, indices)
+        return indices, decode_steps(self._row, old[0])
+
+    def _dense(self) -> Bits:
+        if self._value_codec is ValueCodec.RAW:
+            return self._raw(self._row.value, self._kind)
+        old = self._old.run(*self._place, self._start, self._start + self._span)
+        if old is None:
+            return np.zeros(self._span, self._kind)
+        self._check_base(old, None)
+        return decode_steps(self._row, old[0])
+
+    def _indices(self) -> Indices:
+        if self._index_codec is IndexCodec.RAW:
+            return self._raw(self._row.index, np.dtype("<i4"))
+        return ROW_CODECS[self._index_codec].indices([self._row])[0]
+
+    def _by_pair(self) -> tuple[Indices, Bits]:
+        """By a codec whose index and value block belong together."""
+        codec = ROW_CODECS.get(self._index_codec)
+        if codec is None:
+            raise UnknownCodec(f"codec {self._index_codec.name} is not one that this build reads")
+        row, span = self._row, None
+        if codec.needs is Needs.SPAN:
+            span = self._old.run(*self._place, self._start, self._start + self._span)
+            if span is None:
+                return np.arange(row.count, dtype=np.int32), np.zeros(row.count, self._kind)
+            if not span[1]:
+                raise ProtocolViolation(
+                    f"{self._spec.name}: codec {self._index_codec.name.lower()} needs all of it, "
+                    "and a part is held here; send with compression='gap'"
+                )
+            row = CodedRow(row.index, row.value, row.count, row.span, row.dtype, span[0])
+        indices = self._checked(codec.indices([row])[0])
+        if span is not None:
+            old: Old | None = (span[0][indices], True)
+        else:
+            old = self._old.at(*self._place, self._start, indices)
+        if old is None:
+            return indices, np.zeros(row.count, self._kind)
+        self._check_base(old, indices)
+        return indices, codec.values([row], [indices], [old[0]])[0]
+
+    def _raw(self, block: Block, kind: np.dtype[Any]) -> NDArray[Any]:
+        if len(block) != self._row.count * kind.itemsize:
+            raise TruncatedFrame(f"{self._spec.name}: a raw block of {len(block)} bytes")
+        return np.frombuffer(block.tobytes(), kind)
+
+    def _checked(self, indices: Indices) -> Indices:
+        if not host.is_increasing(torch.from_numpy(indices), self._span):
+            raise InvalidIndices(f"{self._spec.name}: indices out of range, unsorted or repeated")
+        return indices
+
+    def _check_base(self, old: Old, indices: Indices | None) -> None:
+        """Rule W31, if all of the old values are held here."""
+        bits, is_whole = old
+        if not is_whole:
+            return
+        if indices is None:
+            found = digest_run(self._spec, self._start, bits)
+        else:
+            found = digest_at(self._spec, self._start, indices, bits)
+        if found != self._digest:
+            raise WrongBase(
+                f"{self._spec.name}: the delta was made from other values than those held here; "
+                "rejoin for a full sync"
+            )

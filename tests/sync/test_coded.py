@@ -1,0 +1,85 @@
+"""Coded payloads on live links: what is saved, and what a wrong base does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import SenderOptions
+from deltasync.delta.policy import Policy
+from deltasync.errors import ConfigError, WrongBase
+from tests.sync.harness import Model, bits_equal, fleet
+
+pytestmark = pytest.mark.timeout(60)
+
+ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
+
+
+def nudged(weights: Tensor, share: float, generator: torch.Generator) -> None:
+    """Move a share of bfloat16 weights by one ULP."""
+    bits = weights.view(torch.int16)
+    where = torch.rand(bits.shape, generator=generator) < share
+    sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
+    bits[where] += sign[where]
+
+
+def model(seed: int, numel: int = 400_000) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (numel // 1000, 1000), "b": (17,), "c": ()}
+    return Model(
+        {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "policy"),
+    [
+        (0.008, 1.4, ONLY_SPARSE),
+        (0.1, 0.9, ONLY_SPARSE),
+        (0.5, 0.6, ONLY_SPARSE),
+        (0.1, 1.5, ALL_DENSE),
+        (0.5, 0.6, ALL_DENSE),
+    ],
+)
+def test_a_change_of_one_step_takes_about_its_entropy(
+    share: float, most: float, policy: Policy
+) -> None:
+    source, target = model(1), model(1)
+    options = SenderOptions(compression="gap", policy=policy)
+    with fleet(source, options=options) as here:
+        here.add(target)
+        here.wait(1)
+        here.sender.send_weights()
+        nudged(source.get_parameter("a").data, share, torch.Generator().manual_seed(2))
+        stats = here.sender.send_weights()
+        assert bits_equal(source, target)
+        assert stats.payload_bytes / stats.nnz < most
+        assert sum(stats.bytes_by_codec.values()) == stats.payload_bytes
+        name = "gap+ulp" if policy is ONLY_SPARSE else "dense+ulp"
+        assert stats.bytes_by_codec[name] > 0.9 * stats.payload_bytes
+
+
+def test_a_wrong_base_is_found_before_anything_is_written() -> None:
+    source, target = model(1), model(1)
+    with fleet(source, options=SenderOptions(compression="gap", policy=ONLY_SPARSE)) as here:
+        serving = here.add(target)
+        here.wait(1)
+        here.sender.send_weights()
+        source.get_parameter("a").data.view(torch.int16)[0] ^= 1
+        found = target.get_parameter("a").data
+        found.view(torch.int16)[0, 7] ^= 4  # something else has written to it
+        before = found.clone()
+        stats = here.sender.send_weights(timeout_s=5)
+        assert "WrongBase" in next(iter(stats.lost.values()))
+        assert isinstance(serving.errors[-1], WrongBase)
+        assert torch.equal(found.view(torch.int16), before.view(torch.int16))
+        assert not serving.receiver.is_dirty
+        here.wait(1)  # it measures its weights, which are no member's
+        assert here.sender.send_weights(timeout_s=5).full_synced == 1
+        assert bits_equal(source, target)
+
+
+def test_a_codec_that_this_build_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        SenderOptions(compression="lzma")  # type: ignore[arg-type]
