@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deltasync import SenderOptions
 from deltasync.delta.policy import Policy
-from deltasync.errors import ConfigError, WrongBase
-from tests.sync.harness import Model, bits_equal, fleet
+from deltasync.errors import ConfigError, SyncAborted, WrongBase
+from tests.sync.harness import Model, bits_equal, fleet, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,8 +70,9 @@ def test_a_wrong_base_is_found_before_anything_is_written() -> None:
         found = target.get_parameter("a").data
         found.view(torch.int16)[0, 7] ^= 4  # something else has written to it
         before = found.clone()
-        stats = here.sender.send_weights(timeout_s=5)
-        assert "WrongBase" in next(iter(stats.lost.values()))
+        with pytest.raises(SyncAborted, match="WrongBase"):
+            here.sender.send_weights(timeout_s=5)
+        until(lambda: bool(serving.errors))
         assert isinstance(serving.errors[-1], WrongBase)
         assert torch.equal(found.view(torch.int16), before.view(torch.int16))
         assert not serving.receiver.is_dirty

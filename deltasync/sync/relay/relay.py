@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from deltasync.errors import (
     CallOrderError,
@@ -28,7 +29,6 @@ from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.stats import SyncStats
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.wire.compression import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Relay(Closing):
         memory: str | Path | None = None,
         timeout_s: float = 20.0,
         bucket_bytes: int | None = None,
-        compression: Compression = "none",
+        compression: Literal["none", "zstd"] = "none",
         max_kept_bytes: int | None = None,
         options: ReceiverOptions | None = None,
     ) -> None:
