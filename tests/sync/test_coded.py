@@ -70,7 +70,7 @@ def test_a_wrong_base_is_found_before_anything_is_written() -> None:
         found = target.get_parameter("a").data
         found.view(torch.int16)[0, 7] ^= 4  # something else has written to it
         before = found.clone()
-        with pytest.raises(SyncAborted, match="WrongBase"):
+        with pytest.raises(SyncAborted):
             here.sender.send_weights(timeout_s=5)
         until(lambda: bool(serving.errors))
         assert isinstance(serving.errors[-1], WrongBase)

@@ -33,7 +33,7 @@ class Coder:
     """Codes payloads one after another.
 
     Args:
-        coding: What is asked for.
+        coding: What is asked for; anything but "none".
 
     Attributes:
         bytes_by_codec: Bytes as sent, by what took them: rows by their codecs ("gap+ulp", "raw",
@@ -51,16 +51,13 @@ class Coder:
     def coded(
         self, payload: Tensor, num_rows: int, old: OldRows | None
     ) -> tuple[Tensor, Compression]:
-        """(uint8[n], what it is): the payload itself if it gets no shorter.
+        """(uint8[n], what it is): the payload itself if a codec makes it no shorter.
 
         Args:
             payload: uint8[n], as it was packed.
             num_rows: Rows of its table.
             old: What they change; None if nothing of it is known.
         """
-        if self.coding == "none":
-            self._count({"none": len(payload)})
-            return payload, "none"
         raw = payload.cpu().numpy()
         if old is None or self.coding == "zstd":
             data = compress(raw.data)

@@ -53,7 +53,7 @@ class Bucket:
         num_rows: Rows of the table.
         read: Returns the bits of runs that have none.
         packed: Called with each run that was written.
-        old: What the rows change; None if nothing of it is known.
+        old_of: Returns what the rows change, by the numbers of what they are runs of.
     """
 
     runs: list[tuple[int, Run]]
@@ -65,7 +65,12 @@ class Bucket:
     num_rows: int
     read: Read
     packed: Packed | None
-    old: OldRows | None = None
+    old_of: OldOf = _no_old
+
+    @property
+    def old(self) -> OldRows | None:
+        """What the rows change; None if nothing of it is known."""
+        return self.old_of(np.array([number for number, _ in self.runs]))
 
     def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
         """Write the payload into uint8[num_bytes], call `written`, then call `packed`."""
@@ -110,8 +115,7 @@ def buckets(
         runs: (parameter, run), in layout order.
         shares: What these are runs of, by number.
         bucket_bytes: At least MIN_BUCKET_BYTES.
-        read, packed: As of `Bucket`.
-        old_of: Returns what the rows of a bucket change, by the numbers of what they are runs of.
+        read, packed, old_of: As of `Bucket`.
     """
     if bucket_bytes < MIN_BUCKET_BYTES:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}, at least {MIN_BUCKET_BYTES} are needed")
@@ -198,8 +202,7 @@ def _bucket(
     rows = _table(runs, shares)
     index_at, value_at, num_bytes = block_offsets(rows)
     places = index_at.tolist(), value_at.tolist()
-    old = old_of(np.array([number for number, _ in runs]))
-    return Bucket(runs, shares, rows, *places, num_bytes, len(rows), read, packed, old)
+    return Bucket(runs, shares, rows, *places, num_bytes, len(rows), read, packed, old_of)
 
 
 def _table(runs: list[tuple[int, Run]], shares: list[Share]) -> Rows:

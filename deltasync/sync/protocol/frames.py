@@ -68,8 +68,10 @@ class Emitter:
         buffer: Callable[[int], Tensor],
     ) -> None:
         self._plan, self._version = plan, version
-        self._coder, self._buffer = Coder(compression), buffer
-        self.sent = SentBuckets(bytes_by_codec=self._coder.bytes_by_codec)
+        self._buffer = buffer
+        self._coder = None if compression == "none" else Coder(compression)
+        counts = {} if self._coder is None else self._coder.bytes_by_codec
+        self.sent = SentBuckets(bytes_by_codec=counts)
 
     def begin(self, *, stream_id: str, layout_hash: str, timeout_s: float) -> Begin:
         """The message that announces the plan. Arguments as in `Begin`."""
@@ -101,15 +103,21 @@ class Emitter:
                 compression=compression,
             )
             yield message, payload
+            if self._coder is None:
+                sent.bytes_by_codec["none"] = sent.payload_bytes + len(payload)
             sent.num_buckets += 1
             sent.payload_bytes += len(payload)
             sent.bucket_bytes = max(sent.bucket_bytes, len(payload))
 
     def _packed(self, bucket: Payload) -> tuple[Tensor, Compression]:
         """A bucket's payload as it travels, and what was done to it."""
-        raw, old = self._buffer(bucket.num_bytes), bucket.old
-        made = list[tuple[Tensor, Compression]]()
-        bucket.write(raw, lambda: made.append(self._coder.coded(raw, bucket.num_rows, old)))
+        raw = self._buffer(bucket.num_bytes)
+        coder = self._coder
+        if coder is None:
+            bucket.write(raw)
+            return raw, "none"
+        old, made = bucket.old, list[tuple[Tensor, Compression]]()
+        bucket.write(raw, lambda: made.append(coder.coded(raw, bucket.num_rows, old)))
         return made[0]
 
     def send_buckets(self, send: Callable[[Message, Tensor], None]) -> None:
