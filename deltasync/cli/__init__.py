@@ -21,6 +21,8 @@ COMMANDS = {
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
+    "export": ("deltasync.store.checkpoints",),
+    "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),
     "inspect": ("deltasync.files.inspection",),
     "log": ("deltasync.store.history",),

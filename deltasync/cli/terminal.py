@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,7 +21,15 @@ from deltasync.cli.signals import tell
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Selection
     from deltasync.files.comparing import Advance
-    from deltasync.files.patch_file import Phase
+
+
+class SizedPhase(Protocol):
+    """What `phases` yields."""
+
+    def __call__(self, description: str, total: int = ..., /) -> Advance:
+        """Begin a phase. Returns what to call with its progress."""
+        ...
+
 
 _PIPED_WIDTH = 120
 
@@ -120,18 +128,21 @@ def cut(table: Table, rest: int, what: str = "more") -> Table:
 
 
 @contextmanager
-def phases(num_bytes: int) -> Iterator[Phase]:
-    """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal."""
+def phases(num_bytes: int = 0) -> Iterator[SizedPhase]:
+    """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal.
+
+    A phase may have a number of its own.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:10}"), BarColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
 
-        def phase(description: str) -> Advance:
+        def phase(description: str, total: int = num_bytes) -> Advance:
             for task in progress.task_ids:
                 progress.remove_task(task)
-            task = progress.add_task(description, total=num_bytes)
+            task = progress.add_task(description, total=total)
             return lambda done: progress.advance(task, done)
 
         yield phase

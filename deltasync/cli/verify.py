@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from deltasync.cli.ending import FAILED
+from deltasync.cli.stores import Config, KeyFile, RunName, store_options
 from deltasync.cli.terminal import (
     AsJson,
-    FilePath,
     IgnoreMissing,
     Only,
     Rename,
@@ -21,17 +22,19 @@ from deltasync.cli.terminal import (
     phases,
     print_json,
     selection,
+    size,
     tell_left_out,
 )
 
 if TYPE_CHECKING:
     from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.comparing import Equality
+    from deltasync.store.verifying import Verified
 
 
 def verify(
-    first: FilePath,
-    second: FilePath,
+    first: Annotated[str, typer.Argument(metavar="FIRST", show_default=False)],
+    second: Annotated[Path | None, typer.Argument(show_default=False)] = None,
     digest: Annotated[
         bool, typer.Option("--digest", help="Compare the state digests, and print them.")
     ] = False,
@@ -39,20 +42,65 @@ def verify(
     only: Only = None,
     rename: Rename = None,
     ignore_missing: IgnoreMissing = False,
+    run: RunName = None,
+    config: Config = None,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Check whether two checkpoints are equal bit for bit; exit with 1 if they are not.
 
-    FIRST and SECOND are safetensors files, or folders of them.
+    FIRST and SECOND are safetensors files, or folders of them. Without SECOND, FIRST is the URL of
+    a store: then all of its manifests and objects are read, and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
+    if second is None:
+        if digest or only or rename or ignore_missing:
+            raise typer.BadParameter("compares two checkpoints; give a second one")
+        _verify_store(first, run, config, key_file, as_json=as_json)
+        return
+    if run or config or key_file:
+        raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
     chosen = selection(only, rename, ignore_missing)
-    checkpoints = Checkpoint(first), Checkpoint(second)
+    checkpoints = Checkpoint(Path(first)), Checkpoint(second)
     tell_left_out(chosen.apply(*checkpoints))
     compare = _by_digest if digest else _by_bits
     if not compare(*checkpoints, limit=limit, as_json=as_json):
         raise typer.Exit(FAILED)
+
+
+def _verify_store(
+    url: str,
+    run: str | None,
+    config: list[str] | None,
+    key_file: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from deltasync.store.verifying import verify_run
+
+    with phases() as phase:
+        found = verify_run(url, run, options=store_options(config, key_file), phase=phase)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _print_faults(found)
+    if found.faults or len(found.proved) < found.versions:
+        raise typer.Exit(FAILED)
+
+
+def _print_faults(found: Verified) -> None:
+    console = make_console()
+    read = f"{size(found.num_bytes)} read"
+    console.print(
+        f"run {found.run}: {count(len(found.proved))} of {count(found.versions)} versions are "
+        f"proved, {count(len(found.faults))} faults, {read}"
+    )
+    if found.faults:
+        table = make_table("version", "what", "why", names=3)
+        for fault in found.faults:
+            table.add_row(f"v{fault.version}", fault.what, fault.why)
+        console.print(table)
 
 
 def _by_digest(first: Checkpoint, second: Checkpoint, *, limit: int, as_json: bool) -> bool:

@@ -180,7 +180,7 @@ def apply_patch_file(
     ledger = _reordered(ledger, patch.layout)
     _predict(patch, checkpoint, ledger, phase("checking"))
     with appearing(Path(out)) as made:
-        _copy(checkpoint.path, made)
+        copy_checkpoint(checkpoint.path, made)
         written = Checkpoint(made, writable=True)
         flats = _flats(written, patch.layout)
         lines = Lines(flats, len(patch.layout))
@@ -212,7 +212,8 @@ def _predict(
         raise DigestMismatch("the patch is damaged: it would not make what it promises")
 
 
-def _copy(path: Path, made: Path) -> None:
+def copy_checkpoint(path: Path, made: Path) -> None:
+    """Copy a file, or a folder with all that is in it. The copy can be written."""
     if path.resolve() in made.resolve().parents:
         raise ConfigError(f"{path}: the new checkpoint cannot lie inside the old one")
     if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import tempfile
 import threading
@@ -12,7 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltasync.errors import ConfigError, ObjectDamaged, TransportTimeout
+from deltasync.errors import (
+    ConfigError,
+    ObjectDamaged,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    SyncError,
+    TargetMoved,
+    TransportTimeout,
+    WireError,
+)
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
 from deltasync.store.folding import FoldedDeltas
@@ -20,6 +31,7 @@ from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
 from deltasync.store.routes import Route
 
+logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 
@@ -125,11 +137,13 @@ class Progress:
     Attributes:
         version: The version that is fetched; None before the first.
         fetched_bytes, total_bytes: Of its way.
+        advanced: Called with the bytes that have come.
     """
 
     version: int | None = None
     fetched_bytes: int = 0
     total_bytes: int = 0
+    advanced: Advance = lambda num_bytes: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def begin(self, version: int, total_bytes: int) -> None:
@@ -141,6 +155,7 @@ class Progress:
         """So many bytes have come."""
         with self._lock:
             self.fetched_bytes += num_bytes
+        self.advanced(num_bytes)
 
     def __str__(self) -> str:
         return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
@@ -208,6 +223,64 @@ class FetchedRoute:
             return Checkpoint(self._folders[0], writable=writable)
         except ConfigError as error:
             raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+
+    def move_anchor(self, path: Path) -> None:
+        """Make the anchor's files a folder of that name. It can be done once."""
+        self._folders[0].rename(path)
+
+    def deltas(self) -> FoldedDeltas | None:
+        """All deltas of the route, after the anchor if there is one; None if there are none."""
+        if self.route.base is None or self.later is not None:
+            return self.later
+        single = FoldedDeltas()
+        single.take(self.frames())
+        return single
+
+
+def take_cheapest(
+    find: Callable[[set[str]], Route],
+    take: Callable[[FetchedRoute], None],
+    *,
+    objects: Fetched,
+    progress: Progress,
+    check_time: Callable[[], None] = lambda: None,
+    failed: Callable[[], None] = lambda: None,
+) -> bool:
+    """Fetch a route and take it; where an object turns out to be wrong, another route.
+
+    Args:
+        find: Returns the cheapest route without objects of these keys. Raises StoreError.
+        take: Uses what was fetched.
+        objects: Where it is kept.
+        progress: Told of what comes.
+        check_time: Called between parts; what it raises ends the call.
+        failed: Called when a route was of no use, before another one is found.
+
+    Returns:
+        False if nothing had to be fetched.
+
+    Raises:
+        StoreError, WireError, SyncError: What was wrong with the last route there is.
+    """
+    refused = set[str]()
+    route = find(refused)
+    while route.steps:
+        fetched = FetchedRoute(route, objects, progress)
+        try:
+            fetched.load(check_time)
+            take(fetched)
+            return True
+        except (StoreError, WireError, SyncError) as error:
+            if isinstance(error, StoreUnavailable | StoreRefused | TargetMoved):
+                raise
+            failed()
+            refused |= fetched.blamed
+            try:
+                route = find(refused)
+            except StoreError:
+                raise error from None
+            logger.warning("v%d by another way: %s", route.target.version, error)
+    return False
 
 
 def _frames_in(folder: Path) -> FrameFile:

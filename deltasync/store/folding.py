@@ -94,6 +94,11 @@ class FoldedDeltas:
         """Numbers of the parameters that some delta brings."""
         return sorted(self._deltas)
 
+    @property
+    def digest(self) -> int:
+        """State digest of the weights after the last delta."""
+        return self._digest
+
     def plan(self) -> FoldedPlan:
         """All of them as one delta, for `one_way_frames`."""
         shares = whole(self.specs)

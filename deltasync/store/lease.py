@@ -14,7 +14,7 @@ from deltasync.store.manifest import Lease, canonical
 
 logger = logging.getLogger(__name__)
 LEASE_S = 3600
-_REFRESH_S = LEASE_S / 4
+_REFRESH_S = LEASE_S / 3
 
 
 class Leaseholder:

@@ -15,17 +15,11 @@ from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
-    StoreError,
-    StoreRefused,
-    StoreUnavailable,
-    SyncError,
-    TargetMoved,
     TransportClosed,
     TransportTimeout,
-    WireError,
 )
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched, FetchedRoute, Progress
+from deltasync.store.fetched import Fetched, Progress, take_cheapest
 from deltasync.store.follower import Pause, StoreFollower
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
@@ -325,45 +319,32 @@ class StoreReceiver(Closing):
 
     def _bring(self, target: Published, deadline: float) -> bool:
         """Stage a version over the cheapest way that turns out to be in order."""
-        run, refused = self._opened(), set[str]()
+        run = self._opened()
         with self._lock:
             self._bind(run, target)
-        route, spool = (
-            find_route(run, target, self._holds),
-            Fetched(run.objects, self._spool_folder),
-        )
+        objects = Fetched(run.objects, self._spool_folder)
         try:
-            route = find_route(run, target, self._holds)
-            while route.steps:
-                assert self._lease is not None
-                self._lease.refresh(holds=self._session.version, version=target.version)
-                fetched = FetchedRoute(route, spool, self.progress)
-                try:
-                    fetched.load(lambda: self._check_time(deadline))
-                    self._take(StoredSync(fetched, self._weights))
-                    return True
-                except (StoreError, WireError, SyncError) as error:
-                    if isinstance(error, StoreUnavailable | StoreRefused | TargetMoved):
-                        raise
-                    refused |= fetched.blamed
-                    route = self._another_way(run, target, refused, error)
+            if take_cheapest(
+                lambda refused: self._route(run, target, refused),
+                lambda fetched: self._take(StoredSync(fetched, self._weights)),
+                objects=objects,
+                progress=self.progress,
+                check_time=lambda: self._check_time(deadline),
+                failed=self._leave,
+            ):
+                return True
         except BaseException:
-            spool.close()
+            objects.close()
             raise
-        spool.close()
+        objects.close()
         self._join(target)
         return False
 
-    def _another_way(
-        self, run: Run, target: Published, refused: set[str], error: Exception
-    ) -> Route:
-        """The cheapest route without what is refused; raises `error` if there is none."""
-        self._leave()
-        try:
-            route = find_route(run, target, self._holds, refused=refused)
-        except StoreError:
-            raise error from None
-        logger.warning("%s takes another way to v%d: %s", self.name, target.version, error)
+    def _route(self, run: Run, target: Published, refused: set[str]) -> Route:
+        route = find_route(run, target, self._holds, refused=refused)
+        if route.steps:
+            assert self._lease is not None
+            self._lease.refresh(holds=self._session.version, version=target.version)
         return route
 
     def _check_time(self, deadline: float) -> None:
