@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltasync import SenderOptions
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from tests.sync.harness import Model, bits_equal, fleet, until
@@ -30,6 +31,21 @@ def model(seed: int, numel: int = 400_000) -> Model:
     return Model(
         {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
     )
+
+
+@pytest.mark.parametrize(("coding", "most"), [("block", 1.9), ("class", 1.3)])
+def test_a_codec_that_is_asked_for_takes_the_bytes(coding: Coding, most: float) -> None:
+    source, target = model(1), model(1)
+    options = SenderOptions(compression=coding, policy=ONLY_SPARSE)
+    with fleet(source, options=options) as here:
+        here.add(target)
+        here.wait(1)
+        for seed in (2, 3):
+            nudged(source.get_parameter("a").data, 0.008, torch.Generator().manual_seed(seed))
+            stats = here.sender.send_weights()
+            assert bits_equal(source, target)
+        assert stats.payload_bytes / stats.nnz < most
+        assert stats.bytes_by_codec[coding] > 0.9 * stats.payload_bytes
 
 
 @pytest.mark.parametrize(
@@ -60,9 +76,10 @@ def test_a_change_of_one_step_takes_about_its_entropy(
         assert stats.bytes_by_codec[name] > 0.9 * stats.payload_bytes
 
 
-def test_a_wrong_base_is_found_before_anything_is_written() -> None:
+@pytest.mark.parametrize("coding", ["gap", "block", "class"])
+def test_a_wrong_base_is_found_before_anything_is_written(coding: Coding) -> None:
     source, target = model(1), model(1)
-    with fleet(source, options=SenderOptions(compression="gap", policy=ONLY_SPARSE)) as here:
+    with fleet(source, options=SenderOptions(compression=coding, policy=ONLY_SPARSE)) as here:
         serving = here.add(target)
         here.wait(1)
         here.sender.send_weights()

@@ -113,7 +113,7 @@ options = st.builds(
     ),
     bucket_bytes=st.sampled_from([256, 1000, 1 << 20]),
     max_inflight_bytes=st.sampled_from([0, 100, None]),
-    compression=st.sampled_from(["none", "zstd", "gap"]),
+    compression=st.sampled_from(["none", "zstd", "gap", "block", "class"]),
 )
 
 receiver_options = st.builds(

@@ -54,7 +54,7 @@ def written(plan: Plan, old: dict[str, Tensor], base: int, compression: Coding) 
     old=models(),
     policy=policies(),
     bucket_bytes=st.sampled_from([256, 4096]),
-    compression=st.sampled_from(["none", "zstd", "gap"]),
+    compression=st.sampled_from(["none", "zstd", "gap", "block", "class"]),
     is_full=st.booleans(),
 )
 def test_a_plan_arrives_bit_for_bit(

@@ -114,7 +114,7 @@ def rank_of(source: nn.Module, rank: int) -> Rank:
     staged_bytes=st.sampled_from([0, None]),
     chunk_numel=st.sampled_from([None, 7]),
     shares=st.lists(st.sampled_from([0.0, 0.05, 0.5, 1.0]), max_size=4),
-    compression=st.sampled_from(["none", "gap"]),
+    compression=st.sampled_from(["none", "gap", "block"]),
     seed=st.integers(0, 99),
 )
 def test_every_rank_has_what_its_loader_would_load(

@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from deltasync.delta.codecs.base import Bits, Indices, RowCodec
+from deltasync.delta.codecs.blocks import BlockCodec
+from deltasync.delta.codecs.classes import ClassCodec
 from deltasync.delta.codecs.gap import GapUlp
 from deltasync.delta.kernels import host
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.digest import GOLDEN_RATIO, MASK, seed
 from deltasync.wire.messages import ParameterSpec
 
-ROW_CODECS: Mapping[IndexCodec, RowCodec] = MappingProxyType({IndexCodec.GAP: GapUlp()})
+_ALL: tuple[RowCodec, ...] = (GapUlp(), BlockCodec(), ClassCodec())
+ROW_CODECS: Mapping[IndexCodec, RowCodec] = MappingProxyType({c.index_codec: c for c in _ALL})
 """By their index codec; beside them rows may be raw."""
 
 
