@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
     from deltasync.files.export import Exported, export_weights
+    from deltasync.store.besides import PublishOptions
+    from deltasync.store.objects import StoreOptions
     from deltasync.store.receiver import StoreReceiver
+    from deltasync.store.sender import PublishStats, StoreSender
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
@@ -55,6 +58,8 @@ __all__ = [
     "ParameterSpec",
     "Patch",
     "Policy",
+    "PublishOptions",
+    "PublishStats",
     "ReceiverOptions",
     "ReceiverState",
     "Relay",
@@ -66,7 +71,9 @@ __all__ = [
     "Sparsity",
     "StagingThread",
     "StepHook",
+    "StoreOptions",
     "StoreReceiver",
+    "StoreSender",
     "SupportsSendWeights",
     "SyncPhase",
     "SyncStats",
@@ -101,7 +108,10 @@ _HOMES = {
         "delta.sparsity": "Sparsity sparsity",
         "errors": "DeltaSyncError",
         "files.export": "Exported export_weights",
+        "store.besides": "PublishOptions",
+        "store.objects": "StoreOptions",
         "store.receiver": "StoreReceiver",
+        "store.sender": "PublishStats StoreSender",
         "sync.group.group": "TrainerGroup",
         "sync.group.rank": "TrainerRank",
         "sync.hook": "StepHook SupportsSendWeights sync_after_step",

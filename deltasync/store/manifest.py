@@ -1,6 +1,6 @@
 """What a store says of a version: strict JSON records, their canonical bytes, and their MAC.
 
-docs/store.md, rules S1 to S9. Nothing in a record is trusted before `decode` has returned it.
+docs/store.md, rules S1 to S11. Nothing in a record is trusted before `decode` has returned it.
 """
 
 from __future__ import annotations

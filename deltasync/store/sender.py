@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from torch import Tensor
 
 from deltasync.delta.backend import Delta
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
-from deltasync.delta.options import OptionsModel
-from deltasync.errors import ConfigError, StoreError
+from deltasync.errors import ConfigError
 from deltasync.store import keys
-from deltasync.store.anchors import write_anchor
+from deltasync.store.besides import Besides, BesidesWriter, PublishOptions
 from deltasync.store.catalogue import Published, record_of
 from deltasync.store.manifest import Manifest, Way
 from deltasync.store.objects import Objects, StoreOptions
@@ -31,22 +30,9 @@ from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
+from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
-
-
-class PublishOptions(OptionsModel):
-    """What a store gets besides deltas."""
-
-    anchor_every: int = Field(
-        default=64, ge=1, description="versions from one anchor to the next, at most"
-    )
-    anchor_file_bytes: int = Field(
-        default=5_000_000_000, ge=1, description="tensors in one file of an anchor"
-    )
-    writer: str | None = Field(
-        default=None, max_length=200, description="names the writer to people; None for its host"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +47,7 @@ class PublishStats:
         digest: State digest of the version.
         numel: Elements of the model.
         nnz: Elements that differ from the version before.
-        delta_bytes, anchor_bytes: Of the objects written.
+        delta_bytes, anchor_bytes, fold_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
         codecs: Payload bytes by codec.
         diff_s: To compare.
@@ -79,6 +65,7 @@ class PublishStats:
     nnz: int
     delta_bytes: int
     anchor_bytes: int
+    fold_bytes: int
     dense_bytes: int
     diff_s: float
     upload_s: float
@@ -95,7 +82,8 @@ class PublishStats:
         """One line, as it is logged."""
         return (
             f"v{self.version}: {self.kind}, {self.density:.2%} of {self.numel:,} elements, "
-            f"{self.delta_bytes + self.anchor_bytes:,} bytes, {self.total_s * 1e3:.1f} ms"
+            f"{self.delta_bytes + self.fold_bytes + self.anchor_bytes:,} bytes, "
+            f"{self.total_s * 1e3:.1f} ms"
         )
 
 
@@ -107,21 +95,7 @@ class _Pending:
     delta: Delta | None
 
 
-@dataclass(slots=True)
-class _Chain:
-    """What readers who begin at the last anchor have to fetch besides."""
-
-    versions: int = 0
-    num_bytes: int = 0
-    has_anchor: bool = False
-
-    def add(self, way: Way) -> None:
-        """One more version, by this way."""
-        self.versions += 1
-        self.num_bytes += way.num_bytes
-
-
-class StoreSender:
+class StoreSender(Closing):
     """Publishes the trainer's weights to a store, one version a call.
 
     The first call compares the newest version of the run with the weights: if they are the same,
@@ -163,7 +137,7 @@ class StoreSender:
         self._caller = OneCaller("a version is being published; a StoreSender is for one thread")
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
-        self._chain = _Chain()
+        self._besides = BesidesWriter(self._writer, self.publishing)
 
     @property
     def run(self) -> str:
@@ -201,6 +175,10 @@ class StoreSender:
         logger.info("published %s", stats)
         return stats
 
+    def close(self) -> None:
+        """Release what is kept of the last versions. They stay published."""
+        self._besides.close()
+
     def _publish_next(self, began: float) -> PublishStats:
         if not self._holds_head:
             return self._begin(began)
@@ -208,28 +186,33 @@ class StoreSender:
         assert head is not None
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
-        with Spool() as spool:
-            version = self._writer.next_version
-            digest = self._weights.digests.total
-            spool.take(
-                one_way_frames(
-                    delta,
-                    self._layout.specs,
-                    stream_id=self.run,
-                    version=version,
-                    digest=digest,
-                    compression=self._weights.options.compression,
-                )
-            )
-            self._weights.release()
-            self._writer.put_layout(self._layout)
-            file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
-            way = Way(kind="delta", base=head.version, files=(file,), codecs=dict(spool.codecs))
-        changed = _digests_of(delta.ledger, delta.changed)
-        published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
-        self._chain.add(way)
-        anchor, postponed = self._anchor_if_due()
-        return self._stats(published, "delta", way, anchor, began, compared, postponed)
+        spool = Spool()
+        try:
+            way = self._write_delta(delta, head, spool)
+            changed = _digests_of(delta.ledger, delta.changed)
+            published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
+        except BaseException:
+            spool.close()
+            raise
+        self._besides.add(way, spool)
+        more = self._besides.write(self._layout, self._read)
+        return self._stats(published, "delta", way, more, began, compared)
+
+    def _write_delta(self, delta: Delta, head: Published, spool: Spool) -> Way:
+        version = self._writer.next_version
+        frames = one_way_frames(
+            delta,
+            self._layout.specs,
+            stream_id=self.run,
+            version=version,
+            digest=self._weights.digests.total,
+            compression=self._weights.options.compression,
+        )
+        spool.take(frames)
+        self._weights.release()
+        self._writer.put_layout(self._layout)
+        file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
+        return Way(kind="delta", base=head.version, files=(file,), codecs=dict(spool.codecs))
 
     def _begin(self, began: float) -> PublishStats:
         """The first version from here: what the store has, or an anchor."""
@@ -240,16 +223,16 @@ class StoreSender:
         if head is not None and self._is_same(head):
             self._weights.release()
             self._holds_head = True
-            self._chain = self._chain_to(head)
-            anchor, postponed = self._anchor_if_due()
-            return self._stats(head, "unchanged", None, anchor, began, compared, postponed)
+            self._besides.resume(head)
+            more = self._besides.write(self._layout, self._read)
+            return self._stats(head, "unchanged", None, more, began, compared)
         self._weights.release()
-        way = self._write_anchor(self._writer.next_version)
+        way = self._besides.write_anchor(self._writer.next_version, self._layout, self._read)
         ledger = self._weights.digests
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
-        self._chain = _Chain(has_anchor=True)
-        return self._stats(published, "anchor", None, way, began, compared, "")
+        self._besides.restart()
+        return self._stats(published, "anchor", None, Besides(anchor=way), began, compared)
 
     def _commit(
         self, ways: list[Way], *, delta: Delta | None, nnz: int, changed: Changed
@@ -282,58 +265,18 @@ class StoreSender:
             return
         self._finish(pending)
         if pending.delta is None:
-            self._chain = _Chain(has_anchor=True)
+            self._besides.restart()
         else:
-            self._chain.add(pending.manifest.ways[0])
+            self._besides.add(pending.manifest.ways[0], None)
 
     def _is_same(self, head: Published) -> bool:
         """Whether the version of the store is what was captured."""
         is_layout = head.manifest.layout_hash == self._layout.hash
         return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
 
-    def _chain_to(self, head: Published) -> _Chain:
-        """What there is from the last anchor to a version."""
-        chain, at, run = _Chain(), head, self._writer.run
-        while chain.versions < self.publishing.anchor_every:
-            ways = run.ways(at)
-            if any(way.kind == "anchor" for way in ways):
-                chain.has_anchor = True
-                break
-            chain.add(min(ways, key=lambda way: way.num_bytes))
-            parent = at.manifest.parent
-            found = None if parent is None else run.published(parent.version)
-            if found is None:
-                break
-            at = found
-        return chain
-
-    def _anchor_if_due(self) -> tuple[Way | None, str]:
-        """An anchor of the version just published, and why there is none if one is due."""
-        chain = self._chain
-        if chain.has_anchor and (
-            chain.versions < self.publishing.anchor_every
-            and chain.num_bytes <= self._layout.num_bytes
-        ):
-            return None, ""
-        try:
-            way = self._write_anchor(self.version)
-            self._writer.add_way(way)
-        except StoreError as error:
-            logger.warning("v%d has no anchor yet: %s", self.version, error)
-            return None, f"anchor: {type(error).__name__}: {error}"
-        self._chain = _Chain(has_anchor=True)
-        return way, ""
-
-    def _write_anchor(self, version: int) -> Way:
-        self._writer.put_layout(self._layout)
-        flats = self._weights.snapshot.flats
-        return write_anchor(
-            self._writer.run.objects,
-            version,
-            self._layout.specs,
-            lambda number, start, stop: flats[number].read(start, stop),
-            max_file_bytes=self.publishing.anchor_file_bytes,
-        )
+    def _read(self, parameter: int, start: int, stop: int) -> Tensor:
+        """Of the snapshot, which is the version just published."""
+        return self._weights.snapshot.flats[parameter].read(start, stop)
 
     @property
     def _layout(self) -> SentLayout:
@@ -346,10 +289,9 @@ class StoreSender:
         published: Published,
         kind: Literal["delta", "anchor", "unchanged"],
         delta: Way | None,
-        anchor: Way | None,
+        more: Besides,
         began: float,
         compared: float,
-        postponed: str,
     ) -> PublishStats:
         now, manifest = time.perf_counter(), published.manifest
         return PublishStats(
@@ -360,20 +302,24 @@ class StoreSender:
             numel=manifest.numel,
             nnz=0 if kind == "unchanged" else manifest.nnz,
             delta_bytes=0 if delta is None else delta.num_bytes,
-            anchor_bytes=0 if anchor is None else anchor.num_bytes,
+            anchor_bytes=0 if more.anchor is None else more.anchor.num_bytes,
+            fold_bytes=0 if more.fold is None else more.fold.num_bytes,
             dense_bytes=self._layout.num_bytes,
             codecs={} if delta is None else dict(delta.codecs),
             diff_s=compared - began,
             upload_s=now - compared,
             total_s=now - began,
-            postponed=postponed,
+            postponed=more.postponed,
         )
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
     if not isinstance(source, LocalWeights):
         check_source(source)
-        return OwnWeights(source, options or SenderOptions(compression="zstd"))
+        options = options or SenderOptions()
+        if "compression" not in options.model_fields_set:
+            options = options.model_copy(update={"compression": "zstd"})
+        return OwnWeights(source, options)
     if options is not None:
         raise ConfigError("these weights have options of their own")
     return source

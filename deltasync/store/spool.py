@@ -5,20 +5,23 @@ again, and counted and digested meanwhile.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from deltasync.errors import StoreRefused
 from deltasync.store.manifest import StoredFile
 from deltasync.store.objects import Objects
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import decode
+from deltasync.wire.frame import HEADER_BYTES, decode, message_bytes_of, split_header
 from deltasync.wire.messages import Bucket
 
-_IN_MEMORY_BYTES = 64 << 20  # the rest is in a temporary file
+_IN_MEMORY_BYTES = 16 << 20  # the rest is in a temporary file
 
 
 class Spool:
@@ -26,13 +29,15 @@ class Spool:
 
     Attributes:
         num_bytes: So far.
+        raw_bytes: Of its payloads, before they were compressed.
         codecs: Payload bytes by codec.
     """
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - closed below
+        weakref.finalize(self, self._file.close)  # whoever forgets it leaves no file behind
         self._sha256 = hashlib.sha256()
-        self.num_bytes = 0
+        self.num_bytes = self.raw_bytes = 0
         self.codecs: Counter[str] = Counter()
 
     def take(self, frames: Iterable[Frame]) -> None:
@@ -55,6 +60,22 @@ class Spool:
         objects.write(key, parts)
         return StoredFile(key=key, bytes=self.num_bytes, sha256=self._sha256.hexdigest())
 
+    def frames(self) -> Iterator[Frame]:
+        """What was taken, from the beginning."""
+        self._file.seek(0)
+        while start := self._file.read(HEADER_BYTES):
+            header = start + self._file.read(message_bytes_of(start))
+            _, payload_bytes = split_header(header)
+            payload = None
+            if payload_bytes:
+                data = bytearray(self._file.read(payload_bytes))
+                payload = torch.frombuffer(data, dtype=torch.uint8)
+            yield Frame(header, payload)
+
+    def close(self) -> None:
+        """Release its memory."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -64,13 +85,14 @@ class Spool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self.close()
 
     def _count(self, frame: Frame) -> None:
         assert frame.payload is not None
         message, _ = decode(frame.header)
         if isinstance(message, Bucket):
             self.codecs[message.compression] += len(frame.payload)
+            self.raw_bytes += message.raw_bytes
 
     def _add(self, data: bytes | memoryview) -> None:
         try:

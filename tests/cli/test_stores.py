@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource
+from deltasync.store.besides import PublishOptions
 from deltasync.store.objects import StoreOptions
-from deltasync.store.sender import PublishOptions, StoreSender
+from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from tests.cli.command import COMMAND, call, run
 

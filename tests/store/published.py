@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
+from deltasync.store.besides import PublishOptions
 from deltasync.store.receiver import StoreReceiver
-from deltasync.store.sender import PublishOptions, StoreSender
+from deltasync.store.sender import StoreSender
 from tests.store.stores import Place
 from tests.strategies import same_bits
 

@@ -177,7 +177,8 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from deltasync import ModuleSource
-from deltasync.store.sender import PublishOptions, StoreSender
+from deltasync.store.besides import PublishOptions
+from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from deltasync.store.objects import StoreOptions
 url, state = sys.argv[1], Path(sys.argv[2])

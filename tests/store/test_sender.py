@@ -18,13 +18,16 @@ from deltasync.errors import (
     RunUnknown,
     WriterConflict,
 )
+from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.patch_file import PatchFile, apply_patch_file
 from deltasync.store import keys
+from deltasync.store.besides import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import Objects, StoreOptions
-from deltasync.store.sender import PublishOptions, StoreSender
+from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import StreamedWeights
-from tests.store.replay import assert_holds, checkpoint_of
+from tests.store.replay import assert_holds, checkpoint_of, fetched
 from tests.store.stores import Place
 
 
@@ -209,6 +212,19 @@ def test_names_of_runs_that_are_no_keys_are_refused(run: str, tmp_path: Path) ->
         )
 
 
+def test_payloads_are_compressed_unless_that_is_declined(tmp_path: Path) -> None:
+    for compression in ("zstd", "none"):
+        model = nn.Linear(64, 64)
+        options = SenderOptions(stream_id=compression)
+        if compression == "none":
+            options = SenderOptions(stream_id=compression, compression="none")
+        sender = StoreSender(ModuleSource(model), tmp_path, options=options)
+        sender.publish()
+        with torch.no_grad():
+            model.weight += 1
+        assert list(sender.publish().codecs) == [compression]
+
+
 def test_an_empty_store_has_no_runs(place: Place) -> None:
     Objects(place.url, place.options, make=True)
     with pytest.raises(RunUnknown, match="no run here"):
@@ -320,6 +336,43 @@ def test_streamed_weights_are_published(place: Place, tmp_path: Path) -> None:
         expected = weights_of(model)
         model.step(number)
     assert_holds(run_of(place), 3, expected, tmp_path)
+
+
+def test_folds_are_what_their_deltas_are_together(place: Place, tmp_path: Path) -> None:
+    model = Model()
+    sender = sender_of(model, place, fold_every=3)
+    history = {}
+    for number in range(1, 9):
+        stats = sender.publish()
+        assert (stats.fold_bytes > 0) == (number in (4, 7))
+        history[number] = weights_of(model)
+        model.step(number % 3)
+    run = run_of(place)
+    for version, base in ((4, 1), (7, 4)):
+        published = run.require(version)
+        (fold,) = (way for way in run.ways(published) if way.kind == "fold")
+        assert fold.base == base
+        deltas = [run.require(base + n + 1).manifest.ways[0].num_bytes for n in range(3)]
+        assert fold.num_bytes < sum(deltas)
+        held = checkpoint_of(run, base, tmp_path / f"base{base}")
+        made = tmp_path / f"made{version}"
+        digest = apply_patch_file(PatchFile(fetched(run, fold.files[0], tmp_path)), held, made)
+        assert digest == int(published.manifest.digest, 16)
+        for name, tensor in history[version].items():
+            found = Checkpoint(made).tensor(name)
+            assert torch.equal(
+                found.contiguous().reshape(-1).view(torch.uint8),
+                tensor.contiguous().reshape(-1).view(torch.uint8),
+            )
+
+
+def test_no_fold_is_larger_than_its_deltas_or_its_bound(place: Place) -> None:
+    model = Model()
+    sender = sender_of(model, place, fold_every=2, fold_max_bytes=100)
+    for number in range(5):
+        assert sender.publish().fold_bytes == 0
+        model.step(number)
+    assert sender_of(model, place, fold_every=0).publish().fold_bytes == 0
 
 
 def test_other_dtypes_are_sent_as_asked(tmp_path: Path) -> None:
