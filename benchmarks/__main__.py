@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, soak, calibrate ..."""
+"""`python -m benchmarks`: cpu (the default), gpu, engines, sharded, verl, codec, soak ..."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from rich.table import Table
 from benchmarks import live
 from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
+from benchmarks.codec import command as codec_command
+from benchmarks.codec import record as codec_record
+from benchmarks.codec import report as codec_report
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
@@ -54,6 +57,7 @@ README = ROOT / "README.md"
 _MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
+app.command()(codec_command.codec)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Toy size: a smoke test.")]
@@ -314,6 +318,7 @@ def plot(folder: Path = IMAGES) -> None:
     """Draw all records into docs/images."""
     from benchmarks import live_plots
     from benchmarks import plots as cpu_plots
+    from benchmarks.codec import plots as codec_plots
     from benchmarks.gpu import plots as gpu_plots
     from benchmarks.gpu import timeline_plots
 
@@ -324,6 +329,8 @@ def plot(folder: Path = IMAGES) -> None:
         paths += timeline_plots.draw(timeline.read(records), folder, name=records.stem)
     for records in filter(Path.exists, LIVE_RECORDS.values()):
         paths += live_plots.draw_all(read_records(records), folder, name=records.stem)
+    if codec_record.RECORDS.exists():
+        paths += codec_plots.draw_all(codec_record.read_records(codec_record.RECORDS), folder)
     for path in paths:
         print(path)
 
@@ -338,6 +345,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         *LIVE_RECORDS.values(),
         *TIMELINES.values(),
         VERL_RECORDS,
+        codec_record.RECORDS,
     )
     for records in kept:
         if records.exists():
@@ -356,6 +364,8 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 def _markdown(records: Path) -> str:
     if records in TIMELINES.values():
         return timeline.make_markdown(timeline.read(records))
+    if records == codec_record.RECORDS:
+        return codec_report.make_markdown(codec_record.read_records(records))
     results = read_records(records)
     if records in LIVE_RECORDS.values():
         return live.make_markdown(results)

@@ -1,7 +1,8 @@
 """Two versions of a model between which an optimizer took k steps, as bfloat16 and as served.
 
 `python -m benchmarks.codec.pairs SCALE FOLDER [NAME ...]` writes each of them, or those named, as
-`NAME/old.safetensors` and `NAME/new.safetensors`: for `deltasync diff`, and for tests by hand.
+`NAME/old.safetensors` and `NAME/new.safetensors`: for `--pairs FOLDER` of the benchmarks, for
+`deltasync diff`, and for tests by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.codec.training import SIZES, Training, Weights
 from deltasync.quant.block_fp8 import BlockFp8
@@ -22,9 +23,11 @@ from deltasync.quant.int4 import Int4
 from deltasync.quant.nvfp4 import CompressedNvfp4
 from deltasync.quant.served import served_weights
 
-Kept = Literal["masters", "bf16"]
+Kept = Literal["masters", "resumed", "bf16"]
+"""What the optimizer keeps: float32 masters that begin at a bfloat16 checkpoint; such masters in
+the middle of a training, anywhere between two bfloat16 numbers; or bfloat16 weights."""
 BFLOAT16 = "bfloat16"
-_DTYPES: dict[Kept, torch.dtype] = {"masters": torch.float32, "bf16": torch.bfloat16}
+_FILES = "old", "new"
 FORMS: dict[str, Form] = {
     "block-fp8": BlockFp8(),
     "nvfp4": CompressedNvfp4(),
@@ -54,17 +57,21 @@ RUNS: dict[str, tuple[Run, ...]] = {
         Run(kept="masters", lr=3e-6, steps=(1, 8)),
         Run(kept="masters", lr=1e-5, steps=(1, 8), served=(8,)),
         Run(kept="masters", lr=1e-4, steps=(1, 8)),
+        Run(kept="resumed", lr=1e-6, steps=(1, 8)),
+        Run(kept="resumed", lr=3e-6, steps=(1,)),
         Run(kept="bf16", lr=3e-6, steps=(1, 8)),
     ),
     "quick": (
         Run(kept="masters", lr=1e-6, steps=(1, 8)),
         Run(kept="masters", lr=3e-6, steps=(1,)),
         Run(kept="masters", lr=1e-5, steps=(1, 8), served=(8,)),
+        Run(kept="resumed", lr=1e-6, steps=(1,)),
         Run(kept="bf16", lr=3e-6, steps=(1,)),
     ),
     "tiny": (
         Run(kept="masters", lr=1e-6, steps=(1,)),
         Run(kept="masters", lr=1e-4, steps=(1,), served=(1,)),
+        Run(kept="resumed", lr=1e-4, steps=(1,)),
         Run(kept="bf16", lr=1e-4, steps=(1,)),
     ),
 }
@@ -112,13 +119,25 @@ def pairs(scale: str, only: Collection[str] = ()) -> Iterator[Pair]:
         if not wanted:
             continue
         num_steps = max(steps for _, _, steps, _ in wanted)
-        versions = training.versions(run.lr, num_steps, _DTYPES[run.kept])
+        start = training.masters if run.kept == "resumed" else training.checkpoint
+        dtype = torch.bfloat16 if run.kept == "bf16" else torch.float32
+        versions = training.versions(start, run.lr, num_steps, dtype)
         old = next(versions)
         for step, new in enumerate(versions, start=1):
             for kept, lr, steps, form in wanted:
                 if steps == step:
                     parts = served(old, form), served(new, form)
                     yield Pair(kept=kept, lr=lr, steps=steps, form=form, old=parts[0], new=parts[1])
+
+
+def read_pairs(scale: str, folder: Path, only: Collection[str] = ()) -> Iterator[Pair]:
+    """The same pairs as `main` has written them to a folder."""
+    for run in RUNS[scale]:
+        for kept, lr, steps, form in _planned(run):
+            name = name_of(kept, lr, steps, form)
+            if not only or name in only:
+                old, new = (load_file(folder / name / f"{one}.safetensors") for one in _FILES)
+                yield Pair(kept=kept, lr=lr, steps=steps, form=form, old=old, new=new)
 
 
 def names(scale: str) -> list[str]:
@@ -151,8 +170,8 @@ def main(scale: str, folder: str, *only: str) -> None:
     for pair in pairs(scale, only):
         path = Path(folder, pair.name)
         path.mkdir(parents=True, exist_ok=True)
-        save_file(pair.old, path / "old.safetensors")
-        save_file(pair.new, path / "new.safetensors")
+        for name, weights in zip(_FILES, (pair.old, pair.new), strict=True):
+            save_file(weights, path / f"{name}.safetensors")
         print(path, flush=True)
 
 

@@ -40,8 +40,8 @@ class Size:
 
 
 SIZES = {
-    "full": Size(PolicySize(768, 12, 12), 12_288, lessons=80),
-    "quick": Size(PolicySize(288, 6, 5), 8_704, lessons=80),
+    "full": Size(PolicySize(768, 12, 12), 12_288, lessons=60),
+    "quick": Size(PolicySize(288, 6, 5), 8_704, lessons=40),
     "tiny": Size(PolicySize(64, 2, 2), 512, lessons=8, pieces=4, warm_up=2),
 }
 
@@ -51,7 +51,8 @@ class Training:
 
     Attributes:
         losses: Of the steps of pre-training, in nats a token.
-        checkpoint: bfloat16 weights.
+        masters: float32 weights after it; what a run has that goes on with a training.
+        checkpoint: The same, rounded to bfloat16.
     """
 
     def __init__(self, size: Size) -> None:
@@ -60,15 +61,18 @@ class Training:
         self._policy = Policy(self._text, size.policy)
         head = self._policy.head
         head.weight = nn.Parameter(torch.randn_like(head.weight) * size.policy.width**-0.5)
-        masters = [weight.detach().clone() for weight in self._policy.parameters()]
+        self.masters = [weight.detach().clone() for weight in self._policy.parameters()]
         self._policy.to(torch.bfloat16 if has_fast_bf16() else torch.float32)
-        self.losses = list(self._pretrain(masters))
-        self.checkpoint = [weight.bfloat16() for weight in masters]
+        self.losses = list(self._pretrain(self.masters))
+        self.checkpoint = [weight.bfloat16() for weight in self.masters]
 
-    def versions(self, lr: float, num_steps: int, dtype: torch.dtype) -> Iterator[Weights]:
+    def versions(
+        self, start: Sequence[Tensor], lr: float, num_steps: int, dtype: torch.dtype
+    ) -> Iterator[Weights]:
         """What an engine holds after the warm-up and after each of `num_steps` steps.
 
         Args:
+            start: The weights to begin with: `checkpoint` or `masters`.
             lr: The learning rate.
             num_steps: Steps after the warm-up.
             dtype: Of the optimizer's weights: float32 for masters, or bfloat16.
@@ -76,7 +80,7 @@ class Training:
         Yields:
             bfloat16 weights by name; copies.
         """
-        kept = [weight.to(dtype, copy=True) for weight in self.checkpoint]
+        kept = [weight.to(dtype, copy=True) for weight in start]
         optimizer = torch.optim.AdamW(kept, lr=lr, weight_decay=0, fused=True)
         generator = torch.Generator().manual_seed(1)
         for step in range(self._size.warm_up + num_steps + 1):

@@ -175,6 +175,7 @@ def insert(page: str, name: str, text: str, images: Iterable[str] = ()) -> str:
 def _alt(image: str) -> str:
     """What the image shows, by the end of its name."""
     return {
+        "bytes": "Bytes per changed element by share of changed elements, with their bounds",
         "commit": "Receiver commit time by model size",
         "lanes": "What the trainer, the engine and their GPUs do in one sync, and when",
         "kernels": "Kernel times by share of changed elements",
