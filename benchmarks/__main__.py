@@ -35,6 +35,9 @@ from benchmarks.runner import GroupFailed, run_group
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.runner import run_ranks
 from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
+from benchmarks.store import command as store_command
+from benchmarks.store import record as store_record
+from benchmarks.store import report as store_report
 from benchmarks.verl import VerlPlan
 from benchmarks.verl import run as run_verl
 
@@ -58,6 +61,7 @@ _MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command()(codec_command.codec)
+app.command()(store_command.store)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Toy size: a smoke test.")]
@@ -346,6 +350,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         *TIMELINES.values(),
         VERL_RECORDS,
         codec_record.RECORDS,
+        store_record.RECORDS,
     )
     for records in kept:
         if records.exists():
@@ -366,6 +371,8 @@ def _markdown(records: Path) -> str:
         return timeline.make_markdown(timeline.read(records))
     if records == codec_record.RECORDS:
         return codec_report.make_markdown(codec_record.read_records(records))
+    if records == store_record.RECORDS:
+        return store_report.make_markdown(store_record.read_records(records))
     results = read_records(records)
     if records in LIVE_RECORDS.values():
         return live.make_markdown(results)

@@ -1,0 +1,222 @@
+"""Measures each way over links of several speeds, in front of an S3 server of this machine.
+
+A link is a proxy with a token bucket for each direction: all bytes of the real client go through
+it, requests and retries included, as they would over a slow network. The trainer publishes and then
+the engine fetches, one after the other; a follower of the store would add the interval of its
+polls. Each round publishes a real version: the two of a pair take turns.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+
+from benchmarks import processes
+from benchmarks.codec.pairs import Pair, pairs, read_pairs
+from benchmarks.codec.training import Weights
+from benchmarks.store.record import StoreRecord
+from benchmarks.store.ways import (
+    Checkpoint,
+    Deltas,
+    PatchedFile,
+    Way,
+    load_into,
+    module_of,
+    state_of,
+)
+from deltasync.delta.bits import are_equal, as_bits
+from deltasync.delta.codecs.coding import Coding
+from deltasync.store.objects import StoreOptions
+from deltasync.sync.options import SenderOptions
+
+CODINGS: tuple[Coding, ...] = ("gap", "class")
+_BUCKET = "bench"
+_KEYS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured: pairs by name, of a scale, and rounds by bits per second."""
+
+    scale: str
+    pairs: tuple[str, ...]
+    rounds: dict[float, int]
+
+
+PLANS = {
+    "full": Plan("full", ("masters-3e-7-k1", "masters-1e-6-k1"), {1e8: 1, 1e9: 3, 1e10: 3}),
+    "quick": Plan("quick", ("masters-1e-6-k1",), {1e8: 1, 1e9: 3, 1e10: 3}),
+    "tiny": Plan("tiny", ("masters-1e-4-k1",), {1e9: 1}),
+}
+
+
+class WrongWeights(RuntimeError):
+    """An engine does not hold what was published."""
+
+
+class Link:
+    """A store behind a slow link; both are processes of this machine.
+
+    Attributes:
+        store: Options that lead through the link.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        server = _started(stack, "benchmarks.store.server")
+        port = _line(server)
+        put = urllib.request.Request(f"http://127.0.0.1:{port}/{_BUCKET}", method="PUT")
+        urllib.request.urlopen(put, timeout=30).close()
+        self._process = _started(stack, "benchmarks.store.link", port)
+        endpoint = f"http://127.0.0.1:{_line(self._process)}"
+        self.store = StoreOptions(config={"endpoint": endpoint, **_KEYS}, timeout_s=600)
+
+    @classmethod
+    def opened(cls, stack: ExitStack) -> Self:
+        """Closed with `stack`."""
+        return cls(stack)
+
+    def set(self, bits_per_s: float | None) -> tuple[int, int]:
+        """A new rate; None for no limit. Returns bytes (up, down) since the last call."""
+        assert self._process.stdin is not None
+        print("none" if bits_per_s is None else bits_per_s, file=self._process.stdin, flush=True)
+        up, down = map(int, _line(self._process).split())
+        return up, down
+
+
+def measure(scale: str, folder: Path | None = None) -> Iterator[StoreRecord]:
+    """Records of all pairs of a plan, one thread. Raises WrongWeights.
+
+    Pairs are made, or read where `folder` has them already.
+    """
+    plan, before = PLANS[scale], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            link = Link.opened(stack)
+            made = pairs(plan.scale, plan.pairs)
+            for pair in read_pairs(plan.scale, folder, plan.pairs) if folder else made:
+                yield from measure_pair(pair, link, plan.rounds)
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_pair(pair: Pair, link: Link, rounds: dict[float, int]) -> Iterator[StoreRecord]:
+    """Records of all ways over all links."""
+    trainer = module_of(pair.old)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ways = _ways(trainer, f"s3://{_BUCKET}/{pair.name}", link.store, folder)
+        for way in ways:
+            stack.enter_context(closing(way))
+        turn = _Turn(trainer, (pair.old, pair.new))
+        for way in ways:  # each end has a version
+            way.publish()
+            way.fetch()
+        for bits_per_s, count in rounds.items():
+            yield from _over(link, bits_per_s, ways, turn, pair, count)
+
+
+def _over(
+    link: Link, bits_per_s: float, ways: Sequence[Way], turn: _Turn, pair: Pair, rounds: int
+) -> Iterator[StoreRecord]:
+    """Records of all ways over one link; they take turns."""
+    found = {way.name: _Samples() for way in ways}
+    for _ in range(rounds):
+        turn.next()
+        for way in ways:
+            link.set(bits_per_s)
+            found[way.name].measure(way)
+            went = link.set(None)
+            found[way.name].up, found[way.name].down = went
+            if not same_bits(way.engine, turn.weights):
+                raise WrongWeights(f"{way.name}: the engine does not hold what was published")
+    for way in ways:
+        samples = found[way.name]
+        yield StoreRecord(
+            way=way.name,
+            is_ours=isinstance(way, Deltas),
+            bits_per_s=bits_per_s,
+            pair=pair.name,
+            numel=sum(one.numel() for one in pair.old.values()),
+            dense_bytes=sum(one.nbytes for one in pair.old.values()),
+            changed=turn.changed,
+            publish_samples=tuple(samples.publish),
+            fetch_samples=tuple(samples.fetch),
+            up_bytes=samples.up,
+            down_bytes=samples.down,
+        )
+
+
+class _Samples:
+    """Of one way over one link."""
+
+    def __init__(self) -> None:
+        self.publish, self.fetch = list[float](), list[float]()
+        self.up = self.down = 0
+
+    def measure(self, way: Way) -> None:
+        began = time.perf_counter()
+        way.publish()
+        published = time.perf_counter()
+        way.fetch()
+        self.publish.append(published - began)
+        self.fetch.append(time.perf_counter() - published)
+
+
+class _Turn:
+    """The trainer's step: from one version of a pair to the other, and back."""
+
+    def __init__(self, trainer: nn.Module, versions: tuple[Weights, Weights]) -> None:
+        self._trainer, (self.weights, self._other) = trainer, versions
+        ends = zip(self.weights.values(), self._other.values(), strict=True)
+        self.changed = sum(int((as_bits(a) != as_bits(b)).sum()) for a, b in ends)
+
+    def next(self) -> None:
+        self.weights, self._other = self._other, self.weights
+        load_into(self._trainer, self.weights)
+
+
+def same_bits(module: nn.Module, weights: Weights) -> bool:
+    """Whether a module holds these weights, bit for bit."""
+    return all(are_equal(as_bits(one), as_bits(weights[n])) for n, one in state_of(module).items())
+
+
+def _ways(trainer: nn.Module, url: str, store: StoreOptions, folder: Path) -> list[Way]:
+    ours = [
+        Deltas(trainer, f"{url}/{coding}", store, SenderOptions(compression=coding))
+        for coding in CODINGS
+    ]
+    patched = PatchedFile(trainer, f"{url}/patched", store, folder=folder)
+    return [*ours, Checkpoint(trainer, f"{url}/whole", store), patched]
+
+
+def _started(stack: ExitStack, module: str, *words: str) -> subprocess.Popen[str]:
+    """A process that ends with `stack`."""
+    process = processes.start(module, *words, is_told=True)
+    stack.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(timeout=30)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline().strip()):
+        raise RuntimeError("a process of the store ended; its error is on stderr")
+    return line
