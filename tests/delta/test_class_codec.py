@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deltasync import dtypes
 from deltasync.delta.codecs import class_keys, class_positions
+from deltasync.delta.codecs.base import unsigned_dtype
 from deltasync.delta.codecs.bitstream import (
     ByteReader,
     FieldReader,
@@ -34,7 +35,7 @@ BF16 = dtypes.BY_NAME["bfloat16"]
 
 class TestClass(RowCodecContract):
     codec = ClassCodec()
-    golden = ("12010500021701102e", "01030d0105128f074057ec62")
+    golden = ("12010500021701102e", "0100030d0105128f074057ec62")
 
 
 def as_array(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -75,6 +76,22 @@ def test_old_values_make_positions_cheap() -> None:
     blind = class_keys.entropy(changed.sum(), each.sum())
     assert bound < 0.8 * blind
     assert 8 * len(class_positions.encode(indices, old, BF16)) < 1.06 * bound
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("uint8", 4), ("int32", 4), ("uint16", 8)])
+def test_steps_of_codes_that_share_an_integer_are_cheap(dtype: str, bits: int) -> None:
+    """A step of one of several codes takes about as long as the place of the code, and a sign."""
+    rng = np.random.default_rng(0)
+    kind = dtypes.BY_NAME[dtype]
+    old = rng.integers(0, 1 << 8 * kind.item_size, 1 << 17).astype(unsigned_dtype(kind))
+    places = 8 * kind.item_size // bits
+    shift = rng.integers(0, places, len(old)).astype(np.uint64) * np.uint64(bits)
+    moved = np.where(rng.random(len(old)) < 0.02, np.uint64(1) << shift, np.uint64(0))
+    signs = rng.random(len(old)) < 0.5
+    new = np.where(signs, old + moved, old - moved).astype(old.dtype)
+    pair = row_of(new, old, kind, ClassCodec.needs)
+    ((_, value),) = assert_round_trip(ClassCodec(), [pair])
+    assert 8 * len(value) < (np.log2(2 * places) + 2.2) * len(pair[0].indices)
 
 
 @given(

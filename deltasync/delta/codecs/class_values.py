@@ -22,6 +22,7 @@ from deltasync.delta.codecs.bitstream import (
     pack_unary,
     varints,
 )
+from deltasync.delta.codecs.class_frequent import Frequent
 from deltasync.delta.codecs.class_keys import Keys
 from deltasync.delta.codecs.subsets import Segments
 from deltasync.dtypes import Dtype
@@ -34,11 +35,12 @@ _SAMPLE = 1 << 15  # lengths that parameters are chosen by
 
 def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
     """The block of zigzag steps, unsigned[n], of elements with old bits, unsigned[n]."""
-    keys = class_keys.keys(old, dtype)
-    firsts, parameters = _fit(keys, _lengths(steps, dtype), dtype)
+    keys, frequent = class_keys.keys(old, dtype), Frequent.of(steps, dtype)
+    moves = frequent.numbers(steps)
+    firsts, parameters = _fit(keys, _lengths(moves, dtype), dtype)
     order, sizes = _order(keys, firsts, dtype)
-    steps = steps[order]
-    lengths, downwards = _lengths(steps, dtype), steps.astype(np.uint8) & 1
+    moves = moves[order]
+    lengths, downwards = _lengths(moves, dtype), moves.astype(np.uint8) & 1
     longer = np.flatnonzero(lengths > 1)
     ends = np.cumsum(sizes)
     chosen = np.diff(np.searchsorted(longer, ends), prepend=0)
@@ -53,7 +55,8 @@ def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
     )
     fields = pack_fields(np.concatenate([remainders, low]), np.concatenate([widths, each]))
     numbers = np.stack([chosen, parameters], 1).ravel().tolist()
-    header = class_keys.write_firsts(firsts) + varints(*numbers, len(unary), len(fields))
+    header = class_keys.write_firsts(firsts) + frequent.to_bytes()
+    header += varints(*numbers, len(unary), len(fields))
     escapes = excess[is_escaped].astype(unsigned_dtype(dtype)).tobytes()
     directions = np.packbits(downwards, bitorder="little").tobytes()
     return header + directions + unary + fields + escapes
@@ -62,7 +65,7 @@ def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
 def decode(block: Block, old: Bits, dtype: Dtype) -> Bits:
     """unsigned[n]: the zigzag steps. Raises WireError for a block that `encode` cannot make."""
     reader = ByteReader(block)
-    firsts = class_keys.read_firsts(reader, dtype)
+    firsts, frequent = class_keys.read_firsts(reader, dtype), Frequent.read(reader, dtype)
     order, sizes = _order(class_keys.keys(old, dtype), firsts, dtype)
     numbers = [(reader.varint(), reader.varint()) for _ in firsts]
     chosen, parameters = (np.array(column, np.int64) for column in zip(*numbers, strict=True))
@@ -77,7 +80,7 @@ def decode(block: Block, old: Bits, dtype: Dtype) -> Bits:
     lengths[longer] = _excess(np.repeat(parameters, chosen), unary, fields, reader, dtype)
     lengths[longer] += np.uint64(2)
     steps = np.empty(len(old), unsigned_dtype(dtype))
-    steps[order] = ((lengths << np.uint64(1)) - downwards).astype(steps.dtype)
+    steps[order] = frequent.back((lengths << np.uint64(1)) - downwards)
     return steps
 
 
@@ -100,11 +103,11 @@ def _excess(
     return excess
 
 
-def _lengths(steps: Bits, dtype: Dtype) -> Words:
-    """uint64[n]: how far zigzag steps go. To stay goes as far as possible upwards: around."""
+def _lengths(moves: Words, dtype: Dtype) -> Words:
+    """uint64[n]: how far moves go. To stay, 0, goes as far as possible upwards: around."""
     farthest = np.uint64(1 << 8 * dtype.item_size - 1)
-    one = steps.dtype.type(1)
-    return np.where(steps == 0, farthest, (steps >> one) + (steps & one))
+    one = np.uint64(1)
+    return np.where(moves == 0, farthest, (moves >> one) + (moves & one))
 
 
 def _order(keys: Keys, firsts: list[int], dtype: Dtype) -> tuple[Ints, Ints]:
