@@ -10,14 +10,14 @@ from pathlib import Path
 
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import digest_text
-from deltasync.errors import ConfigError, DigestMismatch, VersionMissing
+from deltasync.errors import DigestMismatch, LayoutMismatch, VersionMissing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import appearing, refuse_existing
 from deltasync.files.patch_file import copy_checkpoint
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
-from deltasync.store.folding import FoldedDeltas
+from deltasync.store.fetched import Fetched, FetchedRoute, Progress, flats_of, take_cheapest
+from deltasync.store.folding import FoldedDeltas, named_in
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.routes import Route, find_route
@@ -117,7 +117,10 @@ class _Writer:
         objects = Fetched(self._run.objects, self._made.parent)
         try:
             if not take_cheapest(
-                self._route, self._take, objects=objects, progress=self._progress, failed=self._undo
+                self._route,
+                self._take,
+                fetched_of=lambda route: self._fetched(route, objects),
+                failed=self._undo,
             ):
                 assert self._base is not None
                 copy_checkpoint(self._base.path, self._made)
@@ -147,7 +150,13 @@ class _Writer:
             self._progress.advanced = self._phase("fetching", route.num_bytes)
         return route
 
+    def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
+        specs = self._run.layout(self._target.manifest.layout_hash)
+        flats = {} if self._base is None else flats_of(self._base, specs)
+        return FetchedRoute(route, objects, self._progress, specs=specs, flats=flats)
+
     def _take(self, fetched: FetchedRoute) -> None:
+        deltas = fetched.deltas()
         if fetched.route.base is None:
             fetched.anchor()
             fetched.move_anchor(self._made)
@@ -155,7 +164,7 @@ class _Writer:
             assert self._base is not None
             copy_checkpoint(self._base.path, self._made)
         written = Checkpoint(self._made, writable=True)
-        if (deltas := fetched.deltas()) is not None:
+        if deltas is not None:
             _apply(deltas, written)
             written.flush()
         self._check(written)
@@ -181,10 +190,10 @@ class _Writer:
 
 def _apply(deltas: FoldedDeltas, written: Checkpoint) -> None:
     for number in deltas.changed:
-        names = deltas.specs[number].names
-        name = next((name for name in names if name in written.specs), None)
+        name = named_in(written, deltas.specs[number])
         if name is None:
-            raise ConfigError(f"{written.path} has no tensor {names[0]!r}, which has changed")
+            lacking = deltas.specs[number].name
+            raise LayoutMismatch(f"{written.path} has no tensor {lacking!r}, which has changed")
         flat = Flat.of(written.tensor(name))
         for run in deltas.runs(number):
             assert run.bits is not None

@@ -8,11 +8,12 @@ import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltasync.delta.bits import Flat, Live
 from deltasync.errors import (
     ConfigError,
     ObjectDamaged,
@@ -26,10 +27,11 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
-from deltasync.store.folding import FoldedDeltas
+from deltasync.store.folding import FoldedDeltas, named_in
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
 from deltasync.store.routes import Route
+from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
@@ -168,6 +170,9 @@ class FetchedRoute:
         route: At least one step.
         objects: Where they are kept.
         progress: Told of what comes.
+        specs: The layout of the version.
+        flats: The weights of the version that the route begins at, by parameter, if it has one:
+            deltas are decoded by them. Not owned.
 
     Attributes:
         route: The same.
@@ -176,8 +181,17 @@ class FetchedRoute:
         blamed: If `load` has failed: the keys of the objects that it is about.
     """
 
-    def __init__(self, route: Route, objects: Fetched, progress: Progress) -> None:
+    def __init__(
+        self,
+        route: Route,
+        objects: Fetched,
+        progress: Progress,
+        *,
+        specs: Sequence[ParameterSpec],
+        flats: Mapping[int, Live],
+    ) -> None:
         self.route, self.objects, self._progress = route, objects, progress
+        self._specs, self._flats = specs, flats
         self._folders: list[Path] = []
         self.later: FoldedDeltas | None = None
         self.blamed: frozenset[str] = frozenset()
@@ -205,13 +219,19 @@ class FetchedRoute:
         elif len(later) == 1:
             later = []
         if later:
-            self.later = FoldedDeltas()
+            self.later = FoldedDeltas(self._base())
         for step, folder in later:
             self.blamed = step.keys
             assert self.later is not None
             self.later.take(_frames_in(folder))
         # From here on, one object cannot be told from another.
         self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
+
+    def _base(self) -> Mapping[int, Live]:
+        """The weights that the first delta applies to."""
+        if self.route.base is not None:
+            return self._flats
+        return flats_of(self.anchor(), self._specs)
 
     def frames(self) -> FrameFile:
         """Those of the first object, which is a delta."""
@@ -232,7 +252,7 @@ class FetchedRoute:
         """All deltas of the route, after the anchor if there is one; None if there are none."""
         if self.route.base is None or self.later is not None:
             return self.later
-        single = FoldedDeltas()
+        single = FoldedDeltas(self._flats)
         single.take(self.frames())
         return single
 
@@ -241,8 +261,7 @@ def take_cheapest(
     find: Callable[[set[str]], Route],
     take: Callable[[FetchedRoute], None],
     *,
-    objects: Fetched,
-    progress: Progress,
+    fetched_of: Callable[[Route], FetchedRoute],
     check_time: Callable[[], None] = lambda: None,
     failed: Callable[[], None] = lambda: None,
 ) -> bool:
@@ -251,8 +270,7 @@ def take_cheapest(
     Args:
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
         take: Uses what was fetched.
-        objects: Where it is kept.
-        progress: Told of what comes.
+        fetched_of: Makes what fetches a route.
         check_time: Called between parts; what it raises ends the call.
         failed: Called when a route was of no use, before another one is found.
 
@@ -265,7 +283,7 @@ def take_cheapest(
     refused = set[str]()
     route = find(refused)
     while route.steps:
-        fetched = FetchedRoute(route, objects, progress)
+        fetched = fetched_of(route)
         try:
             fetched.load(check_time)
             take(fetched)
@@ -281,6 +299,12 @@ def take_cheapest(
                 raise error from None
             logger.warning("v%d by another way: %s", route.target.version, error)
     return False
+
+
+def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int, Live]:
+    """The tensors of a checkpoint by their number in a layout; those that it lacks are left out."""
+    names = {n: name for n, spec in enumerate(specs) if (name := named_in(checkpoint, spec))}
+    return {number: Flat.of(checkpoint.tensor(name)) for number, name in names.items()}
 
 
 def _frames_in(folder: Path) -> FrameFile:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.fold import fold_runs
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
+from deltasync.delta.region import Region
 from deltasync.delta.shard import whole
+from deltasync.dtypes import Dtype
 from deltasync.errors import DigestMismatch, LayoutMismatch, VersionGap, WrongStream
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.sync.protocol.one_way import OneWayReader
@@ -35,12 +40,12 @@ class FoldedDeltas:
     """Successive deltas as a single one. Memory: the bytes of all of them.
 
     Give each to `take`, in order. `plan` is what `one_way_frames` writes as one delta, which is
-    again one that can be stored. Elements that end where they began stay in it, unless what the
-    first delta applies to is known.
+    again one that can be stored. Elements that end where they began stay in it.
 
     Args:
-        base: The weights that the first delta applies to, by parameter, on the host: what ends as
-            it was there is left out. They are read until the plan was used.
+        flats: The weights that the first delta applies to, by parameter: coded payloads are decoded
+            by them, later ones by what earlier deltas make of them. They are only read, and must
+            not change before `take` has returned. None to refuse coded payloads.
 
     Attributes:
         stream_id: The run; empty before the first delta.
@@ -50,8 +55,8 @@ class FoldedDeltas:
         base_digest: State digest of the weights before.
     """
 
-    def __init__(self, base: Mapping[int, Live] | None = None) -> None:
-        self._base = base or {}
+    def __init__(self, flats: Mapping[int, Live] | None = None) -> None:
+        self._flats = None if flats is None else _Overlaid(flats, self)
         self.stream_id = ""
         self.base_version: int | None = None
         self.version = -1
@@ -69,7 +74,7 @@ class FoldedDeltas:
             DigestMismatch: It was made from other weights than the one before leads to.
             WireError, SyncError: It is damaged.
         """
-        reader, found = OneWayReader(), dict[int, list[Run]]()
+        reader, found = OneWayReader(flats=self._flats), dict[int, list[Run]]()
         for frame in frames:
             had_begun = reader.begin is not None
             _, bucket = reader.take(frame)
@@ -84,7 +89,7 @@ class FoldedDeltas:
         """What all deltas together write of a parameter."""
         deltas = self._deltas.get(parameter, [])
         numel = self.specs[parameter].numel if deltas else 0
-        folded = fold_runs(deltas, numel, old=self._base.get(parameter))
+        folded = fold_runs(deltas, numel)
         if deltas:
             self._deltas[parameter] = [folded]
         return folded
@@ -145,6 +150,107 @@ class FoldedDeltas:
         self.version, self._digest = begin.version, int(sealed.digest, 16)
         for parameter, runs in found.items():
             self._deltas.setdefault(parameter, []).append(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _OverlaidFlat:
+    """A parameter as it is after some deltas, to read; what is not held stays unknown.
+
+    Attributes:
+        flat: The parameter before them.
+        runs: What they write, on the host.
+    """
+
+    flat: Live
+    runs: list[Run]
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.flat.dtype
+
+    @property
+    def line(self) -> Tensor:
+        """That of the parameter before: for its device and dtype only."""
+        return self.flat.line
+
+    @property
+    def is_contiguous(self) -> bool:
+        return False
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel
+
+    def boxes(self) -> list[tuple[Region, Tensor]]:
+        """None: nobody is to write here."""
+        return []
+
+    def held(self, start: int, stop: int) -> Tensor | None:
+        return self.flat.held(start, stop)
+
+    def keeps(self, positions: Tensor) -> Tensor | None:
+        return self.flat.keeps(positions)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """int[k]: the bits at those positions of [start, stop) that are held, in own memory."""
+        positions = self.flat.held(start, stop)
+        if positions is not None:
+            return self.gather(positions)
+        found = self.flat.read(start, stop).clone()
+        for run in self.runs:
+            low, high = max(start, run.start), min(stop, run.stop)
+            assert run.bits is not None
+            if low >= high:
+                continue
+            if run.indices is None:
+                found[low - start : high - start] = run.bits[low - run.start : high - run.start].to(
+                    found.device
+                )
+                continue
+            edges = torch.tensor([low - run.start, high - run.start], dtype=torch.int64)
+            first, last = torch.searchsorted(run.indices, edges.to(run.indices)).tolist()
+            where = run.indices[first:last].long() + (run.start - start)
+            found[where.to(found.device)] = run.bits[first:last].to(found.device)
+        return found
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """int[n]: the bits at int64[n] positions that are held."""
+        found, where = self.flat.gather(positions).clone(), positions.cpu()
+        for run in self.runs:
+            assert run.bits is not None
+            inside = (where >= run.start) & (where < run.stop)
+            at = where[inside] - run.start
+            if run.indices is not None:
+                place = torch.searchsorted(run.indices, at.to(run.indices.dtype))
+                place = place.clamp(max=len(run.indices) - 1)
+                met = run.indices[place].long() == at
+                inside = inside.nonzero().view(-1)[met]
+                at = place[met]
+            found[inside.to(found.device)] = run.bits[at].to(found.device)
+        return found
+
+    def write(self, start: int, bits: Tensor) -> None:
+        raise NotImplementedError("weights of deltas that are read")
+
+    def scatter(self, positions: Tensor, bits: Tensor) -> None:
+        raise NotImplementedError("weights of deltas that are read")
+
+
+class _Overlaid(Mapping[int, Live]):
+    """The weights after the deltas that were taken so far."""
+
+    def __init__(self, flats: Mapping[int, Live], deltas: FoldedDeltas) -> None:
+        self._flats, self._deltas = flats, deltas
+
+    def __getitem__(self, number: int) -> Live:
+        flat, runs = self._flats[number], self._deltas.runs(number)
+        return _OverlaidFlat(flat, runs) if runs else flat
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._flats)
+
+    def __len__(self) -> int:
+        return len(self._flats)
 
 
 @dataclass(slots=True)
@@ -231,14 +337,24 @@ class AnchoredVersion:
                 self._anchor.release()
 
 
-def _name_in(anchor: Checkpoint, spec: ParameterSpec) -> str:
-    """The name by which an anchor has a parameter, which may have several."""
+def named_in(checkpoint: Checkpoint, spec: ParameterSpec) -> str | None:
+    """The name by which a checkpoint has a parameter, which may have several; None if it has not.
+
+    Raises LayoutMismatch if it has another shape or dtype there.
+    """
     for name in spec.names:
-        if (found := anchor.specs.get(name)) is not None:
+        if (found := checkpoint.specs.get(name)) is not None:
             if (found.shape, found.dtype) != (spec.shape, spec.dtype):
                 raise LayoutMismatch(
-                    f"{name}: the anchor has {found.dtype.name} {list(found.shape)}, its layout "
-                    f"{spec.dtype.name} {list(spec.shape)}"
+                    f"{name}: the checkpoint has {found.dtype.name} {list(found.shape)}, the "
+                    f"layout {spec.dtype.name} {list(spec.shape)}"
                 )
             return name
-    raise LayoutMismatch(f"the anchor lacks {spec.name!r}, which its layout has")
+    return None
+
+
+def _name_in(anchor: Checkpoint, spec: ParameterSpec) -> str:
+    name = named_in(anchor, spec)
+    if name is None:
+        raise LayoutMismatch(f"the anchor lacks {spec.name!r}, which its layout has")
+    return name

@@ -19,7 +19,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched, Progress, take_cheapest
+from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
 from deltasync.store.follower import Pause, StoreFollower
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
@@ -327,8 +327,7 @@ class StoreReceiver(Closing):
             if take_cheapest(
                 lambda refused: self._route(run, target, refused),
                 lambda fetched: self._take(StoredSync(fetched, self._weights)),
-                objects=objects,
-                progress=self.progress,
+                fetched_of=lambda route: self._fetched(route, objects),
                 check_time=lambda: self._check_time(deadline),
                 failed=self._leave,
             ):
@@ -339,6 +338,11 @@ class StoreReceiver(Closing):
         objects.close()
         self._join(target)
         return False
+
+    def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
+        backend = self._weights.backend
+        flats, specs = backend.flats, backend.ledger.specs
+        return FetchedRoute(route, objects, self.progress, specs=specs, flats=flats)
 
     def _route(self, run: Run, target: Published, refused: set[str]) -> Route:
         route = find_route(run, target, self._holds, refused=refused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,13 @@ from deltasync.files.comparing import measure_digests
 from deltasync.files.frame_file import FrameFile
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.checkpoints import Phase, no_phase
-from deltasync.store.fetched import Fetched
+from deltasync.store.fetched import Fetched, flats_of
 from deltasync.store.folding import FoldedDeltas
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
 from deltasync.wire.digest import MASK
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
+from deltasync.wire.messages import Begin, Layout, ParameterSpec, Sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +153,30 @@ class _Check:
             return made
         (path,) = folder.iterdir()
         try:
-            delta = self._frames(published, way, path)
+            self._check_frames(published, way, path)
             if way.kind == "delta" and held is not None and held.version == way.base:
-                held.apply(delta, published)
+                held.apply(path, self._run.layout(published.manifest.layout_hash), published)
         finally:
             path.unlink()
         return held
 
-    def _frames(self, published: Published, way: Way, path: Path) -> FoldedDeltas:
-        frames, manifest = FoldedDeltas(), published.manifest
-        frames.take(FrameFile(path))
-        facts = frames.stream_id, frames.base_version, frames.version, frames.digest
-        if facts != (manifest.run, way.base, manifest.version, int(manifest.digest, 16)):
-            raise ObjectDamaged("its frames are of other versions than the manifest says")
-        return frames
+    def _check_frames(self, published: Published, way: Way, path: Path) -> None:
+        """Whether frames say of themselves what the manifest says of them."""
+        manifest = published.manifest
+        for frame in FrameFile(path):
+            message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
+            facts: tuple[object, ...] | None = None
+            match message:
+                case Layout():
+                    facts = message.stream_id, message.version, message.hash
+                    said: tuple[object, ...] = manifest.run, way.base, manifest.layout_hash
+                case Begin():
+                    facts = message.base_version, message.version
+                    said = way.base, manifest.version
+                case Sealed():
+                    facts, said = (message.digest,), (manifest.digest,)
+            if facts is not None and facts != said:
+                raise ObjectDamaged(f"its {message.kind} says {facts}, the manifest {said}")
 
     @contextmanager
     def _noting(self, version: int, what: str) -> Iterator[None]:
@@ -195,8 +207,10 @@ class _Held:
         self._digests = {spec.name: int(one) for spec, one in zip(ledger.specs, found, strict=True)}
         self._check(published)
 
-    def apply(self, delta: FoldedDeltas, published: Published) -> None:
-        """Go on to the next version. Raises DigestMismatch."""
+    def apply(self, path: Path, specs: Sequence[ParameterSpec], published: Published) -> None:
+        """Go on to the next version. Raises DigestMismatch, WireError, SyncError."""
+        delta = FoldedDeltas(flats_of(self._checkpoint, specs))
+        delta.take(FrameFile(path))
         for number in delta.changed:
             spec = delta.specs[number]
             flat = Flat.of(self._checkpoint.tensor(spec.name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class Publisher:
 
     place: Place
     anchor_every: int = 100
+    compression: Any = "zstd"
     model: nn.Sequential = field(default_factory=small_model)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -59,7 +61,7 @@ class Publisher:
         self.sender = StoreSender(
             ModuleSource(self.model),
             self.place.url,
-            options=SenderOptions(stream_id=RUN, compression="zstd"),
+            options=SenderOptions(stream_id=RUN, compression=self.compression),
             store=self.place.options,
             publishing=PublishOptions(anchor_every=self.anchor_every),
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltasync import ModuleTarget, ReceiverOptions, StagingThread
+from deltasync.delta.codecs.known import ROW_CODECS
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -23,6 +24,7 @@ from deltasync.errors import (
     VersionMissing,
 )
 from deltasync.store.receiver import StoreReceiver
+from deltasync.wire.codecs import IndexCodec
 from tests.store.published import Follower, Publisher, change, state_of
 from tests.store.stores import Place, local_place, memory_place, wait_until
 
@@ -315,3 +317,23 @@ def test_a_follower_that_starts_before_the_run_waits_for_it() -> None:
         assert follower.wait_staged(timeout_s=30)
         assert follower.commit() == 1
     assert reader.holds(trainer.states[1])
+
+
+POSSIBLE = [
+    "none",
+    "zstd",
+    *(name.name.lower() for name in ROW_CODECS if name is not IndexCodec.RAW),
+]
+
+
+@pytest.mark.parametrize("compression", POSSIBLE)
+def test_deltas_of_every_codec_are_folded_and_read(compression: str) -> None:
+    place = memory_place()
+    trainer = Publisher(place, anchor_every=4, compression=compression)
+    trainer.publish(7)
+    for start, to in ((None, 3), (2, 3), (1, 4), (5, 7), (None, 7), (3, 3)):
+        reader = Follower(place)
+        if start is not None:
+            reader.model.load_state_dict(trainer.states[start])
+        assert reader.receiver.fetch(to, timeout_s=30) == to
+        assert reader.holds(trainer.states[to])

@@ -31,8 +31,10 @@ from deltasync.errors import (
     TransportTimeout,
     VersionMissing,
 )
+from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.catalogue import Run
+from deltasync.store.fetched import flats_of
 from deltasync.store.folding import FoldedDeltas
 from deltasync.store.manifest import Manifest, canonical
 from deltasync.store.objects import StoreOptions
@@ -351,8 +353,9 @@ def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
     shutil.copytree(made[0], folder)
     states, run = made[1], folder / RUN
     files = sorted(path for path in run.rglob("*") if path.is_file())
+    contents = {path: path.read_bytes() for path in files}
     for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=4, unique=True)):
-        content = bytearray(path.read_bytes())
+        content = bytearray(contents[path])
         match data.draw(st.sampled_from(["flip", "cut", "delete", "swap"])):
             case "flip":
                 content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(
@@ -364,7 +367,7 @@ def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
             case "delete":
                 path.unlink()
             case "swap":
-                path.write_bytes(data.draw(st.sampled_from(files)).read_bytes() or b"")
+                path.write_bytes(contents[data.draw(st.sampled_from(files))])
     start = data.draw(st.sampled_from([1, 3, 5]))
     reader = reader_of(run, at=states[start])
     to = data.draw(st.integers(1, 6))
@@ -382,15 +385,17 @@ def test_whatever_is_altered_the_weights_are_a_version_or_nothing_was_written(
 # Ranks that hold parts
 
 
-@pytest.fixture
-def parts(tmp_path: Path) -> tuple[Path, list[Model]]:
+@pytest.fixture(params=["none", "gap"])
+def parts(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, list[Model]]:
     """A run of 4 versions for an engine of two ranks, and the trainer's models."""
     source = random_model(SHAPES, 0)
     generator = torch.Generator().manual_seed(0)
     sender = StoreSender(
         ModuleSource(source),
         tmp_path / "store",
-        options=SenderOptions(stream_id=RUN, wire_dtypes={"*": "bfloat16"}),
+        options=SenderOptions(
+            stream_id=RUN, wire_dtypes={"*": "bfloat16"}, compression=request.param
+        ),
     )
     models = []
     for number in range(4):
@@ -431,7 +436,9 @@ def forget(run: Path, version: int, number: int) -> None:
     manifest = Manifest.model_validate_json(manifest_of(run, version).read_bytes())
     (way,) = manifest.ways
     path = run / way.files[0].key
-    folded = FoldedDeltas()
+    (anchor,) = run.glob(f"objects/{version - 1:016}-anchor-*")
+    layout = Run.open(run).layout(manifest.layout_hash)
+    folded = FoldedDeltas(flats_of(Checkpoint(anchor), layout))
     folded.take(FrameFile(path))
     del folded._deltas[number]
     path.unlink()
