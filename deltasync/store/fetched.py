@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +29,7 @@ from deltasync.store.folding import FoldedDeltas, named_in
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
 from deltasync.store.routes import Route
+from deltasync.store.scratch import ScratchFolder
 from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
@@ -51,13 +50,14 @@ class Fetched:
     def __init__(self, objects: Objects, folder: str | Path | None = None) -> None:
         self._objects = objects
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="deltasync-", dir=folder))
+            self._scratch = ScratchFolder(folder)
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror or error}") from error
+        self.path = self._scratch.path
 
     def close(self) -> None:
         """Remove everything. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._scratch.close()
 
     def fetch(
         self, way: Way, *, check_time: Callable[[], None], advance: Advance = lambda num_bytes: None

@@ -328,7 +328,7 @@ class StoreReceiver(Closing):
                 lambda refused: self._route(run, target, refused),
                 lambda fetched: self._take(StoredSync(fetched, self._weights)),
                 fetched_of=lambda route: self._fetched(route, objects),
-                check_time=lambda: self._check_time(deadline),
+                check_time=lambda: self._check_time(deadline, target),
                 failed=self._leave,
             ):
                 return True
@@ -351,9 +351,11 @@ class StoreReceiver(Closing):
             self._lease.refresh(holds=self._session.version, version=target.version)
         return route
 
-    def _check_time(self, deadline: float) -> None:
+    def _check_time(self, deadline: float, target: Published) -> None:
         self._check_open()
         self._check_attached()
+        assert self._lease is not None
+        self._lease.refresh(holds=self._session.version, version=target.version)
         if time.monotonic() > deadline:
             raise TransportTimeout(
                 f"{self.progress}: not fetched in time; the next call starts over"

@@ -1,0 +1,71 @@
+"""Folders for what is fetched: none is left by processes that were killed, none is taken away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltasync.store.scratch import ScratchFolder
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import sys
+from deltasync.store.scratch import ScratchFolder
+folder = ScratchFolder(sys.argv[1])
+(folder.path / "file").write_bytes(bytes(10))
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_is_kept_while_its_process_lives(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            theirs = Path(process.stdout.readline().strip())
+            first = ScratchFolder(tmp_path)
+            assert (theirs / "file").exists()
+        finally:
+            process.kill()
+    second = ScratchFolder(tmp_path)
+    assert not theirs.exists()
+    assert first.path.exists()
+    for folder in (first, second):
+        folder.close()
+        folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_folders_of_its_own_are_removed(tmp_path: Path) -> None:
+    others = [tmp_path / "deltasync-other", tmp_path / "else" / "deltasync-fetched-a"]
+    for other in others:
+        other.mkdir(parents=True)
+    link = tmp_path / "deltasync-fetched-link"
+    link.symlink_to(others[1])
+    file = tmp_path / "deltasync-fetched-file"
+    file.touch()
+    ScratchFolder(tmp_path).close()
+    assert all(path.exists() for path in (*others, link, file))
+
+
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        ScratchFolder(tmp_path).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_parent_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        ScratchFolder(tmp_path / "missing")
