@@ -312,6 +312,32 @@ def strangers(
 
 
 @app.command()
+def store_chaos(
+    versions: Annotated[int, typer.Option(min=2, help="Number of versions.")] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="An empty store; by default a temporary folder.")
+    ] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="As of deltasync; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+) -> None:
+    """Kill writer, readers and collector of a store at random; check every version and leftover."""
+    from benchmarks.chaos.run import run_chaos
+
+    pairs = dict(pair.split("=", 1) for pair in config or ())
+    found = run_chaos(versions=versions, seed=seed, url=url, config=pairs)
+    line = json.dumps(found)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    print(line)
+    if found["failures"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def table(records: Records = RECORDS) -> None:
     """Print the records as Markdown."""
     print(_markdown(records))
