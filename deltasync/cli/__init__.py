@@ -21,11 +21,12 @@ COMMANDS = {
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
-    "export": ("deltasync.store.checkpoints",),
+    "export": ("deltasync.files.export",),
     "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),
     "inspect": ("deltasync.files.inspection",),
     "log": ("deltasync.store.history",),
+    "relay": ("deltasync.sync.relay.relay",),
     "verify": ("deltasync.files.comparing",),
 }
 """By name: each command is a function in a module of this name; these modules it needs first."""

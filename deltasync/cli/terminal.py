@@ -51,7 +51,24 @@ Rename: TypeAlias = Annotated[
 IgnoreMissing: TypeAlias = Annotated[
     bool, typer.Option("--ignore-missing", help="Skip tensors that only one of them has.")
 ]
+Secret: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="A file with the secret that both ends of a network link share."),
+]
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
+
+
+def secret_of(path: Path | None) -> bytes | None:
+    """What a file of `--secret` holds, without white space around it. Raises BadParameter."""
+    if path is None:
+        return None
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--secret") from error
+    if not secret:
+        raise typer.BadParameter(f"{path} is empty", param_hint="--secret")
+    return secret
 
 
 def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) -> Selection:

@@ -96,7 +96,12 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
         "demo": ["--quick", "--steps", "100000"],
         "diff": [old, new, "--out", tmp_path / "out"],
         "doctor": [],
+        "export": ["--connect", f"shared_memory:{tmp_path}/none", "--out", tmp_path / "out"],
         "inspect": [tmp_path / "patch"],
+        "relay": [
+            *("--connect", f"shared_memory:{tmp_path}/none"),
+            *("--serve", f"shared_memory:{tmp_path}/serve"),
+        ],
         "verify": [old, new],
     }
     assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0

@@ -192,13 +192,11 @@ class Relay(Closing):
 
     def _is_due(self) -> bool:
         """Whether members lack the version, or receivers have come."""
-        is_late = self._weights.is_new and self.num_receivers > 0
-        if is_late and time.monotonic() >= self._retry_at_s:
-            return True
         try:
             self._sender.wait_for_receivers(self.num_receivers + 1, timeout_s=0)
-        except (TransportTimeout, EngineFailed):
-            return False
+        except (TransportTimeout, EngineFailed):  # nobody has come; who is gone has been noted
+            is_late = self._weights.is_new and self.num_receivers > 0
+            return is_late and time.monotonic() >= self._retry_at_s
         return True
 
     def _send(self) -> SyncStats | None:
