@@ -111,7 +111,8 @@ class BesidesWriter:
                 folds.
         """
         self._count(way)
-        if spool is None or self._options.fold_every < 2:
+        # A coded delta is decoded by the weights before it, which are gone.
+        if spool is None or spool.is_coded or self._options.fold_every < 2:
             self.close()
             if spool is not None:
                 spool.close()
@@ -171,7 +172,7 @@ class BesidesWriter:
             self.close()
 
     def _write_fold(self, folded: FoldedDeltas, layout: SentLayout, limit: int) -> Way | None:
-        objects, version = self._writer.run.objects, folded.version
+        objects, version, codecs = self._writer.run.objects, folded.version, dict[str, int]()
         with Spool() as spool:
             spool.take(
                 one_way_frames(
@@ -181,12 +182,12 @@ class BesidesWriter:
                     version=version,
                     digest=folded.base_digest,
                     compression="zstd",
+                    counts=codecs,
                 )
             )
             if spool.num_bytes >= limit:
                 return None
             file = spool.write(objects, keys.frames_key(version, "fold"))
-            codecs = dict(spool.codecs)
         way = Way(kind="fold", base=folded.base_version, files=(file,), codecs=codecs)
         self._writer.add_way(way)
         return way

@@ -199,7 +199,7 @@ class StoreSender(Closing):
         return self._stats(published, "delta", way, more, began, compared)
 
     def _write_delta(self, delta: Delta, head: Published, spool: Spool) -> Way:
-        version = self._writer.next_version
+        version, codecs = self._writer.next_version, dict[str, int]()
         frames = one_way_frames(
             delta,
             self._layout.specs,
@@ -207,12 +207,13 @@ class StoreSender(Closing):
             version=version,
             digest=self._weights.digests.total,
             compression=self._weights.options.compression,
+            counts=codecs,
         )
         spool.take(frames)
         self._weights.release()
         self._writer.put_layout(self._layout)
         file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
-        return Way(kind="delta", base=head.version, files=(file,), codecs=dict(spool.codecs))
+        return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
     def _begin(self, began: float) -> PublishStats:
         """The first version from here: what the store has, or an anchor."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
@@ -30,7 +29,7 @@ class Spool:
     Attributes:
         num_bytes: So far.
         raw_bytes: Of its payloads, before they were compressed.
-        codecs: Payload bytes by codec.
+        is_coded: Whether payloads among them need the weights before.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class Spool:
         weakref.finalize(self, self._file.close)  # whoever forgets it leaves no file behind
         self._sha256 = hashlib.sha256()
         self.num_bytes = self.raw_bytes = 0
-        self.codecs: Counter[str] = Counter()
+        self.is_coded = False
 
     def take(self, frames: Iterable[Frame]) -> None:
         """Add frames, each as it is made. Raises StoreRefused if there is no room for them."""
@@ -91,7 +90,7 @@ class Spool:
         assert frame.payload is not None
         message, _ = decode(frame.header)
         if isinstance(message, Bucket):
-            self.codecs[message.compression] += len(frame.payload)
+            self.is_coded |= message.compression == "coded"
             self.raw_bytes += message.raw_bytes
 
     def _add(self, data: bytes | memoryview) -> None:

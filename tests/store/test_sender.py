@@ -404,3 +404,22 @@ def test_one_call_at_a_time(tmp_path: Path) -> None:
             sender.publish()
 
     sender.publish(on_source_read=again)
+
+
+@pytest.mark.parametrize("coding", ["gap", "block", "class"])
+def test_codecs_are_counted_in_manifests(tmp_path: Path, coding: Any) -> None:
+    model = Model()
+    sender = StoreSender(
+        ModuleSource(model),
+        tmp_path / "store",
+        options=SenderOptions(stream_id="run", compression=coding),
+        publishing=PublishOptions(fold_every=2),
+    )
+    for number in range(4):
+        stats = sender.publish()
+        model.step(number)
+    run = Run.open(tmp_path / "store")
+    way = run.require(4).manifest.ways[0]
+    assert any(name.startswith(coding) for name in way.codecs), way.codecs
+    assert dict(way.codecs) == stats.codecs
+    assert sum(way.codecs.values()) < way.num_bytes
