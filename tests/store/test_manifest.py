@@ -1,0 +1,238 @@
+"""Records: what a store says is taken only if it is exactly what it should be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.errors import ManifestInvalid
+from deltasync.store import keys
+from deltasync.store.manifest import (
+    LaterWay,
+    Latest,
+    Lease,
+    Manifest,
+    RunRecord,
+    canonical,
+    check_mac,
+    decode,
+    sha256_of,
+    signed,
+)
+
+MODELS: list[Any] = [Manifest, LaterWay, Latest, Lease, RunRecord]
+ZEROS = "0" * 64
+
+
+def file_of(version: int, kind: str, number: int = 1) -> dict[str, Any]:
+    name = f"objects/{version:016}-{kind}-{number:016x}"
+    name += "/model.safetensors" if kind == "anchor" else ".dsyn"
+    return {"key": name, "bytes": 7, "sha256": ZEROS}
+
+
+def way_of(version: int, kind: str, base: int | None, number: int = 1) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "base": base,
+        "files": [file_of(version, kind, number)],
+        "codecs": {"zstd": 5},
+    }
+
+
+def manifest(**more: Any) -> dict[str, Any]:
+    return {
+        "kind": "version",
+        "format": 1,
+        "run": "run",
+        "version": 2,
+        "parent": {"version": 1, "sha256": ZEROS},
+        "ways": [way_of(2, "delta", 1)],
+        "digest": "0123456789abcdef",
+        "layout_hash": ZEROS,
+        "numel": 10,
+        "nnz": 3,
+        "changed": [[0, "0" * 16], [4, "f" * 16]],
+        "writer": "0" * 32 + " host:1",
+        "written_at": "2026-01-01T00:00:00+00:00",
+        "mac": None,
+    } | more
+
+
+def bytes_of(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    data = bytes_of(manifest())
+    found = decode(data, Manifest, key="k")
+    assert canonical(found) == data
+    assert found.ways[0].num_bytes == 7
+
+
+def test_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
+    record = signed(decode(bytes_of(manifest()), Manifest, key="k"), b"key")
+    assert sha256_of(canonical(record.model_copy(update={"mac": None}))) == (
+        "0a0a956d2a087e9a757056cc54c707708e833d7dc7b17e07b44508eaaf2c4fba"
+    )
+    assert record.mac == "dd4fec3fd390e98db46d13a3084f9f771d2b161dfc1c48cdb824aced596c2d23"
+    check_mac(record, b"key", key="k")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"format": 2}, "format"),
+        ({"version": 0}, "parent"),
+        ({"version": -1}, "version"),
+        ({"version": 1 << 53}, "version"),
+        ({"version": 2.0}, "version"),
+        ({"version": True}, "version"),
+        ({"parent": {"version": 0, "sha256": ZEROS}}, "not the version before"),
+        ({"parent": None}, "base is not the parent"),
+        ({"ways": []}, "ways"),
+        ({"ways": [way_of(2, "delta", 0)]}, "base is not the parent"),
+        ({"ways": [way_of(2, "delta", None)]}, "base"),
+        ({"ways": [way_of(2, "anchor", 1)]}, "base"),
+        ({"ways": [way_of(2, "fold", 2)]}, "not older"),
+        ({"ways": [way_of(2, "fold", 3)]}, "not older"),
+        ({"ways": [way_of(3, "anchor", None)]}, "another version"),
+        ({"ways": [way_of(2, "anchor", None) | {"kind": "delta", "base": 1}]}, "another kind"),
+        ({"ways": [way_of(2, "delta", 1)] * 65}, "ways"),
+        ({"digest": "0" * 15}, "digest"),
+        ({"digest": "0" * 15 + "G"}, "digest"),
+        ({"layout_hash": ZEROS + "\n"}, "layout_hash"),
+        ({"nnz": 11}, "nnz"),
+        ({"numel": -1}, "numel"),
+        ({"changed": [[4, "0" * 16], [0, "0" * 16]]}, "order"),
+        ({"changed": [[4, "0" * 16], [4, "0" * 16]]}, "order"),
+        ({"changed": [[4]]}, "changed"),
+        ({"writer": ""}, "writer"),
+        ({"run": "../run"}, "run"),
+        ({"mac": "x"}, "mac"),
+        ({"kind": "way"}, "kind"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ManifestInvalid, match=said):
+        decode(bytes_of(manifest(**more)), Manifest, key="k")
+
+
+@pytest.mark.parametrize("name", sorted(manifest()))
+def test_no_member_may_be_missing(name: str) -> None:
+    data = manifest()
+    del data[name]
+    with pytest.raises(ManifestInvalid):
+        decode(bytes_of(data), Manifest, key="k")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "objects/../secret",
+        "/etc/passwd",
+        f"objects/{2:016}-delta-{1:016x}.dsyn/../x",
+        f"objects/{2:016}-delta-{1:016x}.DSYN",
+        f"objects/{2:016}-delta-{1:016x}.dsyn\n",
+        f"objects/{2:016}-delta-{1:016x}/.hidden",
+        f"objects/{2:016}-delta-{1:016X}g.dsyn",
+    ],
+)
+def test_keys_lead_nowhere_else(key: str) -> None:
+    way = way_of(2, "delta", 1)
+    way["files"][0]["key"] = key
+    with pytest.raises(ManifestInvalid):
+        decode(bytes_of(manifest(ways=[way])), Manifest, key="k")
+
+
+def test_a_later_way_is_no_delta() -> None:
+    head = {name: manifest()[name] for name in ("format", "run", "version", "writer")}
+    data = head | {"kind": "way", "written_at": "", "mac": None, "manifest": ZEROS}
+    for way in (way_of(2, "fold", 0), way_of(2, "anchor", None)):
+        decode(bytes_of(data | {"way": way}), LaterWay, key="k")
+    with pytest.raises(ManifestInvalid, match="belongs into the manifest"):
+        decode(bytes_of(data | {"way": way_of(2, "delta", 1)}), LaterWay, key="k")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe{}",
+        b"9" * 100_000,
+        b'{"version":' + b"9" * 5000 + b"}",
+        b'{"kind":"version","kind":"version"}',
+        b"null",
+        b"NaN",
+        bytes_of(manifest()).replace(b'"nnz":3', b'"nnz":3,"nnz":3'),
+        bytes_of(manifest()).replace(b":", b": "),
+        bytes_of(manifest()).replace(b'"run"', b'"\\u0072un"'),
+    ],
+    ids=range(11),
+)
+def test_hostile_bytes_are_refused(data: bytes) -> None:
+    for model in MODELS:
+        with pytest.raises(ManifestInvalid):
+            decode(data, model, key="k")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@given(data=st.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    for model in MODELS:
+        with pytest.raises(ManifestInvalid):
+            decode(data, model, key="k")
+
+
+@given(name=st.sampled_from(sorted(manifest())), value=_JSON)
+def test_a_record_is_canonical_or_refused(name: str, value: Any) -> None:
+    data = bytes_of(manifest(**{name: value}))
+    try:
+        found = decode(data, Manifest, key="k")
+    except ManifestInvalid:
+        return
+    assert canonical(found) == data
+
+
+@given(at=st.integers(0, len(bytes_of(manifest())) - 1), byte=st.integers(0, 255))
+def test_a_changed_byte_changes_the_mac_or_is_refused(at: int, byte: int) -> None:
+    record = signed(decode(bytes_of(manifest()), Manifest, key="k"), b"key")
+    data = bytearray(canonical(record))
+    data[at] = byte
+    if bytes(data) == canonical(record):
+        return
+    try:
+        found = decode(bytes(data), Manifest, key="k")
+    except ManifestInvalid:
+        return
+    assert signed(found, b"key").mac != record.mac or found.mac != record.mac
+
+
+@given(text=st.text(max_size=60))
+def test_any_key_has_a_version_or_none(text: str) -> None:
+    for prefix in ("", "manifests/", "objects/", "ways/"):
+        found = keys.version_of(prefix + text)
+        assert found is None or found >= 0
+
+
+def test_keys_sort_as_versions_do() -> None:
+    versions = [0, 1, 9, 10, 99, 12345, (1 << 53) - 1]
+    assert sorted(map(keys.manifest_key, versions)) == list(map(keys.manifest_key, versions))
+    for version in versions:
+        for key in (
+            keys.manifest_key(version),
+            keys.way_key(version),
+            keys.frames_key(version, "fold"),
+        ):
+            assert keys.version_of(key) == version
