@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,17 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity
     from deltasync.files.patch_file import PatchSummary
 
+
+class Codec(StrEnum):
+    """What a patch file can be written with."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+    GAP = "gap"
+    BLOCK = "block"
+    CLASS = "class"
+
+
 _SHOWN, _SHOWN_LAYERS = 10, 200  # unless all are asked for
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 
@@ -46,6 +58,9 @@ def diff(
     out: Annotated[
         Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
     ] = None,
+    codec: Annotated[
+        Codec, typer.Option(help="How the patch becomes short; see the guide.")
+    ] = Codec.ZSTD,
     encodings: Annotated[
         bool, typer.Option("--encodings", help="Add bytes of more encodings, with zstd; slower.")
     ] = False,
@@ -82,7 +97,7 @@ def diff(
     with phases(before.num_bytes) as phase:
         found = compare_checkpoints(before, after, encodings=encodings, advance=phase("comparing"))
         if out is not None:
-            patch = write_patch(before, after, out, phase=phase)
+            patch = write_patch(before, after, out, phase=phase, codec=codec.value)
     total = sum(found.values(), Sparsity())
     sizes = dict(total.encodings) or _sizes(
         found, before.num_bytes, {name: spec.dtype.item_size for name, spec in before.specs.items()}

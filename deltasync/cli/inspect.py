@@ -61,6 +61,7 @@ def _as_json(found: Inspection, limit: int) -> dict[str, Any]:
                 "payload_bytes": frame.payload_bytes,
                 "checksum": frame.checksum,
                 "message": frame.message.model_dump(mode="json"),
+                "codecs": frame.codecs,
                 "rows": list(islice(frame.row_facts(), limit)),
             }
             for frame in found.frames
@@ -107,10 +108,19 @@ def _print_message(console: Console, frame: FrameFacts, limit: int) -> None:
         if name not in ("kind", "parameters"):
             grid.add_row(f"  {name}", str(value))
     console.print(grid)
+    if len(frame.codecs) > 1:
+        console.print(_codecs(frame.codecs))
     if parameters := getattr(frame.message, "parameters", None):
         console.print(_parameters(parameters, limit))
     if len(frame.rows):
         console.print(_rows(frame, limit))
+
+
+def _codecs(codecs: dict[str, int]) -> Table:
+    table = make_table("codec", "bytes")
+    for name, num_bytes in codecs.items():
+        table.add_row(name, count(num_bytes))
+    return table
 
 
 def _parameters(entries: Any, limit: int) -> Table:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Live, Run, integer_dtype
-from deltasync.delta.codecs.decoding import decode_payload
+from deltasync.delta.codecs.decoding import checked_rows, decode_payload
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.errors import LimitExceeded
+from deltasync.wire.coded import CodedPayload
 from deltasync.wire.compression import decompress
 from deltasync.wire.messages import Bucket, ParameterSpec
 from deltasync.wire.table import ALIGNMENT, ROW, RowKind, Rows, read_table
@@ -115,6 +116,19 @@ class BucketReader:
         """
         return self.open(self._raw(bucket, payload), bucket.num_rows, lane=lane)
 
+    def glance(self, bucket: Bucket, payload: Tensor, *, lane: int = 0) -> CodedPayload:
+        """Check the table of a coded payload, for who has no weights to decode it by.
+
+        Raises WireError. Blocks are not looked at.
+        """
+        data, raw_bytes = payload.cpu().numpy().data, bucket.raw_bytes
+        coded = CodedPayload.from_bytes(data, num_rows=bucket.num_rows, raw_bytes=raw_bytes)
+        rows, _, _ = checked_rows(
+            coded, raw_bytes, self._numels, self._item_sizes, self.reached[lane]
+        )
+        self._count(rows, lane)
+        return coded
+
     def _raw(self, bucket: Bucket, payload: Tensor | None) -> Tensor:
         if bucket.compression != "coded" or self._old is None or payload is None:
             return inflated(bucket, payload)
@@ -140,6 +154,10 @@ class BucketReader:
             item_sizes=self._item_sizes,
             after=self.reached[lane],
         )
+        self._count(rows, lane)
+        return ReadBucket(self._specs, rows, index_at, value_at, payload)
+
+    def _count(self, rows: Rows, lane: int) -> None:
         if self._left is not None:
             self._left -= int(rows["index_bytes"].sum() + rows["value_bytes"].sum())
             if self._left < 0:
@@ -149,7 +167,6 @@ class BucketReader:
                 )
         last = rows[-1]
         self.reached[lane] = int(last["parameter"]), int(last["start"] + last["span"])
-        return ReadBucket(self._specs, rows, index_at, value_at, payload)
 
     def read(self, payload: Tensor, num_rows: int) -> list[tuple[int, Run]]:
         """(parameter, run) of each row. Raises WireError."""

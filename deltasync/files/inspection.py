@@ -29,6 +29,7 @@ from deltasync.errors import (
 from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
+from deltasync.wire.coded import CodedPayload
 from deltasync.wire.frame import decode
 from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message
 from deltasync.wire.table import ROW, RowKind, Rows, read_table
@@ -41,6 +42,7 @@ _HEADER_RULES: dict[type[DeltaSyncError], str] = {
     ChecksumMismatch: "W5",
 }
 _MESSAGE, _PAYLOAD, _COMPRESSION, _INDICES, _ORDER = "W7, W8", "W6", "W9", "W14", "W16, W21, W22"
+_CODED = "W10 to W13, W29, W30"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _TABLE_RULES: dict[type[DeltaSyncError], str] = {
     TruncatedFrame: "W10, W17",
@@ -58,7 +60,9 @@ class FrameFacts:
         header_bytes, payload_bytes: Its lengths; the header's includes the message.
         checksum: The header's, in hexadecimal.
         message: What it says.
-        rows: The patch table of a bucket; empty in others.
+        rows: The patch table of a bucket, as it travels; empty in others.
+        codecs: Bytes of a bucket's payload by what took them: rows by their codecs if it is coded,
+            otherwise its compression.
     """
 
     offset: int
@@ -67,6 +71,7 @@ class FrameFacts:
     checksum: str
     message: Message
     rows: Rows
+    codecs: dict[str, int]
 
     def row_facts(self) -> Iterator[dict[str, Any]]:
         """The fields of each row."""
@@ -162,13 +167,31 @@ class Inspection:
         if isinstance(message, Layout) and not self.frames and at < self.num_bytes:
             self._reader = OneWayReader()
         rows: Rows = np.empty(0, ROW)
+        codecs: dict[str, int] = {}
         if isinstance(message, Bucket) and frame.payload is not None:
-            rows = self._rows(message, frame.payload, offset, at)
+            codecs = {message.compression: payload_bytes}
+            if message.compression == "coded":
+                coded = self._coded(message, frame.payload, offset, at)
+                rows, codecs = coded.rows, coded.bytes_by_codec(frame.payload.numpy().data)
+            else:
+                rows = self._rows(message, frame.payload, offset, at)
         elif self._reader is not None:
             with _breaking(_ORDER, DeltaSyncError, offset):
                 self._reader.accept(message, _NOTHING)
         checksum = frame.header[12:16][::-1].hex()
-        return FrameFacts(offset, len(frame.header), payload_bytes, checksum, message, rows)
+        return FrameFacts(offset, len(frame.header), payload_bytes, checksum, message, rows, codecs)
+
+    def _coded(self, message: Bucket, payload: Tensor, offset: int, at: int) -> CodedPayload:
+        """A coded payload; what its blocks hold shows only with the weights."""
+        try:
+            if self._reader is not None:
+                return self._reader.glance(message, payload)
+            data, raw_bytes = payload.numpy().data, message.raw_bytes
+            return CodedPayload.from_bytes(data, num_rows=message.num_rows, raw_bytes=raw_bytes)
+        except WireError as error:
+            raise _Found(error, at, _CODED) from error
+        except DeltaSyncError as error:
+            raise _Found(error, offset, _ORDER) from error
 
     def _rows(self, message: Bucket, payload: Tensor, offset: int, at: int) -> Rows:
         with _breaking(_COMPRESSION, WireError, at):

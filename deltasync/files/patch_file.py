@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deltasync.delta.bits import Flat, Reader, WireReader
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.codecs.coding import Coding, policy_for
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import Change, HostBackend
 from deltasync.delta.host.staging import Lines, Staging
@@ -80,7 +80,7 @@ def write_patch(
     readers = [WireReader.of(new.tensor(one.name), one.dtype, name=one.name) for one in old.layout]
     plan = _OldFile(old, new, base, advance=phase("comparing")).compare(
         readers,
-        policy=Policy(),
+        policy=policy_for(Policy(), codec),
         bucket_bytes=_BUCKET_BYTES,
         max_held_bytes=_HELD_BYTES,
         base_version=_BASE,

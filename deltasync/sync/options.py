@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from pydantic import Field
 
 from deltasync.delta.backend import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.codecs.coding import Coding, policy_for
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError
@@ -29,7 +30,11 @@ class SenderOptions(OptionsModel):
     max_inflight_bytes: int | None = Field(
         default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
-    compression: Coding = "none"
+    compression: Coding = Field(
+        default="none",
+        description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
+        "more time: gap, block without an entropy coder, class with one that knows the old weights",
+    )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,
         description="dtype name by parameter name pattern, where receivers disagree",
@@ -49,6 +54,11 @@ class SenderOptions(OptionsModel):
     stream_id: str | None = Field(
         default=None, description="names the training run; None for a new one"
     )
+
+    @cached_property
+    def comparing(self) -> Policy:
+        """The policy that is used: with a codec, `policy` goes dense later unless it says when."""
+        return policy_for(self.policy, self.compression)
 
 
 _FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.codecs.encoding import encode_payload
-from deltasync.delta.codecs.known import ROW_CODECS
 from deltasync.delta.codecs.old import OldRows
-from deltasync.errors import ConfigError
+from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.compression import Compression, compress
 
@@ -22,10 +21,12 @@ Coding = Literal["none", "zstd", "gap", "block", "class"]
 LONGEST = 1.0
 """Of the length of what it stands for: a coded payload of so much or more is not sent."""
 
+DENSE_ABOVE = 0.5
+"""The density above which the steps of all elements take about as many bytes as coded changes."""
+
 _CODECS = MappingProxyType(
     {"gap": IndexCodec.GAP, "block": IndexCodec.BLOCK, "class": IndexCodec.CLASS}
 )
-_PLAIN = ("none", "zstd", "gap")  # what is possible everywhere
 
 
 @dataclass(slots=True)
@@ -42,11 +43,6 @@ class Coder:
 
     coding: Coding
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a codec that this build has not."""
-        if self.coding not in _PLAIN and _CODECS.get(self.coding) not in ROW_CODECS:
-            raise ConfigError(f"compression {self.coding!r} is not possible; use 'gap' or 'zstd'")
 
     def coded(
         self, payload: Tensor, num_rows: int, old: OldRows | None
@@ -79,3 +75,19 @@ class Coder:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def for_parts(coding: Coding) -> Coding:
+    """What can be decoded by receivers that hold parts of parameters."""
+    return "gap" if coding == "class" else coding
+
+
+def policy_for(policy: Policy, coding: Coding) -> Policy:
+    """The policy by which chunks are compared.
+
+    Whoever asks for a codec wants few bytes, and of those a dense chunk takes more up to a high
+    density. A policy that says when to go dense is left as it is.
+    """
+    if coding in _CODECS and policy.dense_above is None and policy.costs is None:
+        return policy.model_copy(update={"dense_above": DENSE_ABOVE})
+    return policy

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltasync.delta.codecs.base import Bits, Block, CodedRow, Indices, Needs, unsigned_dtype
+from deltasync.delta.codecs.base import (
+    Bits,
+    Block,
+    CodedRow,
+    Indices,
+    Needs,
+    RowCodec,
+    unsigned_dtype,
+)
 from deltasync.delta.codecs.gap import decode_steps
 from deltasync.delta.codecs.known import ROW_CODECS, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
@@ -22,11 +30,12 @@ from deltasync.errors import (
     ProtocolViolation,
     TruncatedFrame,
     UnknownCodec,
+    WireError,
     WrongBase,
 )
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
-from deltasync.wire.table import RowKind, read_table
+from deltasync.wire.table import Ints, RowKind, Rows, read_table
 
 _NO_INDICES = np.empty(0, np.int32)
 
@@ -57,14 +66,8 @@ def decode_payload(
         ProtocolViolation: A row cannot be decoded by a receiver that holds a part of it.
     """
     coded = CodedPayload.from_bytes(data, num_rows=num_rows, raw_bytes=raw_bytes)
-    parameters = coded.rows["parameter"]
-    if not (parameters < len(numels)).all():
-        raise InvalidTable("a row names a parameter that the layout has not")
-    table = coded.raw_rows(item_sizes[parameters]).view(np.uint8)
-    _, index_at, value_at = read_table(
-        table, payload_bytes=raw_bytes, numels=numels, item_sizes=item_sizes
-    )
-    payload = np.zeros(raw_bytes, np.uint8)
+    rows, index_at, value_at = checked_rows(coded, raw_bytes, numels, item_sizes)
+    payload, table = np.zeros(raw_bytes, np.uint8), rows.view(np.uint8)
     payload[: len(table)] = table
     index_cuts, value_cuts = (cuts.tolist() for cuts in coded.blocks())
     for n in range(num_rows):
@@ -74,6 +77,26 @@ def decode_payload(
         for at, array in zip((index_at[n], value_at[n]), work.decoded(), strict=True):
             payload[at : at + array.nbytes] = array.view(np.uint8)
     return payload
+
+
+def checked_rows(
+    coded: CodedPayload,
+    raw_bytes: int,
+    numels: NDArray[np.uint64],
+    item_sizes: NDArray[np.uint64],
+    after: tuple[int, int] = (0, 0),
+) -> tuple[Rows, Ints, Ints]:
+    """The table that a coded payload stands for, as `read_table` has it. Raises WireError."""
+    parameters = coded.rows["parameter"]
+    if not (parameters < len(numels)).all():
+        raise InvalidTable("a row names a parameter that the layout has not")
+    return read_table(
+        coded.raw_rows(item_sizes[parameters]).view(np.uint8),
+        payload_bytes=raw_bytes,
+        numels=numels,
+        item_sizes=item_sizes,
+        after=after,
+    )
 
 
 class _Decoding:
@@ -117,6 +140,8 @@ class _Decoding:
     def _dense(self) -> Bits:
         if self._value_codec is ValueCodec.RAW:
             return self._raw(self._row.value, self._kind)
+        if len(self._row.value) < self._span:  # before memory is taken
+            raise TruncatedFrame(f"{self._spec.name}: fewer steps than elements")
         old = self._old.run(*self._place, self._start, self._start + self._span)
         if old is None:
             return np.zeros(self._span, self._kind)
@@ -144,15 +169,24 @@ class _Decoding:
                     "and a part is held here; send with compression='gap'"
                 )
             row = CodedRow(row.index, row.value, row.count, row.span, row.dtype, span[0])
-        indices = self._checked(codec.indices([row])[0])
-        if span is not None:
-            old: Old | None = (span[0][indices], True)
-        else:
+        old: Old | None
+        if span is None:
+            indices = self._checked(codec.indices([row])[0])
             old = self._old.at(*self._place, self._start, indices)
+        else:
+            indices = self._by_span(codec, row)
+            old = span[0][indices], True
         if old is None:
             return indices, np.zeros(row.count, self._kind)
         self._check_base(old, indices)
         return indices, codec.values([row], [indices], [old[0]])[0]
+
+    def _by_span(self, codec: RowCodec, row: CodedRow) -> Indices:
+        """The indices of a block that nobody can read who holds other old values."""
+        try:
+            return self._checked(codec.indices([row])[0])
+        except WireError as error:
+            raise self._wrong_base() from error
 
     def _raw(self, block: Block, kind: np.dtype[Any]) -> NDArray[Any]:
         if len(block) != self._row.count * kind.itemsize:
@@ -174,7 +208,10 @@ class _Decoding:
         else:
             found = digest_at(self._spec, self._start, indices, bits)
         if found != self._digest:
-            raise WrongBase(
-                f"{self._spec.name}: the delta was made from other values than those held here; "
-                "rejoin for a full sync"
-            )
+            raise self._wrong_base()
+
+    def _wrong_base(self) -> WrongBase:
+        return WrongBase(
+            f"{self._spec.name}: the delta was made from other values than those held here, or is "
+            "damaged; rejoin for a full sync"
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from deltasync.delta.backend import Plan
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.codecs.coding import Coding, for_parts
 from deltasync.errors import TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import CallTimeout, SenderLink
@@ -25,7 +25,7 @@ class LaneSender:
 
     def __init__(self, transport: SendTransport, compression: Coding) -> None:
         self._link = SenderLink(transport)
-        self._compression = compression
+        self._compression = for_parts(compression)
         self._peers: dict[str, int] = {}
 
     def send(

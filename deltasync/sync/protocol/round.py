@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import MoreThanAnnounced, Plan
 from deltasync.delta.bucket import staged_bytes_of
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.codecs.coding import Coding, for_parts
 from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import SenderLink, reason_of
@@ -145,8 +145,11 @@ class Round:
             self._session.failed(peer, reason_of(error))
         if self._session.failures:
             return
+        compression = self._compression
+        if self._peer_ranks is not None or self._are_parts_held():
+            compression = for_parts(compression)
         emitter = Emitter(
-            self._plan, self._version, compression=self._compression, buffer=self._link.buffer
+            self._plan, self._version, compression=compression, buffer=self._link.buffer
         )
         if self._peer_ranks is not None:
             self._send(Attempt(number=self._peer_ranks.next_attempt()))
@@ -171,6 +174,10 @@ class Round:
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
         self._result.transfer_s = time.perf_counter() - began
+
+    def _are_parts_held(self) -> bool:
+        """Whether a participant holds a part of a parameter."""
+        return any(member.copies is not None for member in self._session.participants.values())
 
     def _has_lost(self) -> bool:
         """Whether a participant is gone."""

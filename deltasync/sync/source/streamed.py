@@ -149,7 +149,7 @@ class StreamedWeights(LocalWeights):
             snapshot,
             found,
             ledger,
-            self.options.policy,
+            self.options.comparing,
             (),
             bucket_bytes=self._bucket_bytes(snapshot),
             base_version=0,
@@ -166,7 +166,7 @@ class StreamedWeights(LocalWeights):
         """How a parameter differs. What goes dense is in the snapshot then."""
         limit = self.options.max_inflight_bytes
         room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
-        change = snapshot.change(number, reader, self.options.policy, ledger=ledger, room=room)
+        change = snapshot.change(number, reader, self.options.comparing, ledger=ledger, room=room)
         if change is not None and change.runs is None:
             whole = Run(0, reader.numel)
             nnz, change = change.nnz, Change(number, runs=[whole])

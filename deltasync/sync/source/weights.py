@@ -262,7 +262,7 @@ class OwnWeights(LocalWeights):
         snapshot, inflight = self._held, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
-            policy=self.options.policy,
+            policy=self.options.comparing,
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
