@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 import tempfile
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deltasync.delta.codecs import coding
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, LayoutMismatch
 from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint
@@ -43,19 +46,29 @@ def made(tmp_path: Path) -> tuple[Path, Path, Path]:
     return old, new, tmp_path / "patch"
 
 
-@given(versions=versions(), is_sharded=st.booleans(), small=st.booleans())
+@given(
+    versions=versions(),
+    is_sharded=st.booleans(),
+    small=st.booleans(),
+    codec=st.sampled_from(["none", "zstd", "gap", "block", "class"]),
+)
 def test_diff_then_apply_is_the_new_version_bit_for_bit(
-    versions: tuple[dict[str, Tensor], dict[str, Tensor]], is_sharded: bool, small: bool
+    versions: tuple[dict[str, Tensor], dict[str, Tensor]],
+    is_sharded: bool,
+    small: bool,
+    codec: Coding,
 ) -> None:
     old, new = versions
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(coding, "LONGEST", math.inf)
         if small:  # many buckets, and changes that are looked for a second time
             patched.setattr(patch_file, "_BUCKET_BYTES", 256)
             patched.setattr(patch_file, "_HELD_BYTES", 20)
         folder = Path(name)
         put = save_sharded if is_sharded else save
         first, second = put(old, folder / "old"), save(new, folder / "new")
-        summary = write_patch(Checkpoint(first), Checkpoint(second), folder / "patch")
+        patch = folder / "patch"
+        summary = write_patch(Checkpoint(first), Checkpoint(second), patch, codec=codec)
         digest = applied(folder / "patch", first, folder / "made")
         assert holds(folder / "made", new)
         assert holds(first, old)
@@ -187,11 +200,53 @@ def test_one_wrong_bit_is_found_before_anything_is_written(at: int, bit: int) ->
             applied(folder / "patch", old, folder / "out")
 
 
+@pytest.mark.parametrize("codec", ["gap", "block", "class"])
+def test_a_coded_patch_makes_the_new_checkpoint(tmp_path: Path, codec: Coding) -> None:
+    old = save(model(), tmp_path / "old")
+    new = save(stepped(model()), tmp_path / "new")
+    write_patch(Checkpoint(old), Checkpoint(new), tmp_path / "patch", codec=codec)
+    assert Inspection(tmp_path / "patch").fault is None
+    applied(tmp_path / "patch", old, tmp_path / "out")
+    assert holds(tmp_path / "out", stepped(model()))
+    with pytest.raises(DigestMismatch):
+        applied(tmp_path / "patch", new, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("codec", ["gap", "block", "class"])
+@given(at=st.integers(min_value=0), bit=st.integers(0, 7))
+def test_one_wrong_bit_of_a_coded_patch_is_found_before_anything_is_written(
+    codec: Coding, at: int, bit: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        folder = Path(name)
+        patched.setattr(coding, "LONGEST", math.inf)
+        old = save(model(layers=1), folder / "old")
+        new = save(stepped(model(layers=1)), folder / "new")
+        write_patch(Checkpoint(old), Checkpoint(new), folder / "patch", codec=codec)
+        data = bytearray((folder / "patch").read_bytes())
+        data[at % len(data)] ^= 1 << bit
+        (folder / "patch").write_bytes(data)
+        copies, copy = list[Path](), patch_file.copy_checkpoint
+
+        def noted(path: Path, made: Path) -> None:
+            copies.append(made)
+            copy(path, made)
+
+        patched.setattr(patch_file, "copy_checkpoint", noted)
+        try:
+            applied(folder / "patch", old, folder / "out")
+        except DeltaSyncError:
+            assert not copies
+        else:
+            assert holds(folder / "out", stepped(model(layers=1)))
+
+
 def nothing_is_copied(patched: pytest.MonkeyPatch) -> None:
     def copied(path: Path, made: Path) -> None:
         raise AssertionError("something is written")
 
-    patched.setattr(patch_file, "_copy", copied)
+    patched.setattr(patch_file, "copy_checkpoint", copied)
 
 
 def test_the_copy_of_a_read_only_folder_can_be_written(tmp_path: Path) -> None:
