@@ -48,6 +48,7 @@ class Codec(StrEnum):
     CLASS = "class"
 
 
+_AsCodec = Annotated[Codec, typer.Option(help="How the patch becomes short.")]
 _SHOWN, _SHOWN_LAYERS = 10, 200  # unless all are asked for
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 
@@ -58,9 +59,7 @@ def diff(
     out: Annotated[
         Path | None, typer.Option(help="Write the patch that makes OLD bit-identical to NEW.")
     ] = None,
-    codec: Annotated[
-        Codec, typer.Option(help="How the patch becomes short; see the guide.")
-    ] = Codec.ZSTD,
+    codec: _AsCodec = Codec.ZSTD,
     encodings: Annotated[
         bool, typer.Option("--encodings", help="Add bytes of more encodings, with zstd; slower.")
     ] = False,
