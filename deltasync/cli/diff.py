@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from deltasync.delta.sparsity import Sparsity
+    from deltasync.files.checkpoint import Checkpoint
     from deltasync.files.patch_file import PatchSummary
 
 
@@ -98,9 +99,7 @@ def diff(
         if out is not None:
             patch = write_patch(before, after, out, phase=phase, codec=codec.value)
     total = sum(found.values(), Sparsity())
-    sizes = dict(total.encodings) or _sizes(
-        found, before.num_bytes, {name: spec.dtype.item_size for name, spec in before.specs.items()}
-    )
+    sizes = dict(total.encodings) or _sizes(found, before)
     if as_json:
         print_json(_as_json(found, total, sizes, patch))
         return
@@ -122,12 +121,11 @@ def layer_of(name: str) -> str:
     return found["layer"] if found else name.rpartition(".")[0] or name
 
 
-def _sizes(
-    found: Mapping[str, Sparsity], num_bytes: int, item_sizes: Mapping[str, int]
-) -> dict[str, int]:
+def _sizes(found: Mapping[str, Sparsity], old: Checkpoint) -> dict[str, int]:
     """The sizes that can be computed from counts."""
-    sparse = sum((4 + item_sizes[name]) * one.changed for name, one in found.items())
-    return {"dense": num_bytes, "int32 + value": sparse}
+    specs = old.specs
+    sparse = sum((4 + specs[name].dtype.item_size) * one.changed for name, one in found.items())
+    return {"dense": old.num_bytes, "int32 + value": sparse}
 
 
 def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
