@@ -108,7 +108,7 @@ class StoreSender(Closing):
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
         url: Where the store is, see `Objects`. It may name the run, by its folder.
-        options: As of a `WeightSender`; payloads are compressed by default. `stream_id` names the
+        options: As of a `WeightSender`; `compression` is "gap" by default. `stream_id` names the
             run: a trainer that is started again goes on with it by this name. None for a new run.
         store: How the store is reached.
         publishing: When anchors are written.
@@ -319,7 +319,7 @@ def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | No
         check_source(source)
         options = options or SenderOptions()
         if "compression" not in options.model_fields_set:
-            options = options.model_copy(update={"compression": "zstd"})
+            options = options.model_copy(update={"compression": "gap"})
         return OwnWeights(source, options)
     if options is not None:
         raise ConfigError("these weights have options of their own")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltasync import ModuleSource
+from deltasync import ModuleSource, ModuleTarget, StoreReceiver
 from deltasync.errors import (
     ConfigError,
     MacMismatch,
@@ -212,17 +212,26 @@ def test_names_of_runs_that_are_no_keys_are_refused(run: str, tmp_path: Path) ->
         )
 
 
-def test_payloads_are_compressed_unless_that_is_declined(tmp_path: Path) -> None:
-    for compression in ("zstd", "none"):
-        model = nn.Linear(64, 64)
-        options = SenderOptions(stream_id=compression)
-        if compression == "none":
-            options = SenderOptions(stream_id=compression, compression="none")
+def test_payloads_are_coded_unless_that_is_declined(tmp_path: Path) -> None:
+    for run, options in (
+        ("coded", SenderOptions(stream_id="coded")),
+        ("none", SenderOptions(stream_id="none", compression="none")),
+    ):
+        model = nn.Linear(64, 64, dtype=torch.bfloat16)
         sender = StoreSender(ModuleSource(model), tmp_path, options=options)
         sender.publish()
         with torch.no_grad():
-            model.weight += 1
-        assert list(sender.publish().codecs) == [compression]
+            model.weight.view(-1)[::20] *= 1.01
+        codecs = sender.publish().codecs
+        assert any(name.startswith("gap") for name in codecs) == (run == "coded"), codecs
+        assert_holds_by_reader(tmp_path, run, model)
+
+
+def assert_holds_by_reader(url: Path, run: str, model: nn.Linear) -> None:
+    held = nn.Linear(64, 64, dtype=torch.bfloat16)
+    with StoreReceiver(ModuleTarget(held), url, run=run) as receiver:
+        assert receiver.fetch() == 2
+    assert torch.equal(held.weight, model.weight)
 
 
 def test_an_empty_store_has_no_runs(place: Place) -> None:
