@@ -33,6 +33,10 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(help="Folder for records, a plot, and first and last weights.")
     ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="Folder to which each version is published, for log, fetch and export."),
+    ] = None,
     quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Train a small policy by GRPO; a second process generates the rollouts.
@@ -40,12 +44,13 @@ def demo(
     Only the weights that changed travel between the two, after every optimizer step.
     """
     _check(lr, out)
+    _check_store(store)
     from deltasync.demo.link import LinkError
     from deltasync.demo.trainer import DemoConfig
     from deltasync.errors import DeltaSyncError
 
     make_config = DemoConfig.quick if quick else DemoConfig
-    config = make_config(steps=steps, seed=seed, learning_rate=lr, transport=transport)
+    config = make_config(steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store)
     try:
         bit_identical = _run(config, as_json=as_json, out=out)
     except (DeltaSyncError, LinkError) as error:
@@ -66,6 +71,11 @@ def _check(lr: float, out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
+def _check_store(store: Path | None) -> None:
+    if store is not None and not find_spec("obstore"):
+        raise typer.BadParameter("needs pip install deltasync[cli,store]", param_hint="--store")
 
 
 def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from deltasync import SyncStats
+from deltasync.delta.digests import digest_text
+from deltasync.store.sender import PublishStats
 
 _JSON = (
     *("version", "kind", "reward", "nnz", "numel", "density", "payload_bytes", "dense_bytes"),
@@ -33,16 +35,25 @@ class VersionRecord:
         reward: Mean reward of the rollouts that this version generated.
         verified: The SHA-256 of the bytes that the rollout process holds equals the trainer's.
         rollout_s: Time to generate the rollouts.
+        published: What came into the store, if there is one.
     """
 
     stats: SyncStats
     reward: float
     verified: bool
     rollout_s: float
+    published: PublishStats | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The fields that are written, of this object and of `stats`."""
-        return {name: getattr(self if hasattr(self, name) else self.stats, name) for name in _JSON}
+        found = {name: getattr(self if hasattr(self, name) else self.stats, name) for name in _JSON}
+        if (published := self.published) is not None:
+            found["store"] = {
+                "version": published.version,
+                "digest": digest_text(published.digest),
+                "bytes": published.delta_bytes + published.anchor_bytes,
+            }
+        return found
 
 
 @dataclass(frozen=True, slots=True)

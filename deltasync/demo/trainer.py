@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
 from deltasync.demo.processes import TransportName, rollout_process, send_transport, use_few_threads
 from deltasync.demo.records import Checkpoint, Evaluation, Score, Summary, VersionRecord, WarmUpStep
 from deltasync.demo.task import SortTask
+from deltasync.store.sender import PublishStats, StoreSender
 from deltasync.transports.address import Address
 
 START_TIMEOUT_S = 120.0
@@ -40,6 +42,7 @@ class DemoConfig:
         warm_up_steps: Supervised steps before the first sync; likewise `warm_up_*`.
         num_prompts: Prompts of one GRPO step, each answered `group_size` times.
         num_evaluation_prompts: Prompts of the evaluation, the same before and after.
+        store: Folder to which each version is published, as bf16, besides; None for none.
     """
 
     steps: int
@@ -54,6 +57,7 @@ class DemoConfig:
     num_prompts: int = 32
     group_size: int = 8
     num_evaluation_prompts: int = 512
+    store: Path | None = None
 
     @classmethod
     def quick(cls, **changes: Any) -> Self:
@@ -147,12 +151,15 @@ class Trainer:
             schedule.step()
             yield WarmUpStep(step + 1, steps, loss.item())
 
-    def train(self, sender: WeightSender, first: SyncStats) -> Iterator[VersionRecord]:
+    def train(
+        self, sender: WeightSender, first: SyncStats, publish: Callable[[], PublishStats | None]
+    ) -> Iterator[VersionRecord]:
         """GRPO: each version generates the rollouts of the step that makes the next version.
 
         Args:
             sender: Has sent the weights as they are.
             first: What that sync did.
+            publish: Publishes the weights as they are to a store, if there is one.
         """
         optimizer = torch.optim.AdamW(
             self.policy.parameters(), self.config.learning_rate, betas=BETAS, weight_decay=0.0
@@ -165,7 +172,11 @@ class Trainer:
             stats = handle.last_stats or first
             same = self.client.sha256() == self.policy.sha256()
             yield VersionRecord(
-                stats=stats, reward=reward, verified=same, rollout_s=rollouts.seconds
+                stats=stats,
+                reward=reward,
+                verified=same,
+                rollout_s=rollouts.seconds,
+                published=publish(),
             )
             if step == self.config.steps:  # the last version is only evaluated
                 return
@@ -216,7 +227,7 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord
             first = sender.send_weights()
             yield Checkpoint("first", trainer.policy.weights())
             before = trainer.evaluate()
-            yield from trainer.train(sender, first)
+            yield from trainer.train(sender, first, _publisher(source, config))
             yield Checkpoint("last", trainer.policy.weights())
             after = trainer.evaluate()
         yield Summary(
@@ -227,3 +238,13 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord
             warm_up_s=warm - started,
             training_s=time.perf_counter() - warm,
         )
+
+
+def _publisher(source: ModuleSource, config: DemoConfig) -> Callable[[], PublishStats | None]:
+    """Publishes the source to the demo's store, as a run of its own."""
+    if config.store is None:
+        return lambda: None
+    options = FEWEST_BYTES.model_copy(
+        update={"compression": "gap", "wire_dtypes": {"*": "bfloat16"}}
+    )
+    return StoreSender(source, config.store, options=options).publish

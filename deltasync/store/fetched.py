@@ -113,8 +113,9 @@ class Fetched:
         """The bytes of an object in order, a few parts in flight."""
         facts = self._objects.head(file.key)
         if facts is None or facts.num_bytes != file.bytes:
-            what = "is missing" if facts is None else f"has {facts.num_bytes} bytes"
-            raise ObjectDamaged(f"{file.key} {what}, {file.bytes} bytes are expected")
+            missing = "is missing: somebody, perhaps gc, deleted it"
+            what = missing if facts is None else f"has {facts.num_bytes} bytes"
+            raise ObjectDamaged(f"{file.key} {what}; {file.bytes} bytes are expected")
         step, flying = self._objects.options.part_bytes, deque[Future[memoryview]]()
         with ThreadPoolExecutor(self._objects.options.parallel) as pool:
             try:

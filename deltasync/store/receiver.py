@@ -15,8 +15,10 @@ from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
+    ObjectDamaged,
     TransportClosed,
     TransportTimeout,
+    VersionMissing,
 )
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
@@ -292,8 +294,16 @@ class StoreReceiver(Closing):
         target = self._poll.wait(
             find, deadline, sought=sought, is_patient=wants_newer and to is None
         )
-        with self._failing_safely():
-            return self._bring(target, deadline)
+        while True:
+            try:
+                with self._failing_safely():
+                    return self._bring(target, deadline)
+            except (ObjectDamaged, VersionMissing):
+                # A collector may have gone past it; then there is a newer one.
+                newest = self._found(None, wants_newer=False) if to is None else None
+                if newest is None or newest.version <= target.version:
+                    raise
+                target = newest
 
     def _wait_attached(self, deadline: float) -> None:
         self._attached.wait(max(0.0, deadline - time.monotonic()))

@@ -154,3 +154,34 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[Program, in
         trainer.wait()
         folder.cleanup()
         trainer.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_store_has_every_version_bit_for_bit(tmp_path: Path) -> None:
+    """Read in processes of their own; also without the newest delta, and by one who comes late."""
+    out, store = tmp_path / "out", tmp_path / "store"
+    done = run_forked(*QUICK, "--steps", "4", "--out", out, "--store", store)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    told = json.loads(run(*COMMAND, "log", store, "--json").stdout)
+    assert [one["version"] for one in told["versions"]] == [5, 4, 3, 2, 1]
+    digests = [record["store"]["digest"] for record in records]
+    assert [one["digest"] for one in told["versions"]] == digests[::-1]
+    ends = {1: "first", 5: "last"}
+    for to in range(1, 6):
+        made = tmp_path / f"v{to}"
+        done = call("fetch", store, "--to", f"v{to}", "--out", made, "--json")
+        assert json.loads(done.stdout)["digest"] == digests[to - 1], done
+        if to in ends:
+            file = out / f"{ends[to]}.safetensors"
+            assert call("verify", file, made, "--ignore-missing").returncode == 0
+    (newest,) = store.glob("*/objects/*5-delta-*")
+    newest.unlink()
+    assert call("fetch", store, "--out", tmp_path / "none").returncode == 2
+    for to in range(1, 5):
+        made = tmp_path / f"export{to}"
+        assert call("export", store, "--to", f"v{to}", "--out", made).returncode == 0
+        assert call("verify", made, tmp_path / f"v{to}").returncode == 0
+    base, late = tmp_path / "v2", tmp_path / "late"
+    assert call("fetch", store, "--to", "v4", "--base", base, "--out", late).returncode == 0
+    assert call("verify", late, tmp_path / "v4").returncode == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import ModuleTarget, ReceiverOptions, StagingThread
+from deltasync import ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver, WeightSender
 from deltasync.delta.codecs.known import ROW_CODECS
 from deltasync.errors import (
     CallOrderError,
@@ -23,10 +23,14 @@ from deltasync.errors import (
     TransportTimeout,
     VersionMissing,
 )
+from deltasync.store.onward import CopiedSource
 from deltasync.store.receiver import StoreReceiver
+from deltasync.sync.target.copied import CopiedTarget
+from deltasync.transports import inprocess
 from deltasync.wire.codecs import IndexCodec
-from tests.store.published import Follower, Publisher, change, state_of
+from tests.store.published import Follower, Publisher, change, small_model, state_of
 from tests.store.stores import Place, local_place, memory_place, wait_until
+from tests.strategies import same_bits
 
 
 def weight_of(reader: Follower) -> Tensor:
@@ -337,3 +341,28 @@ def test_deltas_of_every_codec_are_folded_and_read(compression: str) -> None:
             reader.model.load_state_dict(trainer.states[start])
         assert reader.receiver.fetch(to, timeout_s=30) == to
         assert reader.holds(trainer.states[to])
+
+
+def test_what_was_fetched_is_sent_onward_to_engines() -> None:
+    """As a process beside an engine does whose workers follow a sender."""
+    place = memory_place()
+    trainer = Publisher(place)
+    trainer.publish(2)
+    held, engine = CopiedTarget(), small_model(7)
+    store = StoreReceiver(held, place.url, store=place.options)
+    store.fetch(1, timeout_s=10)
+    link = inprocess.Sender()
+    with WeightSender(CopiedSource(held), link) as sender:
+        receiver = WeightReceiver(ModuleTarget(engine), link.receiver())
+        with StagingThread(receiver) as staging:
+            for version in (1, 2):
+                if version > 1:
+                    assert store.fetch(version, timeout_s=10) == version
+                done = threading.Thread(target=sender.send_weights)
+                sender.wait_for_receivers(1, timeout_s=30)
+                done.start()
+                assert staging.wait_staged(timeout_s=30)
+                staging.commit()
+                done.join()
+                state = trainer.states[version]
+                assert all(same_bits(engine.state_dict()[name], state[name]) for name in state)
