@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, WeightReceiver, WeightSender
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    Relay,
+    WeightReceiver,
+    WeightSender,
+)
 from deltasync.delta.bits import as_bits
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.transports.address import Address
+from deltasync.transports.base import ReceiveTransport, SendTransport
 from tests.sync.harness import Model
+from tests.sync.processes import DyingReceiver, DyingSender
 
 MATRICES = 4
 
@@ -99,6 +109,19 @@ def serve(address: str, folder: str, engine: str, seed: int, numel: int) -> None
                 time.sleep(0.05)
                 continue
             record.write(json.dumps({"version": version, "hash": fingerprint(replica)}) + "\n")
+
+
+def relay(above: str, below: str, phase: str, memory: str, dies_above: bool) -> None:
+    """Forward until the process kills itself at `phase`, of the link above or of that below."""
+    receiver: ReceiveTransport = Address.parse(above).receiver(torch.device("cpu"))
+    sender: SendTransport = Address.parse(below).sender()
+    if phase and dies_above:
+        receiver = DyingReceiver(receiver, phase, signal.SIGKILL)
+    elif phase:
+        sender = DyingSender(sender, phase, turn=2)
+    with Relay(receiver, sender, name="relay", memory=memory, timeout_s=10) as made:
+        while True:
+            made.forward()
 
 
 if __name__ == "__main__":

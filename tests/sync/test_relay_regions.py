@@ -251,3 +251,47 @@ def test_relays_and_receivers_that_are_killed_at_any_moment(tmp_path: Path) -> N
                 if one.get("version") in hashes and one["hash"] != hashes[one["version"]]
             ]
             assert not wrong, engine
+
+
+ABOVE = ("layout", "welcome", "begin", "bucket", "prepare", "prepared", "commit", "committed")
+BELOW = ("begin", "bucket", "prepare", "commit", "finish")
+
+
+@pytest.mark.parametrize(
+    ("phase", "dies_above"), [(p, True) for p in ABOVE] + [(p, False) for p in BELOW]
+)
+def test_a_relay_that_dies_at_a_phase_and_is_restarted(
+    tmp_path: Path, phase: str, dies_above: bool
+) -> None:
+    """What its receiver serves is always a version of the trainer, bit for bit."""
+    numel, hashes = 1 << 14, dict[int, str]()
+    above, below = (f"shared_memory:{tmp_path}/{name}.sock" for name in ("above", "below"))
+    memory = str(tmp_path / "model")
+
+    def next_version(seed: int) -> dict[str, Any]:
+        trainer.tell(seed)
+        told = trainer.hear()
+        if "version" in told:
+            hashes[told["version"]] = told["hash"]
+        return told
+
+    with ExitStack() as stack:
+        words = [sys.executable, "-m", "tests.sync.regions", above, str(numel), "1"]
+        trainer = stack.enter_context(Process(*words, errors=tmp_path / "trainer.err"))
+        trainer.hear()
+        dying = stack.enter_context(Child(regions.relay, above, below, phase, memory, dies_above))
+        stack.enter_context(Child(regions.serve, below, str(tmp_path), "engine", 1, numel))
+        give_up, seed = time.monotonic() + 60, 0
+        while dying.is_alive:
+            assert time.monotonic() < give_up, "it has not come to that phase"
+            next_version(seed)
+            seed += 1
+            time.sleep(0.3)
+        stack.enter_context(Child(regions.relay, above, below, "", memory, dies_above))
+        while "version" not in (told := next_version(seed)):
+            assert time.monotonic() < give_up, told
+            seed += 1
+        wait_for(tmp_path, ["engine"], told["version"], told["hash"])
+        for one in held(tmp_path, "engine"):
+            known = [h for version, h in hashes.items() if version == one.get("version")]
+            assert "version" not in one or not known or one["hash"] in known
