@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from deltasync import (
     SenderOptions,
     WeightSender,
 )
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import SyncAborted
 from deltasync.sync.relay.relay import Relay
@@ -349,3 +351,26 @@ def test_a_file_that_another_relay_uses_is_refused(tmp_path: Path) -> None:
             assert "another process, or relay, uses it" in str(stats.lost)
             until(lambda: "uses it" in str(second.relay.last_error))
         arrived(first.add(random_model(SHAPES, 1)), 2)
+
+
+CODINGS = get_args(Coding)
+
+
+@pytest.mark.parametrize("above", CODINGS)
+@pytest.mark.parametrize("below", CODINGS)
+def test_payloads_are_coded_apart_above_and_below_a_relay(above: Coding, below: Coding) -> None:
+    source = random_model({"a": (3000, 7), "b": (11,)}, 0).bfloat16()
+    replica = random_model({"a": (3000, 7), "b": (11,)}, 1).bfloat16()
+    options = SenderOptions(compression=above)
+    with (
+        fleet(source, options=options) as made,
+        region(made.transport.receiver(), compression=below) as here,
+    ):
+        made.wait(1)
+        send(made)
+        serving = here.add(replica)
+        arrived(serving, 1)
+        for number, share in enumerate([0.01, 0.3, 0.9]):
+            arrived(serving, sent(made, share, seed=number))
+            assert bits_equal(source, replica)
+        assert [stats.kind for stats in here.sent[-3:]] == ["delta"] * 3

@@ -63,7 +63,8 @@ class Relay(Closing):
         timeout_s: How long a version may take to be forwarded. Choose less than the trainer's
             timeout, or the trainer drops the relay when a receiver below is slow.
         bucket_bytes: Largest payload sent; None for 64 MiB.
-        compression: Of the payloads sent.
+        compression: Of the payloads sent. Codecs of values that need the old weights are not used,
+            since the relay holds the new ones by then.
         max_kept_bytes: Payloads kept until they are forwarded; None for a quarter of the model, at
             least 64 MiB. A delta beyond is forwarded as a full sync.
         options: Of the receiver: memory, scrub.
