@@ -98,6 +98,20 @@ def test_a_wrong_base_is_found_before_anything_is_written(coding: Coding) -> Non
         assert bits_equal(source, target)
 
 
+def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> None:
+    weights = {"a": torch.zeros(300_000), "b": torch.zeros(1000)}
+    source, target = (Model({n: w.bfloat16() for n, w in weights.items()}) for _ in range(2))
+    with fleet(source, options=SenderOptions(compression="gap", policy=ONLY_SPARSE)) as here:
+        here.add(target)
+        here.wait(1)
+        here.sender.send_weights()
+        source.get_parameter("a").data[299_999] = 1
+        source.get_parameter("b").data[::2] = 1
+        stats = here.sender.send_weights()
+        assert bits_equal(source, target)
+        assert any("raw" in name for name in stats.bytes_by_codec), stats.bytes_by_codec
+
+
 def test_a_codec_that_this_build_has_not_is_refused() -> None:
     with pytest.raises(ConfigError):
         SenderOptions(compression="lzma")  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ class _Decoding:
     def _raw(self, block: Block, kind: np.dtype[Any]) -> NDArray[Any]:
         if len(block) != self._row.count * kind.itemsize:
             raise TruncatedFrame(f"{self._spec.name}: a raw block of {len(block)} bytes")
-        return np.frombuffer(block.tobytes(), kind)
+        return block.copy().view(kind)
 
     def _checked(self, indices: Indices) -> Indices:
         if not host.is_increasing(torch.from_numpy(indices), self._span):
