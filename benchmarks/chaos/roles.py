@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.chaos.weights import Model, Truth, fingerprint
 from benchmarks.descriptors import descriptors
-from deltasync import ModuleSource, ModuleTarget, SenderOptions
+from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import RunUnknown, StoreError, TransportTimeout, WriterConflict
 from deltasync.store.besides import PublishOptions
 from deltasync.store.catalogue import Run
@@ -33,6 +34,7 @@ from deltasync.store.sender import StoreSender
 
 RUN = "chaos"
 _TURN_S = 2.0
+_CODINGS = get_args(Coding)
 
 
 class ChaosFailed(RuntimeError):
@@ -130,9 +132,13 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
     sender = StoreSender(
         ModuleSource(model),
         setting.url,
-        options=SenderOptions(stream_id=RUN, compression="zstd"),
+        options=SenderOptions(stream_id=RUN, compression=chance.choice(_CODINGS)),
         store=setting.store,
-        publishing=PublishOptions(anchor_every=chance.choice((1, 5, 20))),
+        publishing=PublishOptions(
+            anchor_every=chance.choice((1, 5, 20)),
+            anchor_file_bytes=chance.choice((1000, 1 << 30)),
+            fold_every=chance.choice((0, 2, 4)),
+        ),
     )
     truth.go(min(_newest(setting) + chance.choice((0, 1)), setting.versions) or 1)
     while diary.goes_on:
@@ -196,6 +202,7 @@ class _Engine:
             run=RUN,
             store=setting.store,
             spool=setting.spool,
+            options=ReceiverOptions(max_staged_bytes=chance.choice((None, 4096))),
         )
         self._seen, self._commits = 0, 0
 
