@@ -25,8 +25,8 @@ from deltasync.store.catalogue import Run
 from deltasync.store.retention import gc
 
 ROLES = ("writer", "reader-1", "reader-2", "gc")
-_LIFE_S = {"writer": 0.7, "gc": 1.5}  # at most, from when a process has begun
-_READER_LIFE_S = 4.0
+_LIFE_S = {"writer": 0.3, "gc": 0.8}  # at most, from when a process has begun
+_READER_LIFE_S = 1.5
 _CALM = 0.85  # share of the versions after which readers and the collector live on
 _END_S = 90.0
 _MORE = {"descriptors": 6, "threads": 6, "rss": 96 << 20}  # that a process may grow by

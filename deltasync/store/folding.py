@@ -56,7 +56,7 @@ class FoldedDeltas:
     """
 
     def __init__(self, flats: Mapping[int, Live] | None = None) -> None:
-        self._flats = None if flats is None else _Overlaid(flats, self)
+        self._flats = flats
         self.stream_id = ""
         self.base_version: int | None = None
         self.version = -1
@@ -74,7 +74,9 @@ class FoldedDeltas:
             DigestMismatch: It was made from other weights than the one before leads to.
             WireError, SyncError: It is damaged.
         """
-        reader, found = OneWayReader(flats=self._flats), dict[int, list[Run]]()
+        # Made here: kept in `self`, it would keep all weights until cycles are collected.
+        flats = None if self._flats is None else _Overlaid(self._flats, self)
+        reader, found = OneWayReader(flats=flats), dict[int, list[Run]]()
         for frame in frames:
             had_begun = reader.begin is not None
             _, bucket = reader.take(frame)
