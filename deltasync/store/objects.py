@@ -289,7 +289,10 @@ class Objects:
         if self.folder is not None:
             path = self.folder / key
             for one in (path, *list(path.parents)[: key.count("/") + 2]):
-                descriptor = os.open(one, os.O_RDONLY)
+                try:
+                    descriptor = os.open(one, os.O_RDONLY)
+                except FileNotFoundError as error:  # deleted, or the folder moved, just now
+                    raise self._unavailable(key, error) from None
                 try:
                     os.fsync(descriptor)
                 finally:

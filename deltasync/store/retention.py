@@ -108,7 +108,8 @@ def gc(
     leftovers = _leftovers(found, now - timedelta(seconds=unfinished_after_s))
     if not dry_run:
         for facts in doomed:
-            found.objects.delete(facts.key)
+            if not _is_renewed(found, facts):
+                found.objects.delete(facts.key)
             advance(1)
         for path, _ in leftovers:
             with suppress(FileNotFoundError):
@@ -163,6 +164,14 @@ def _leases(run: Run, now: datetime) -> tuple[list[Lease], list[ObjectFacts]]:
         else:
             live.append(lease)
     return live, expired
+
+
+def _is_renewed(run: Run, facts: ObjectFacts) -> bool:
+    """Whether it is a lease that had expired, and was written again meanwhile."""
+    if not facts.key.startswith(keys.LEASES):
+        return False
+    now = run.objects.head(facts.key)
+    return now is not None and now.modified != facts.modified
 
 
 def _floor(run: Run, newest: Published, leases: list[Lease], keep: int) -> int:

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,31 @@ def test_a_range_beyond_the_end_is_damaged(place: Place, start: int, stop: int) 
         run.get_range("a", start, stop)
     with pytest.raises(ObjectDamaged, match="does not exist"):
         run.get_range("b", 0, 1)
+
+
+def test_what_is_deleted_while_it_is_written_is_no_loss_of_types(tmp_path: Path) -> None:
+    run, stop = Objects(tmp_path), threading.Event()
+
+    def delete() -> None:
+        while not stop.is_set():
+            run.delete("a/b")
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    failures = 0
+    try:
+        for number in range(4000):
+            try:
+                run.put("a/b", b"hello")
+            except StoreUnavailable as error:
+                assert "try again" in str(error)
+                failures += 1
+            if failures and number > 500:
+                break
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+    assert failures
 
 
 def test_who_comes_first_creates(place: Place) -> None:

@@ -92,6 +92,23 @@ def test_expired_leases_keep_nothing(place: Place, history: History) -> None:
     assert len(history) == 10
 
 
+@pytest.mark.parametrize("place", ["local"], indirect=True)  # where times can be set
+def test_a_lease_that_is_renewed_meanwhile_stays(place: Place, history: History) -> None:
+    assert place.folder is not None
+    lease = put_lease(place, holds=9, version=10)
+    data = (place.folder / "run" / lease).read_bytes()
+    os.utime(place.folder / "run" / lease, (1, 1))
+
+    def renew(objects: int) -> None:
+        run_of(place).objects.put(lease, data)
+
+    collect(place, keep=5, advance=renew)
+    assert lease in keys_of(place)
+    collect(place, keep=1)
+    assert run_of(place).versions() == [9, 10], "what the lease needs"
+    assert len(history) == 10
+
+
 def test_a_lease_that_cannot_be_read_stops_it(place: Place, history: History) -> None:
     run_of(place).objects.put(keys.lease_key("0" * 32), b'{"kind":"lease","format":2}')
     before = keys_of(place)
