@@ -271,10 +271,10 @@ def _follow(engine: _Engine) -> None:
 
 def _fetch(engine: _Engine) -> None:
     while engine.diary.goes_on:
-        to = None
-        if engine.chance.random() < 0.3:
-            to = engine.chance.choice(engine.receiver.versions() or [1])
         try:
+            to = None
+            if engine.chance.random() < 0.3:
+                to = engine.chance.choice(engine.receiver.versions() or [1])
             with engine.pause():
                 engine.receiver.fetch(to, timeout_s=_TURN_S)
         except (StoreError, TransportTimeout) as error:

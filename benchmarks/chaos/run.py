@@ -97,7 +97,8 @@ class Chaos:
         self._actors = [_Actor(role) for role in ROLES]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benchmarks.chaos.roles"])
-        self._read_bytes, self._told = 0, 0
+        self._read_bytes = self._told = self._newest = 0
+        self._patience = 1.0  # by which lives are longer
 
     def run(self) -> None:
         """Publish all versions, then let readers arrive, then look at what is left."""
@@ -135,16 +136,24 @@ class Chaos:
             self._bury(actor)
         elif actor.kill_at is None:
             if (actor.role, actor.life) in self.seen.begun:
-                actor.kill_at = now + self._chance.uniform(
-                    0, _LIFE_S.get(actor.role, _READER_LIFE_S)
-                )
+                longest_s = _LIFE_S.get(actor.role, _READER_LIFE_S)
+                actor.kill_at = now + self._patience * self._chance.uniform(0, longest_s)
         elif now > actor.kill_at and self._may_die(actor):
             process.kill()
             process.join(30)
             self.kills[actor.role] += 1
             self._bury(actor)
-            if actor.role.startswith("reader"):
+            if actor.role == "writer":
+                self._be_patient()
+            elif actor.role.startswith("reader"):
                 self._expire_leases()
+
+    def _be_patient(self) -> None:
+        """Let lives be longer where writers do not come to publish anything."""
+        self._hear()
+        newest = max(self.seen.published, default=0)
+        self._patience = max(1.0, self._patience * (1.3 if newest <= self._newest else 0.8))
+        self._newest = newest
 
     def _may_die(self, actor: _Actor) -> bool:
         is_calm = max(self.seen.published, default=0) > _CALM * self.setting.versions

@@ -65,8 +65,7 @@ def test_what_is_deleted_while_it_is_written_is_no_loss_of_types(tmp_path: Path)
         for number in range(4000):
             try:
                 run.put("a/b", b"hello")
-            except StoreUnavailable as error:
-                assert "try again" in str(error)
+            except StoreUnavailable:
                 failures += 1
             if failures and number > 500:
                 break
