@@ -338,9 +338,11 @@ def test_w18_seeds() -> None:
 
 def test_every_rule_has_a_test_and_every_test_a_rule() -> None:
     rules = re.findall(r"^- \*\*W(\d+)\*\*", DOCUMENT.read_text(), re.MULTILINE)
-    tests = {
-        int(number)
-        for path in HERE.glob("test_*.py")
-        for number in re.findall(r"^def test_w(\d\d)_", path.read_text(), re.MULTILINE)
-    }
-    assert [int(rule) for rule in rules] == sorted(tests) == list(range(1, len(rules) + 1))
+    paths = (path for folder in (HERE, HERE.parent / "delta") for path in folder.glob("test_*.py"))
+    names = (
+        name
+        for path in paths
+        for name in re.findall(r"^def test((?:_w\d\d)+)_", path.read_text(), re.MULTILINE)
+    )
+    tests = {int(number) for name in names for number in re.findall(r"\d\d", name)}
+    assert sorted(map(int, rules)) == sorted(tests) == list(range(1, len(rules) + 1))
