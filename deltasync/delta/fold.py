@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,7 @@ def fold_runs(deltas: Sequence[Sequence[Run]], numel: int, *, old: Live | None =
     if len(deltas) == 1 and old is None:
         return list(deltas[0])
     dense = _Dense.of(deltas)
-    folded = _merged_all([dense.take(runs, numel) for runs in deltas])
+    folded = _merged([dense.take(runs, numel) for runs in deltas])
     if old is not None:
         folded = folded.differing(old)
     return _in_order(folded, dense.runs(old), numel)
@@ -100,27 +101,6 @@ class _Scattered:
     def where(self, kept: Tensor) -> _Scattered:
         """Those that bool[n] `kept` selects."""
         return _Scattered(self.positions[kept], self.bits[kept])
-
-    def below(self, newer: _Scattered) -> _Scattered:
-        """These and newer ones, which win."""
-        if not len(self.positions) or not len(newer.positions):
-            return newer if len(newer.positions) else self
-        at = torch.searchsorted(newer.positions, self.positions)
-        met = newer.positions[at.clamp(max=len(newer.positions) - 1)] == self.positions
-        kept = ~met
-        mine, at = self.where(kept), at[kept]
-        place = at + torch.arange(len(at), device=at.device)
-        total = len(at) + len(newer.positions)
-        is_newer = torch.ones(total, dtype=torch.bool, device=at.device)
-        is_newer[place] = False
-        positions, bits = newer.positions.new_empty(total), newer.bits.new_empty(total)
-        for into, old, new in (
-            (positions, mine.positions, newer.positions),
-            (bits, mine.bits, newer.bits),
-        ):
-            into[place] = old
-            into[is_newer] = new
-        return _Scattered(positions, bits)
 
     def differing(self, old: Live) -> _Scattered:
         """Those whose bits are not those of `old`."""
@@ -194,15 +174,34 @@ def _bits(run: Run) -> Tensor:
     return run.bits
 
 
-def _merged_all(deltas: Sequence[_Scattered]) -> _Scattered:
-    """Merge neighbours until one is left, so that each element is moved a few times only."""
-    left = list(deltas)
-    while len(left) > 1:
-        left = [
-            left[n].below(left[n + 1]) if n + 1 < len(left) else left[n]
-            for n in range(0, len(left), 2)
-        ]
-    return left[0]
+def _merged(deltas: Sequence[_Scattered]) -> _Scattered:
+    """All of them in one order, with the last value of each position."""
+    filled = [one for one in deltas if len(one.positions)] or list(deltas[:1])
+    if len(filled) == 1:
+        return filled[0]
+    positions = torch.cat([one.positions for one in filled])
+    bits = torch.cat([one.bits for one in filled])
+    positions, order = _sorted(positions)
+    is_last = torch.ones(len(positions), dtype=torch.bool, device=positions.device)
+    torch.ne(positions[1:], positions[:-1], out=is_last[:-1])
+    if positions.is_cpu:  # numpy selects several times as fast as torch
+        chosen = torch.from_numpy(order.numpy()[is_last.numpy()])
+        positions = torch.from_numpy(positions.numpy()[is_last.numpy()])
+        return _Scattered(positions, bits.index_select(0, chosen))
+    return _Scattered(positions[is_last], bits[order[is_last]])
+
+
+def _sorted(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in order, and where each was; equal ones stay in the order in which they were."""
+    if not positions.is_cpu or positions.dtype != torch.int32:
+        return torch.sort(positions, stable=True)
+    # numpy sorts words by vector instructions: a position, and below it the place.
+    words = positions.numpy().astype(np.uint64) << np.uint64(32)
+    words |= np.arange(len(words), dtype=np.uint64)
+    words.sort()
+    order = (words & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    words >>= np.uint64(32)
+    return torch.from_numpy(words.astype(np.int32)), torch.from_numpy(order)
 
 
 def _in_order(scattered: _Scattered, dense: list[Run], numel: int) -> list[Run]:
