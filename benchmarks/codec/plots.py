@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -24,25 +25,29 @@ _LINES = {  # colour, style and width by coder, from the most bytes to the least
     "class": ("#0b6e4f", "-", 2.6),
 }
 _RATE = 1e-6
+_RESUMED = "deltasync: class, resumed training"
 
 
 def draw_all(records: Sequence[CodecRecord], folder: Path) -> list[Path]:
     """Draw bytes by density. Returns the files written."""
-    plain = [r for r in records if r.form == BFLOAT16 and r.kept == "masters"]
+    kept = [r for r in records if r.form == BFLOAT16]
+    plain = [r for r in kept if r.kept == "masters"]
+    resumed = [r for r in kept if r.kept == "resumed" and r.steps == 1]
     if not plain:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "codec-cpu-bytes.svg"
     with mpl.rc_context(STYLE):
-        save(_drawn(plain), path)
+        save(_drawn(plain, resumed), path)
     return [path]
 
 
-def _drawn(records: list[CodecRecord]) -> Figure:
+def _drawn(records: list[CodecRecord], resumed: list[CodecRecord]) -> Figure:
     figure = Figure(figsize=(10.5, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.set_title("One step between syncs, by learning rate")
     _draw(left, [r for r in records if r.steps == 1], lambda r: f"{r.lr:.0e}".replace("e-0", "e-"))
+    _mark(left, resumed)
     right.set_title(f"By steps between syncs, learning rate {_RATE:.0e}".replace("e-0", "e-"))
     _draw(right, [r for r in records if r.lr == _RATE], lambda r: f"k={r.steps}")
     left.set_ylabel("bytes per changed element")
@@ -53,6 +58,17 @@ def _drawn(records: list[CodecRecord]) -> Figure:
     text = f"{first.numel / 1e6:.0f} M bf16 elements, fp32 masters; {summary(first.environment)}"
     figure.suptitle(text, fontsize=8, color="#666666", x=0.01, ha="left")
     return figure
+
+
+def _mark(axes: Axes, records: list[CodecRecord]) -> None:
+    """Masters in the middle of a training, for which the exponent says less."""
+    rows = [record for record in records if record.coder == "class"]
+    densities = [100 * record.density for record in rows]
+    style: dict[str, Any] = {"ls": "", "mfc": "white", "ms": 7, "zorder": 3}
+    sizes = [record.bytes_each for record in rows]
+    axes.plot(densities, sizes, "D", mec=_LINES["class"][0], label=_RESUMED, **style)
+    known = [record.known_bound_bytes / record.changed for record in rows]
+    axes.plot(densities, known, "_", mec="black", label="bound for that", **(style | {"ms": 12}))
 
 
 def _draw(axes: Axes, records: list[CodecRecord], label_of: Callable[[CodecRecord], str]) -> None:
