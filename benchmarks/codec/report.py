@@ -57,6 +57,8 @@ def make_markdown(records: Sequence[CodecRecord]) -> str:
         f'dense weights, in a second; in brackets relative to "{BASELINE}". They begin with the '
         "changes found and end with positions and new values checked.",
         _speeds([r for r in rates if r.lr == _SWEPT and r.kept == "masters"]),
+        "The same of a resumed training:",
+        _speeds([r for r in rates if r.lr == _SWEPT and r.kept == "resumed"]),
         "\n".join(
             dict.fromkeys(describe(r.environment)[:-1] + f"; zstd {r.zstd}." for r in records)
         ),
