@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
 
 from pydantic import Field
 
@@ -55,7 +54,7 @@ class SenderOptions(OptionsModel):
         default=None, description="names the training run; None for a new one"
     )
 
-    @cached_property
+    @property
     def comparing(self) -> Policy:
         """The policy that is used: with a codec, `policy` goes dense later unless it says when."""
         return policy_for(self.policy, self.compression)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltasync import SenderOptions
-from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.codecs.coding import DENSE_ABOVE, Coding
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from tests.sync.harness import Model, bits_equal, fleet, until
@@ -115,3 +115,10 @@ def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> Non
 def test_a_codec_that_this_build_has_not_is_refused() -> None:
     with pytest.raises(ConfigError):
         SenderOptions(compression="lzma")  # type: ignore[arg-type]
+
+
+def test_options_that_are_replaced_take_effect_though_they_were_used() -> None:
+    options = SenderOptions(compression="gap", policy=ALL_DENSE)
+    assert options.comparing == ALL_DENSE
+    assert options.model_copy(update={"policy": ONLY_SPARSE}).comparing == ONLY_SPARSE
+    assert options.model_copy(update={"policy": Policy()}).comparing.dense_above == DENSE_ABOVE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -82,6 +83,7 @@ def for_parts(coding: Coding) -> Coding:
     return "gap" if coding == "class" else coding
 
 
+@lru_cache(maxsize=8)
 def policy_for(policy: Policy, coding: Coding) -> Policy:
     """The policy by which chunks are compared.
 
