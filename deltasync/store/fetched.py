@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +53,8 @@ class Fetched:
         try:
             self._scratch = ScratchFolder(folder)
         except OSError as error:
-            raise ConfigError(f"{folder}: {error.strerror or error}") from error
+            where = folder or tempfile.gettempdir()
+            raise ConfigError(f"{where}: {error.strerror or error}") from error
         self.path = self._scratch.path
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Leaseholder:
         self._run, self._holder = run, secrets.token_hex(16)
         self._last: tuple[int | None, int] | None = None
         self._written_s = self._next_s = 0.0
-        self._is_warned = self._may_exist = False
+        self._is_warned = self._may_exist = self._is_dropped = False
 
     def refresh(self, *, holds: int | None, version: int) -> None:
         """Need all that leads from the version held to `version`, for an hour from now on.
@@ -39,7 +39,7 @@ class Leaseholder:
         """
         now, wanted = time.monotonic(), (holds, version)
         is_fresh = wanted == self._last and now < self._written_s + _REFRESH_S
-        if is_fresh or now < self._next_s:
+        if is_fresh or now < self._next_s or self._is_dropped:
             return
         lease = Lease(
             run=self._run.name, holder=self._holder, holds=holds, version=version, seconds=LEASE_S
@@ -54,10 +54,12 @@ class Leaseholder:
             self._is_warned = True
             return
         self._last, self._written_s = wanted, now
+        if self._is_dropped:  # by another thread, meanwhile
+            self.drop()
 
     def drop(self) -> None:
-        """Need nothing any more."""
+        """Need nothing any more. Any thread may call it; it writes no lease afterwards."""
+        self._is_dropped = True
         if self._may_exist:
-            self._last, self._may_exist = None, False
             with suppress(StoreError):
                 self._run.objects.delete(keys.lease_key(self._holder))

@@ -28,6 +28,7 @@ _LEAST_PART_BYTES = 5 << 20  # that S3 takes
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _OS_ERROR, _NOT_FOUND, _NO_ACCESS = re.compile(r"\(os error \d+\)"), 404, re.compile(r"code: 4\d\d")
 _MEMORIES: dict[str, Any] = {}  # of this process, by name
+_process: dict[str, int] = {}  # which has used obstore first
 
 
 class StoreOptions(OptionsModel):
@@ -308,6 +309,7 @@ class Objects:
 
         These are FileNotFoundError, and that an object exists already or is another one.
         """
+        _check_process(self.url)
         errors = self._obstore.exceptions
         try:
             yield
@@ -337,6 +339,15 @@ class Objects:
         return StoreRefused(
             f"{self.url}: {what}: {_first_line(error)}; check space, permissions, credentials and "
             "the name of the bucket or folder"
+        )
+
+
+def _check_process(url: str) -> None:
+    """Refuse to wait for threads of obstore's that stayed behind in a fork: for ever."""
+    if os.getpid() != _process.setdefault("first", os.getpid()):
+        raise StoreRefused(
+            f"{url}: this process was forked from one that used a store, which its threads did not "
+            "survive: start it by spawn or forkserver, or use no store before the fork"
         )
 
 

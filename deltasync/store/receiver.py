@@ -92,8 +92,7 @@ class StoreReceiver(Closing):
         self._url, self._run_id, self._store_options = url, run, store
         self._run: Run | None = None
         self._lease: Leaseholder | None = None
-        self._spool_folder = spool
-        self._world = world
+        self._spool_folder, self._world = spool, world
         self.name = f"store[{rank}/{world}]"
         self.progress = Progress()
         self._session = ReceiverSession("store", dirty=half_written, half_written=half_written)
@@ -267,10 +266,12 @@ class StoreReceiver(Closing):
             self._attached.set()
 
     def close(self) -> None:
-        """Remove what was fetched, and end the lease. The weights stay as they are."""
+        """Remove what was fetched, and end the lease; the weights stay. Any thread may call it."""
         self._is_closed = True
         self._attached.set()
-        self._drop()
+        with self._lock:
+            self._session.on("lost")
+            self._drop()
         if self._lease is not None:
             self._lease.drop()
 
@@ -357,19 +358,19 @@ class StoreReceiver(Closing):
     def _route(self, run: Run, target: Published, refused: set[str]) -> Route:
         route = find_route(run, target, self._holds, refused=refused)
         if route.steps:
-            assert self._lease is not None
-            self._lease.refresh(holds=self._session.version, version=target.version)
+            self._keep(target)
         return route
 
-    def _check_time(self, deadline: float, target: Published) -> None:
+    def _keep(self, target: Published) -> None:
         self._check_open()
-        self._check_attached()
         assert self._lease is not None
         self._lease.refresh(holds=self._session.version, version=target.version)
+
+    def _check_time(self, deadline: float, target: Published) -> None:
+        self._check_attached()
+        self._keep(target)
         if time.monotonic() > deadline:
-            raise TransportTimeout(
-                f"{self.progress}: not fetched in time; the next call starts over"
-            )
+            raise TransportTimeout(f"{self.progress}: not fetched in time; fetch it again")
 
     def _bind(self, run: Run, target: Published) -> None:
         """Find the weights of the target's layout and measure them, unless that was done."""
@@ -422,12 +423,16 @@ class StoreReceiver(Closing):
         """Stage each bucket; in place, write it. Then compare what comes of it."""
         for frame in sync.frames():
             with self._lock, self._stream.entered() if self._stream else nullcontext():
-                if self._session.begun is None:
-                    raise TransportTimeout("detached, or invalidated, while a version was staged")
+                self._check_begun()
                 sync.take(frame, self._session)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
+            self._check_begun()
             check_digests(sync.route, self._weights, sync.reached)
             self._session.on(messages.Commit(version=sync.route.target.version))
+
+    def _check_begun(self) -> None:
+        if self._session.begun is None:
+            raise TransportTimeout("detached, or invalidated, while a version was staged")
 
     @property
     def _is_in_place(self) -> bool:
@@ -444,13 +449,13 @@ class StoreReceiver(Closing):
             if self._session.state is ReceiverState.STAGING:
                 self._replay(sync)
             with self._lock:
+                self._check_begun()
                 _, commit_s = self._weights.write(heals=self._session.heals)
                 self._weights.staging, self._held = None, sync.route.target
                 self._scrub_is_due = True
-        version, num_bytes = sync.route.target.version, sync.route.num_bytes
         self._drop()
-        what = (self.name, version, num_bytes, commit_s * 1e3)
-        logger.info("%s wrote v%d: %d bytes fetched, %.1f ms", *what)
+        what = (self.name, version := sync.route.target.version, sync.route.num_bytes)
+        logger.info("%s wrote v%d: %d bytes fetched, %.1f ms", *what, commit_s * 1e3)
         return version
 
     def _scrub_after_commit(self) -> None:
@@ -491,4 +496,5 @@ class StoreReceiver(Closing):
                 if has_begun or self._session.dirty:
                     self._bound = self._held = None
                 self._drop()
+            self._check_open()
             raise

@@ -184,6 +184,7 @@ class StoreSender(Closing):
             return self._begin(began)
         head = self._writer.head
         assert head is not None
+        self._writer.check_there()
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
         spool = Spool()

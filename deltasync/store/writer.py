@@ -11,7 +11,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from deltasync.delta.digests import digest_text
-from deltasync.errors import ManifestInvalid, ObjectDamaged, StoreError, WriterConflict
+from deltasync.errors import (
+    ManifestInvalid,
+    ObjectDamaged,
+    StoreError,
+    StoreRefused,
+    WriterConflict,
+)
 from deltasync.store import keys
 from deltasync.store.catalogue import Published, Run, layout_bytes, record_of
 from deltasync.store.manifest import (
@@ -85,6 +91,14 @@ class RunWriter:
         """Raise WriterConflict if another writer was found."""
         if self._lost is not None:
             raise WriterConflict(self._lost)
+
+    def check_there(self) -> None:
+        """Raise StoreRefused if the run is gone: readers would find none of what follows."""
+        if self.run.objects.head(keys.RUN) is None:
+            raise StoreRefused(
+                f"{self.run.objects.url}: {keys.RUN} is gone, and the run with it: look whether "
+                "the store is mounted, or restore it; to begin again, make another StoreSender"
+            )
 
     def put_layout(self, layout: SentLayout) -> None:
         """Write the parameters, which all versions of this layout share."""
