@@ -58,10 +58,10 @@ class _Ending:
         ):
             silence(sys.stdout)
             raise SystemExit(READER_LEFT) from None
-        if isinstance(error, MemoryError | OSError):  # while modules were imported
+        if isinstance(error, OSError):  # while modules were imported
             raise SystemExit(_refuse(f"{type(error).__name__}: {error}")) from None
         # Python had no memory for an error of its own, or the system none for a library.
-        if isinstance(error, SystemError) or (
+        if isinstance(error, MemoryError | SystemError) or (
             isinstance(error, ImportError) and "failed to map segment" in str(error)
         ):
             said = f"{type(error).__name__}: {error}; not enough memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import PatchFile
 from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
 from tests.files.saved import model, save, stepped
+from tests.store.published import Publisher
+from tests.store.stores import local_place
 
 HELP_CPU_S = 0.4
 
@@ -97,7 +100,10 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
         "diff": [old, new, "--out", tmp_path / "out"],
         "doctor": [],
         "export": ["--connect", f"shared_memory:{tmp_path}/none", "--out", tmp_path / "out"],
+        "fetch": [tmp_path / "store", "--out", tmp_path / "out"],
+        "gc": [tmp_path / "store"],
         "inspect": [tmp_path / "patch"],
+        "log": [tmp_path / "store"],
         "relay": [
             *("--connect", f"shared_memory:{tmp_path}/none"),
             *("--serve", f"shared_memory:{tmp_path}/serve"),
@@ -105,6 +111,7 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
         "verify": [old, new],
     }
     assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0
+    Publisher(local_place(tmp_path / "store")).publish(2)
     there = set(tmp_path.iterdir())
     for _ in range(3):
         interrupted(name, words[name], random.uniform(0.05, 1.5 * takes_s), there, tmp_path)
@@ -138,3 +145,6 @@ def interrupted(
         if made.is_file():
             Checkpoint(made) if made.name == "made" else PatchFile(made)
             made.unlink()
+        elif made.name == "out":
+            Checkpoint(made)
+            shutil.rmtree(made)
