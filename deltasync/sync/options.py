@@ -9,7 +9,7 @@ from pydantic import Field
 
 from deltasync.delta.backend import Kernels
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.codecs.coding import Coding, policy_for
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError
@@ -53,11 +53,6 @@ class SenderOptions(OptionsModel):
     stream_id: str | None = Field(
         default=None, description="names the training run; None for a new one"
     )
-
-    @property
-    def comparing(self) -> Policy:
-        """The policy that is used: with a codec, `policy` goes dense later unless it says when."""
-        return policy_for(self.policy, self.compression)
 
 
 _FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltasync import SenderOptions
-from deltasync.delta.codecs.coding import DENSE_ABOVE, Coding
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from tests.sync.harness import Model, bits_equal, fleet, until
@@ -118,7 +118,15 @@ def test_a_codec_that_this_build_has_not_is_refused() -> None:
 
 
 def test_options_that_are_replaced_take_effect_though_they_were_used() -> None:
+    source, target = model(4), model(4)
     options = SenderOptions(compression="gap", policy=ALL_DENSE)
-    assert options.comparing == ALL_DENSE
-    assert options.model_copy(update={"policy": ONLY_SPARSE}).comparing == ONLY_SPARSE
-    assert options.model_copy(update={"policy": Policy()}).comparing.dense_above == DENSE_ABOVE
+    with fleet(source, options=options) as here:
+        here.add(target)
+        here.wait(1)
+        shares = []
+        for seed, policy in enumerate((ALL_DENSE, ONLY_SPARSE)):
+            here.sender.options = options.model_copy(update={"policy": policy})
+            nudged(source.get_parameter("a").data, 0.008, torch.Generator().manual_seed(seed))
+            shares.append(here.sender.send_weights().payload_bytes / 800_000)
+            assert bits_equal(source, target)
+    assert shares[0] > 0.1 > shares[1]

@@ -18,6 +18,7 @@ from deltasync.delta.bits import (
     dtype_of,
     torch_dtype,
 )
+from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
@@ -149,7 +150,7 @@ class StreamedWeights(LocalWeights):
             snapshot,
             found,
             ledger,
-            self.options.comparing,
+            policy_for(self.options.policy, self.options.compression),
             (),
             bucket_bytes=self._bucket_bytes(snapshot),
             base_version=0,
@@ -166,7 +167,8 @@ class StreamedWeights(LocalWeights):
         """How a parameter differs. What goes dense is in the snapshot then."""
         limit = self.options.max_inflight_bytes
         room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
-        change = snapshot.change(number, reader, self.options.comparing, ledger=ledger, room=room)
+        policy = policy_for(self.options.policy, self.options.compression)
+        change = snapshot.change(number, reader, policy, ledger=ledger, room=room)
         if change is not None and change.runs is None:
             whole = Run(0, reader.numel)
             nnz, change = change.nnz, Change(number, runs=[whole])

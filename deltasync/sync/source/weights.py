@@ -19,6 +19,7 @@ from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
 from deltasync.delta.shard import (
     ShardSpec,
@@ -262,7 +263,7 @@ class OwnWeights(LocalWeights):
         snapshot, inflight = self._held, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
-            policy=self.options.comparing,
+            policy=policy_for(self.options.policy, self.options.compression),
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
