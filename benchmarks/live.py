@@ -79,7 +79,7 @@ class LivePlan:
             is_quick = scale == "quick"
             densities = (0.001, 0.003)
             return cls(
-                "qwen3-1.7b", densities, 4 if is_quick else 20, 8, 6 if is_quick else 60, where
+                "qwen3-1.7b", densities, 8 if is_quick else 20, 8, 10 if is_quick else 60, where
             )
         rounds, paced_s = {"tiny": (2, 1.0), "quick": (10, 5.0)}.get(scale, (30, 60.0))
         return cls("tiny", (0.001,), rounds, 4, paced_s, where)
