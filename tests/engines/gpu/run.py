@@ -31,7 +31,11 @@ from benchmarks.record import Environment
 from tests.engines.environment import ROOT
 from tests.engines.gpu.cases import CASES
 
-_SETTINGS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING"}
+_SETTINGS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": str(int(find_spec("flashinfer") is not None)),
+}
 _END_S = 5.0
 _SAID = 12000  # of what a failed case has printed
 
