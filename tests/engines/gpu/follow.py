@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,16 @@ class Trial:
         weights: dict[str, Tensor] = self.versions[version]
         if self.case.form:
             weights = dict(served_weights(weights.items(), self.case.forms))
+            weights |= self.constants(weights)
         save(self.folder, weights)
+
+    def constants(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What a checkpoint of its form holds beside weights: scales of activations."""
+        if self.case.form != "NVFP4":
+            return {}
+        packed = "weight_packed"
+        layers = [name.removesuffix(packed) for name in names if name.endswith(packed)]
+        return {f"{layer}input_global_scale": torch.full((1,), 2.0) for layer in layers}
 
     def run(self) -> dict[str, Any]:
         """What is found."""
@@ -108,7 +117,9 @@ class Trial:
         mine = Weights({n: t.to(device, copy=True) for n, t in self.versions[0].items()})
         source: WeightSource = mine
         if self.case.form:
-            source = ServedSource(mine, self.case.forms)
+            served = (n for n, _ in served_weights(self.versions[0].items(), self.case.forms))
+            constants = {n: t.to(device) for n, t in self.constants(served).items()}
+            source = ServedSource(mine, self.case.forms, constants=constants)
         places = held(live)
         options: dict[str, Any] = {"workers": self.case.workers, "without_routes": mode}
         link, server = self.link(mode), VllmServer(live.client)
