@@ -17,6 +17,7 @@ from deltasync.wire import messages as m
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.table import ROW
 from tests.files.saved import model, save, stepped
+from tests.golden import coded
 from tests.golden.make_golden import BUCKETS, FOLDER, MESSAGES
 
 
@@ -65,6 +66,16 @@ def test_golden_buckets_are_taken_apart_without_a_layout(name: str) -> None:
     rows = BUCKETS["dense" if name == "zstd" else name]
     told = [(r["parameter"], r["start"], r["span"], r["count"]) for r in frame.row_facts()]
     assert told == [(row[0], row[1], row[2], len(row[5])) for row in rows]
+
+
+@pytest.mark.parametrize("name", coded.CODECS)
+def test_golden_coded_buckets_are_taken_apart(name: str) -> None:
+    found = Inspection(FOLDER / f"bucket-coded-{name}.bin")
+    assert found.fault is None
+    (frame,) = found.frames
+    told = [(r["parameter"], r["start"], r["span"], r["count"]) for r in frame.row_facts()]
+    assert told == [(row.parameter, row.start, row.span, len(row.new)) for row in coded.ROWS]
+    assert sum(frame.codecs.values()) == frame.payload_bytes
 
 
 @pytest.mark.parametrize(

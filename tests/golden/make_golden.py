@@ -1,8 +1,9 @@
 """Writes the golden bytes of one format version: `python -m tests.golden.make_golden`.
 
-They are made from the plain reference in tests/wire/reference.py and the tables below, never
-from the package that they test. Files that exist are never overwritten: a change of the bytes
-takes a new format version and with it a new folder.
+They are made from the plain references in tests/wire (reference.py, coded_reference.py) and the
+tables below and in coded.py, never from the package that they test. Files that exist are never
+overwritten: a change of the bytes takes a new format version and with it a new folder. Files that
+are missing are added.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import zstandard
 
+from tests.golden import coded
 from tests.wire import reference
 
 FOLDER = Path(__file__).parent / "v1"
@@ -157,6 +159,9 @@ DENSE: list[Row] = [
 ]
 BUCKETS = {"sparse": SPARSE, "mixed": MIXED, "chunked": CHUNKED, "dense": DENSE}
 
+UNSTABLE = ("bucket-zstd.bin", "bucket-coded-gap-zstd.bin")
+"""Files that depend on a library's version: tests only decode them."""
+
 ITEM_SIZES = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 DIGEST_NAMES = ["w", "model.layers.0.mlp.weight", "", "gew\u00f6hnlich.\u6b0a\u91cd", "\U0001f600"]
 
@@ -199,11 +204,26 @@ def frames() -> dict[str, bytes]:
         payload = payload_of(rows)
         header = reference.header(text_of(bucket_message(rows)), payload_bytes=len(payload))
         made[f"bucket-{name}.bin"] = header + payload
-    # The one file that depends on a library's version: tests only decode it.
     packed = zstandard.ZstdCompressor(level=1).compress(payload_of(DENSE))
     message = text_of(bucket_message(DENSE, compression="zstd"))
     made["bucket-zstd.bin"] = reference.header(message, payload_bytes=len(packed)) + packed
+    return made | coded_frames()
+
+
+def coded_frames() -> dict[str, bytes]:
+    """File name -> bytes. All of them stand for the same payload."""
+    payloads = {name: coded.payload(name) for name in coded.CODECS}
+    payloads["gap-zstd"] = coded.compressed(payloads["gap"])
+    made = {}
+    for name, payload in payloads.items():
+        header = reference.header(text_of(coded_message()), payload_bytes=len(payload))
+        made[f"bucket-coded-{name}.bin"] = header + payload
     return made
+
+
+def coded_message() -> dict[str, Any]:
+    sizes = {"num_rows": len(coded.ROWS), "raw_bytes": len(coded.raw_payload())}
+    return {"kind": "bucket", "version": 8, "sequence": 0, **sizes, "compression": "coded"}
 
 
 def digest_vectors() -> dict[str, Any]:
@@ -258,15 +278,21 @@ def dump(data: bytes) -> str:
 
 
 def write(folder: Path) -> list[str]:
-    """Write every file; returns their names. Raises FileExistsError if any is there."""
+    """Write the files that are missing; returns their names.
+
+    Raises FileExistsError, and writes nothing, if one is there that has other bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made = files()
-    present = sorted(name for name in made if (folder / name).exists())
-    if present:
-        raise FileExistsError(f"{folder} holds {present}: golden bytes are never overwritten")
-    for name, data in made.items():
-        (folder / name).write_bytes(data)
-    return sorted(made)
+    present = {name for name in made if (folder / name).exists()}
+    stable = sorted(present.difference(UNSTABLE))
+    other = [name for name in stable if (folder / name).read_bytes() != made[name]]
+    if other:
+        raise FileExistsError(f"{folder} has other {other}: golden bytes are never overwritten")
+    missing = sorted(made.keys() - present)
+    for name in missing:
+        (folder / name).write_bytes(made[name])
+    return missing
 
 
 if __name__ == "__main__":
