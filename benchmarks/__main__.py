@@ -168,10 +168,20 @@ def engines(
     is_live: Annotated[
         bool, typer.Option("--live", help="Measure syncs of running engines instead.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of --live: some of {', '.join(live.ENGINES)}. Repeatable."),
+    ] = None,
 ) -> None:
     """Measure updates of an engine's model against vLLM's own methods."""
     if is_live:
-        _measure_live(_scale(quick=quick, tiny=tiny), device, out, as_json=as_json, record=record)
+        if unknown := set(only or ()) - live.ENGINES.keys():
+            raise typer.BadParameter(f"--only {min(unknown)}")
+        chosen = live.LivePlan.choose(_scale(quick=quick, tiny=tiny), device, only or ())
+        kept = LIVE_RECORDS[chosen.device.type] if record else None
+        if kept is not None:
+            kept.unlink(missing_ok=True)
+        _show(_kept(live.run(chosen), kept, out), live.make_table, as_json=as_json)
         return
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
     results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
@@ -180,16 +190,6 @@ def engines(
         kept.unlink(missing_ok=True)
     results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
-
-
-def _measure_live(
-    scale: str, device: str | None, out: Path | None, *, as_json: bool, record: bool
-) -> None:
-    plan = live.LivePlan.choose(scale, device)
-    kept = LIVE_RECORDS[plan.device.type] if record else None
-    if kept is not None:
-        kept.unlink(missing_ok=True)
-    _show(_kept(live.run(plan), kept, out), live.make_table, as_json=as_json)
 
 
 @app.command()

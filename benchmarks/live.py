@@ -1,7 +1,7 @@
 """Syncs of a running vLLM: what they take, and what requests see of them.
 
-Each sync is done in two ways by turns: the update in one call, and in several. A way's engine is
-the same; only the trainer's end differs.
+Each sync is done in three ways by turns: the update in one call, in several, and in one that keeps
+what the old weights computed for requests. The engine is the same; only the trainer's end differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from benchmarks.report import describe, row
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
+from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
 from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import ServedSource, served_weights
@@ -44,8 +45,13 @@ from deltasync.transports.base import SendTransport
 from tests.engines.quantized import CONFIGS
 from tests.ranks import free_port
 
-_FORM = "channel FP8"
-_WAYS = ("one", "several")
+ENGINES = {
+    "AsyncLLM": ("", "AsyncLLM"),
+    "serve": ("", "vllm serve"),
+    "FP8": ("channel FP8", "AsyncLLM"),
+    "LLM": ("", "LLM"),
+}
+_WAYS = ("one", "several", "kept")
 _START_S, _PERIOD_S = 300.0, 1.0
 _CACHE_BYTES = 4 << 30  # what engines before have not given back yet is not to be measured
 _PROMPT = list(range(3, 35))
@@ -62,6 +68,7 @@ class LivePlan:
         requests: How many run at a time.
         paced_s: How long tokens are counted without syncs, and with one each second.
         device: Where the engine and the trainer are.
+        engines: The form of the checkpoint and how it runs, of each engine; ENGINES by default.
     """
 
     geometry: str
@@ -70,19 +77,27 @@ class LivePlan:
     requests: int
     paced_s: float
     device: torch.device
+    engines: tuple[tuple[str, str], ...]
 
     @classmethod
-    def choose(cls, scale: str, device: str | None) -> Self:
-        """For "full", "quick" or "tiny"."""
+    def choose(cls, scale: str, device: str | None, only: Collection[str] = ()) -> Self:
+        """For "full", "quick" or "tiny". `only`: keys of ENGINES; all if empty."""
+        engines = tuple(ENGINES[name] for name in only or ENGINES)
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda":
             is_quick = scale == "quick"
             densities = (0.001, 0.003)
             return cls(
-                "qwen3-1.7b", densities, 8 if is_quick else 20, 8, 10 if is_quick else 60, where
+                "qwen3-1.7b",
+                densities,
+                8 if is_quick else 20,
+                8,
+                10 if is_quick else 60,
+                where,
+                engines,
             )
         rounds, paced_s = {"tiny": (2, 1.0), "quick": (10, 5.0)}.get(scale, (30, 60.0))
-        return cls("tiny", (0.001,), rounds, 4, paced_s, where)
+        return cls("tiny", (0.001,), rounds, 4, paced_s, where, engines)
 
 
 class Tokens:
@@ -107,12 +122,21 @@ class Tokens:
 
 
 class Turned(VllmServer):
-    """A server whose updates take one call, or several: `way` says which from `connect` on."""
+    """A server whose updates go one of `_WAYS`: `way` says which from `connect` on."""
 
-    way = "one"
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self._keeping = VllmServer(client, clear_cache=False)
+        self.way = "one"
 
     def reach(self, paused: Callable[[], object], /) -> int:
-        return super().reach(paused) if self.way == "one" else 0
+        return 0 if self.way == "several" else super().reach(paused)
+
+    def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
+        if self.way == "kept":
+            self._keeping.switch(version, work, stays_paused)
+        else:
+            super().switch(version, work, stays_paused)
 
 
 class Live:
@@ -136,13 +160,12 @@ def run(plan: LivePlan) -> Iterator[Result]:
     """All records, as they come."""
     geometry = GEOMETRIES[plan.geometry]
     opened = {"LLM": _offline, "AsyncLLM": _asynchronous, "vllm serve": _served}
-    for form, kinds in (("", ("AsyncLLM", "vllm serve")), (_FORM, ("AsyncLLM",)), ("", ("LLM",))):
+    for form, kind in plan.engines:
         with TemporaryDirectory() as name:
             folder = Path(name)
             trainer = _write_model(geometry, form, folder, plan.device)
-            for kind in kinds:
-                with opened[kind](folder, plan) as live:
-                    yield from _measured(kind, form, live, trainer, folder, plan)
+            with opened[kind](folder, plan) as live:
+                yield from _measured(kind, form, live, trainer, folder, plan)
 
 
 def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.device) -> Trainer:
@@ -187,10 +210,7 @@ def _measured(
                     one = _synced(sync, live, trainer, density)
                     if number:  # the first grows buffers
                         found[way, density].append(one)
-        server.way = "one"
-        sync.connect()
-        sync.send_weights()
-        rates = _paced(sync, live, trainer, plan) if live.tokens.times else {}
+        rates = _paced(sync, server, live, trainer, plan) if live.tokens.times else {}
     if live.tokens.failures:
         raise RuntimeError(f"a request failed: {live.tokens.failures[0]}")
     facts = {
@@ -202,7 +222,9 @@ def _measured(
     for density in (*plan.densities, 0.0):
         ours, theirs = found["one", density], found["several", density]
         parts = {key: median(each[key] for each in ours) for key in ours[0]}
-        parts |= {f"several_{key}": median(each[key] for each in theirs) for key in theirs[0]}
+        for way in _WAYS[1:]:
+            many = found[way, density]
+            parts |= {f"{way}_{key}": median(each[key] for each in many) for key in many[0]}
         yield compared(
             case="live_changed" if density else "live_unchanged",
             samples=[each["total_s"] for each in ours],
@@ -257,13 +279,19 @@ def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> d
     return found
 
 
-def _paced(sync: EngineSync, live: Live, trainer: Trainer, plan: LivePlan) -> dict[str, float]:
-    """Tokens in a second: without syncs, with one each second, and without again."""
+def _paced(
+    sync: EngineSync, server: Turned, live: Live, trainer: Trainer, plan: LivePlan
+) -> dict[str, float]:
+    """Tokens in a second: without syncs, with one each second in two ways, and without again."""
     found = {}
-    for key in ("before", "paced", "after"):
+    for key, way in (("before", ""), ("paced", "one"), ("kept_paced", "kept"), ("after", "")):
+        if way:
+            server.way = way
+            sync.connect()
+            sync.send_weights()
         began = time.monotonic()
         for number in range(round(plan.paced_s / _PERIOD_S)):
-            if key == "paced":
+            if way:
                 trainer.flip(plan.densities[-1])
                 sync.send_weights()
             time.sleep(max(0.0, began + (number + 1) * _PERIOD_S - time.monotonic()))
@@ -414,12 +442,14 @@ def _stream(url: str, model: str, tokens: Tokens) -> None:
 
 _COLUMNS = (
     *("engine", "sync", "whole sync", "calls", "staging", "write"),
-    *("longest gap between tokens", "usual gap"),
-    *("tokens/s without syncs", "with one each second", "without again"),
+    *("longest gap between tokens", "with keys kept", "usual gap"),
+    *("tokens/s without syncs", "with one each second", "with keys kept", "without again"),
 )
+_RATES = ("before", "paced", "kept_paced", "after")
 _SAID = (
     "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
-    "longest without a token of any request: around a sync, and in 0.1 s before it."
+    "longest without a token of any request: around a sync, and in 0.1 s before it. Requests that "
+    "run are computed anew after a sync, unless old keys and values are kept."
 )
 
 
@@ -456,5 +486,8 @@ def _cells(result: Result) -> Iterator[str]:
 
     case = "nothing" if result.case == "live_unchanged" else f"{100 * result.density:g} % changed"
     yield from (result.model, case, both("total_s"), both("calls", 1, ""))
-    yield from map(both, ("staging_s", "write_s", "gap_s", "usual_gap_s"))
-    yield from map(rate, ("before_tokens_per_s", "paced_tokens_per_s", "after_tokens_per_s"))
+    yield from map(both, ("staging_s", "write_s", "gap_s"))
+    kept = parts.get("kept_gap_s")
+    yield "" if kept is None else f"{1e3 * kept:.3g} ms"
+    yield both("usual_gap_s")
+    yield from map(rate, (f"{key}_tokens_per_s" for key in _RATES))

@@ -14,15 +14,17 @@ from benchmarks.plots import DENSE, SPARSE, STYLE, save
 from benchmarks.record import Result
 from benchmarks.report import describe
 
-_SEVERAL = "#e0a458"
+_SEVERAL, _KEPT = "#e0a458", "#7fb3d5"
 _GAPS = (
     ("usual_gap_s", "without a sync", DENSE),
     ("gap_s", "a sync, in one call", SPARSE),
+    ("kept_gap_s", "the same, old keys kept", _KEPT),
     ("several_gap_s", "a sync, in several calls", _SEVERAL),
 )
 _RATES = (
     ("before_tokens_per_s", "without syncs", DENSE),
     ("paced_tokens_per_s", "a sync each second", SPARSE),
+    ("kept_paced_tokens_per_s", "the same, old keys kept", _KEPT),
     ("after_tokens_per_s", "without again", "#c9c9c9"),
 )
 
