@@ -153,7 +153,7 @@ def _leases(run: Run, now: datetime) -> tuple[list[Lease], list[ObjectFacts]]:
         if data is None:
             continue
         try:
-            lease = decode(data, Lease, key=facts.key)
+            lease = _lease_of(run, data, facts.key)
         except ManifestInvalid:
             if age_s <= _LONGEST_LEASE_S:  # it may be of a newer release
                 raise
@@ -164,6 +164,14 @@ def _leases(run: Run, now: datetime) -> tuple[list[Lease], list[ObjectFacts]]:
         else:
             live.append(lease)
     return live, expired
+
+
+def _lease_of(run: Run, data: bytes, key: str) -> Lease:
+    """Raises ManifestInvalid, also for one of another run."""
+    lease = decode(data, Lease, key=key)
+    if lease.run != run.name:
+        raise ManifestInvalid(f"{key}: is of run {lease.run!r}, not of {run.name!r}: it was moved")
+    return lease
 
 
 def _is_renewed(run: Run, facts: ObjectFacts) -> bool:
