@@ -16,6 +16,7 @@ from deltasync.delta.bits import Flat, Live
 from deltasync.errors import (
     ConfigError,
     ObjectDamaged,
+    ProtocolViolation,
     StoreError,
     StoreRefused,
     StoreUnavailable,
@@ -29,7 +30,7 @@ from deltasync.files.frame_file import FrameFile
 from deltasync.store.folding import FoldedDeltas, named_in
 from deltasync.store.manifest import StoredFile, Way
 from deltasync.store.objects import Objects
-from deltasync.store.routes import Route
+from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
 from deltasync.wire.messages import ParameterSpec
 
@@ -227,6 +228,7 @@ class FetchedRoute:
             self.blamed = step.keys
             assert self.later is not None
             self.later.take(_frames_in(folder))
+            self._check_named(self.later, step)
         # From here on, one object cannot be told from another.
         self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
 
@@ -257,7 +259,20 @@ class FetchedRoute:
             return self.later
         single = FoldedDeltas(self._flats)
         single.take(self.frames())
+        self._check_named(single, self.route.steps[0])
         return single
+
+    def _check_named(self, deltas: FoldedDeltas, step: Step) -> None:
+        """Rule S5: whether deltas up to a step say of themselves what the manifests say."""
+        start, end = (self.route.base or self.route.steps[0].to).manifest, step.to.manifest
+        digests = int(start.digest, 16), int(end.digest, 16)
+        found = deltas.stream_id, deltas.base_version, deltas.version, deltas.specs
+        named = end.run, start.version, end.version, tuple(self._specs)
+        if found != named or (deltas.base_digest, deltas.digest) != digests:
+            raise ProtocolViolation(
+                f"frames up to v{deltas.version} of {deltas.stream_id!r} have other versions, "
+                f"digests or parameters than the manifests up to v{end.version} of {end.run!r}"
+            )
 
 
 def take_cheapest(
