@@ -65,7 +65,7 @@ def test_versions_arrive_through_faults(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_manifest_whose_answer_is_lost_is_no_conflict(
+def test_s03_a_manifest_whose_answer_is_lost_is_no_conflict(
     broken: tuple[Place, Place, Faults], tmp_path: Path, fault: str
 ) -> None:
     place, bad, faults = broken
@@ -88,7 +88,7 @@ def test_a_manifest_whose_answer_is_lost_is_no_conflict(
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_the_next_call_finds_out_what_became_of_a_manifest(
+def test_s03_the_next_call_finds_out_what_became_of_a_manifest(
     broken: tuple[Place, Place, Faults], tmp_path: Path, arrives: bool
 ) -> None:
     place, bad, faults = broken
@@ -109,7 +109,7 @@ def test_the_next_call_finds_out_what_became_of_a_manifest(
     assert_holds(run_of(place), 3, weights_of(model), tmp_path / "3")
 
 
-def test_a_failed_upload_is_covered_by_the_next(
+def test_s02_a_failed_upload_is_covered_by_the_next(
     broken: tuple[Place, Place, Faults], tmp_path: Path
 ) -> None:
     place, bad, faults = broken
@@ -148,7 +148,7 @@ def test_an_anchor_that_fails_comes_later(
     assert_holds(run_of(place), 3, weights_of(model), tmp_path)
 
 
-def test_a_hint_that_cannot_be_moved_stops_nothing(
+def test_s10_a_hint_that_cannot_be_moved_stops_nothing(
     broken: tuple[Place, Place, Faults],
 ) -> None:
     place, bad, faults = broken
@@ -246,7 +246,7 @@ def test_a_writer_is_killed_at_random_moments(place: Place, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
-def test_of_writers_at_once_one_goes_on(place: Place, tmp_path: Path) -> None:
+def test_s02_s03_of_writers_at_once_one_goes_on(place: Place, tmp_path: Path) -> None:
     states = [tmp_path / str(number) for number in range(3)]
     for state in states:
         state.mkdir()

@@ -73,7 +73,7 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     assert found.ways[0].num_bytes == 7
 
 
-def test_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
+def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
     record = signed(decode(bytes_of(manifest()), Manifest, key="k"), b"key")
     assert sha256_of(canonical(record.model_copy(update={"mac": None}))) == (
         "0a0a956d2a087e9a757056cc54c707708e833d7dc7b17e07b44508eaaf2c4fba"
@@ -117,13 +117,13 @@ def test_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
         ({"more": 1}, "more"),
     ],
 )
-def test_what_breaks_a_rule_is_refused(more: dict[str, Any], said: str) -> None:
+def test_s01_s04_s05_what_breaks_a_rule_is_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ManifestInvalid, match=said):
         decode(bytes_of(manifest(**more)), Manifest, key="k")
 
 
 @pytest.mark.parametrize("name", sorted(manifest()))
-def test_no_member_may_be_missing(name: str) -> None:
+def test_s01_no_member_may_be_missing(name: str) -> None:
     data = manifest()
     del data[name]
     with pytest.raises(ManifestInvalid):
@@ -149,7 +149,7 @@ def test_keys_lead_nowhere_else(key: str) -> None:
         decode(bytes_of(manifest(ways=[way])), Manifest, key="k")
 
 
-def test_a_later_way_is_no_delta() -> None:
+def test_s05_a_later_way_is_no_delta() -> None:
     head = {name: manifest()[name] for name in ("format", "run", "version", "writer")}
     data = head | {"kind": "way", "written_at": "", "mac": None, "manifest": ZEROS}
     for way in (way_of(2, "fold", 0), way_of(2, "anchor", None)):
@@ -175,7 +175,7 @@ def test_a_later_way_is_no_delta() -> None:
     ],
     ids=range(11),
 )
-def test_hostile_bytes_are_refused(data: bytes) -> None:
+def test_s01_hostile_bytes_are_refused(data: bytes) -> None:
     for model in MODELS:
         with pytest.raises(ManifestInvalid):
             decode(data, model, key="k")
@@ -189,14 +189,14 @@ _JSON = st.recursive(
 
 
 @given(data=st.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
-def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+def test_s01_arbitrary_bytes_are_refused(data: bytes) -> None:
     for model in MODELS:
         with pytest.raises(ManifestInvalid):
             decode(data, model, key="k")
 
 
 @given(name=st.sampled_from(sorted(manifest())), value=_JSON)
-def test_a_record_is_canonical_or_refused(name: str, value: Any) -> None:
+def test_s01_a_record_is_canonical_or_refused(name: str, value: Any) -> None:
     data = bytes_of(manifest(**{name: value}))
     try:
         found = decode(data, Manifest, key="k")
@@ -206,7 +206,7 @@ def test_a_record_is_canonical_or_refused(name: str, value: Any) -> None:
 
 
 @given(at=st.integers(0, len(bytes_of(manifest())) - 1), byte=st.integers(0, 255))
-def test_a_changed_byte_changes_the_mac_or_is_refused(at: int, byte: int) -> None:
+def test_s09_a_changed_byte_changes_the_mac_or_is_refused(at: int, byte: int) -> None:
     record = signed(decode(bytes_of(manifest()), Manifest, key="k"), b"key")
     data = bytearray(canonical(record))
     data[at] = byte

@@ -125,7 +125,7 @@ DAMAGES: list[Callable[[Path], object]] = [flip, cut, grow, empty, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_delta_is_passed_by_where_there_is_an_anchor(
+def test_s08_a_damaged_delta_is_passed_by_where_there_is_an_anchor(
     run_of: tuple[Path, States], damage: Callable[[Path], object]
 ) -> None:
     run, states = run_of
@@ -137,7 +137,7 @@ def test_a_damaged_delta_is_passed_by_where_there_is_an_anchor(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_anchor_is_passed_by_where_there_is_another(
+def test_s08_a_damaged_anchor_is_passed_by_where_there_is_another(
     run_of: tuple[Path, States], damage: Callable[[Path], object]
 ) -> None:
     run, states = run_of
@@ -148,7 +148,7 @@ def test_a_damaged_anchor_is_passed_by_where_there_is_another(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_without_another_way_the_old_version_serves(
+def test_s08_without_another_way_the_old_version_serves(
     run_of: tuple[Path, States], damage: Callable[[Path], object]
 ) -> None:
     run, states = run_of
@@ -183,7 +183,7 @@ def test_a_damaged_manifest_stops_what_would_pass_it(
             assert not reader.receiver.is_dirty
 
 
-def test_manifests_that_were_swapped_are_refused(run_of: tuple[Path, States]) -> None:
+def test_s01_manifests_that_were_swapped_are_refused(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     shutil.copy(manifest_of(run, 3), manifest_of(run, 2))
     reader = reader_of(run, at=states[1])
@@ -191,7 +191,7 @@ def test_manifests_that_were_swapped_are_refused(run_of: tuple[Path, States]) ->
         reader.receiver.fetch(2, timeout_s=0)
 
 
-def test_a_parent_that_was_replaced_is_noticed(run_of: tuple[Path, States]) -> None:
+def test_s04_a_parent_that_was_replaced_is_noticed(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     manifest = Manifest.model_validate_json(manifest_of(run, 2).read_bytes())
     altered = manifest.model_copy(update={"writer": "another"})
@@ -217,7 +217,7 @@ def test_a_digest_that_lies_is_found_before_anything_is_written(
         assert not reader.receiver.is_dirty
 
 
-def test_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> None:
+def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     manifests = {n: Manifest.model_validate_json(manifest_of(run, n).read_bytes()) for n in (2, 3)}
     (wrong,) = manifests[3].ways
@@ -233,7 +233,7 @@ def test_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) -> N
     assert reader.holds(states[1])
 
 
-def test_a_size_beyond_measure_takes_no_memory(run_of: tuple[Path, States]) -> None:
+def test_s08_a_size_beyond_measure_takes_no_memory(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     manifest = Manifest.model_validate_json(manifest_of(run, 2).read_bytes())
     (way,) = manifest.ways
@@ -261,7 +261,7 @@ def test_an_anchor_that_is_no_checkpoint_is_passed_by(run_of: tuple[Path, States
     assert not reader.receiver.is_dirty
 
 
-def test_another_run_is_not_followed(run_of: tuple[Path, States]) -> None:
+def test_s01_another_run_is_not_followed(run_of: tuple[Path, States]) -> None:
     run, _ = run_of
     other = run.parent / "other"
     shutil.copytree(run, other)
@@ -271,7 +271,7 @@ def test_another_run_is_not_followed(run_of: tuple[Path, States]) -> None:
         receiver.fetch(timeout_s=0)
 
 
-def test_keys_must_agree(tmp_path: Path) -> None:
+def test_s09_keys_must_agree(tmp_path: Path) -> None:
     place = local_place(tmp_path / "store")
     signed = Place(place.url, StoreOptions(mac_key=SecretBytes(b"key")), place.folder)
     trainer = Publisher(signed)
@@ -288,7 +288,7 @@ def test_keys_must_agree(tmp_path: Path) -> None:
     assert without.receiver.fetch(timeout_s=10) == 2, "without a key none is asked for"
 
 
-def test_an_unsigned_store_is_refused_with_a_key(run_of: tuple[Path, States]) -> None:
+def test_s09_an_unsigned_store_is_refused_with_a_key(run_of: tuple[Path, States]) -> None:
     run, _ = run_of
     reader = Follower(Place(str(run.parent), StoreOptions(mac_key=SecretBytes(b"key"))))
     with pytest.raises(MacMismatch, match="not signed"):

@@ -48,7 +48,7 @@ def keys_of(place: Place) -> list[str]:
 
 
 @pytest.mark.parametrize(("keep", "oldest"), [(1, 10), (2, 7), (4, 7), (5, 4), (10, 1), (99, 1)])
-def test_versions_that_are_kept_can_be_fetched(
+def test_s11_versions_that_are_kept_can_be_fetched(
     place: Place, history: History, tmp_path: Path, keep: int, oldest: int
 ) -> None:
     before = keys_of(place)
@@ -69,7 +69,7 @@ def test_versions_that_are_kept_can_be_fetched(
     ("holds", "version", "oldest"),
     [(3, 10, 3), (3, 3, 3), (None, 5, 4), (None, 10, 10), (9, 10, 9)],
 )
-def test_what_a_lease_needs_stays(
+def test_s11_what_a_lease_needs_stays(
     place: Place,
     history: History,
     holds: int | None,
@@ -83,7 +83,7 @@ def test_what_a_lease_needs_stays(
     assert len(history) == 10
 
 
-def test_expired_leases_keep_nothing(place: Place, history: History) -> None:
+def test_s11_expired_leases_keep_nothing(place: Place, history: History) -> None:
     lease = put_lease(place, holds=2, version=2, seconds=1)
     time.sleep(3.5 if place.folder is not None or place.url.startswith("memory") else 4.5)
     stats = collect(place, keep=1)
@@ -93,7 +93,7 @@ def test_expired_leases_keep_nothing(place: Place, history: History) -> None:
 
 
 @pytest.mark.parametrize("place", ["local"], indirect=True)  # where times can be set
-def test_a_lease_that_is_renewed_meanwhile_stays(place: Place, history: History) -> None:
+def test_s11_a_lease_that_is_renewed_meanwhile_stays(place: Place, history: History) -> None:
     assert place.folder is not None
     lease = put_lease(place, holds=9, version=10)
     data = (place.folder / "run" / lease).read_bytes()
@@ -109,7 +109,7 @@ def test_a_lease_that_is_renewed_meanwhile_stays(place: Place, history: History)
     assert len(history) == 10
 
 
-def test_a_lease_that_cannot_be_read_stops_it(place: Place, history: History) -> None:
+def test_s01_s11_a_lease_that_cannot_be_read_stops_it(place: Place, history: History) -> None:
     run_of(place).objects.put(keys.lease_key("0" * 32), b'{"kind":"lease","format":2}')
     before = keys_of(place)
     with pytest.raises(ManifestInvalid, match="leases/"):
@@ -128,7 +128,7 @@ def test_a_manifest_that_cannot_be_read_stops_it(place: Place, history: History)
     assert len(history) == 10
 
 
-def test_an_anchor_with_a_missing_file_is_none(
+def test_s11_an_anchor_with_a_missing_file_is_none(
     place: Place, history: History, tmp_path: Path
 ) -> None:
     run = run_of(place)

@@ -105,7 +105,7 @@ def test_a_version_without_changes_is_a_version(place: Place, tmp_path: Path) ->
     assert_holds(run_of(place), 2, weights_of(model), tmp_path)
 
 
-def test_manifests_list_what_changed(place: Place) -> None:
+def test_s07_manifests_list_what_changed(place: Place) -> None:
     model = Model()
     sender = sender_of(model, place)
     sender.publish()
@@ -151,7 +151,9 @@ def test_a_trainer_with_other_weights_begins_with_an_anchor(place: Place, tmp_pa
     assert_holds(run_of(place), 2, weights_of(model), tmp_path)
 
 
-def test_another_model_in_the_same_run_begins_with_an_anchor(place: Place, tmp_path: Path) -> None:
+def test_s05_another_model_in_the_same_run_begins_with_an_anchor(
+    place: Place, tmp_path: Path
+) -> None:
     sender_of(Model(), place).publish()
     other = nn.Linear(3, 4)
     stats = sender_of(other, place).publish()
@@ -159,7 +161,7 @@ def test_another_model_in_the_same_run_begins_with_an_anchor(place: Place, tmp_p
     assert_holds(run_of(place), 2, dict(other.state_dict()), tmp_path)
 
 
-def test_of_two_writers_the_second_is_told(place: Place, tmp_path: Path) -> None:
+def test_s03_of_two_writers_the_second_is_told(place: Place, tmp_path: Path) -> None:
     model, other = Model(), Model()
     one = sender_of(model, place)
     one.publish()
@@ -240,7 +242,7 @@ def test_an_empty_store_has_no_runs(place: Place) -> None:
         run_of(place)
 
 
-def test_an_old_hint_is_harmless(place: Place) -> None:
+def test_s10_an_old_hint_is_harmless(place: Place) -> None:
     model = Model()
     sender = sender_of(model, place)
     sender.publish()
@@ -261,7 +263,7 @@ def test_an_old_hint_is_harmless(place: Place) -> None:
     assert sender.publish().version == 5
 
 
-def test_signed_manifests_need_the_key(place: Place) -> None:
+def test_s09_signed_manifests_need_the_key(place: Place) -> None:
     model = nn.Linear(2, 2)
     with_key = place.options.model_copy(update={"mac_key": _secret("key")})
     keyed = Place(place.url, with_key, place.folder)
@@ -287,7 +289,7 @@ def _secret(text: str) -> object:
     return StoreOptions.model_validate({"mac_key": text.encode()}).mac_key
 
 
-def test_altered_manifests_are_refused(place: Place) -> None:
+def test_s01_s04_altered_manifests_are_refused(place: Place) -> None:
     sender = sender_of(nn.Linear(2, 2), place)
     sender.publish()
     sender.publish()
