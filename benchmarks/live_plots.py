@@ -58,7 +58,8 @@ def _drawn(results: list[Result]) -> Figure:
     for axes in (gaps, rates):
         axes.grid(axis="y", visible=False)
         axes.set_axisbelow(True)
-        axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.1), frameon=False, fontsize=9)
+        below = (-0.02, -0.02 - 0.2 / len(results))
+        axes.legend(loc="upper left", bbox_to_anchor=below, frameon=False, fontsize=9)
     gaps.set_yticks(range(len(results)), [one.model.replace(", ", "\n") for one in results])
     gaps.invert_yaxis()
     figure.supxlabel(describe(results[0].environment), fontsize=7.5, color="#555555")
@@ -68,6 +69,7 @@ def _drawn(results: list[Result]) -> Figure:
 def _bars(
     axes: Axes, results: list[Result], series: tuple[tuple[str, str, str], ...], *, scale: float
 ) -> None:
+    series = tuple(one for one in series if all(one[0] in result.parts for result in results))
     height = 0.8 / len(series)
     for nth, (key, label, color) in enumerate(series):
         at = [row - 0.4 + height * (nth + 0.5) for row in range(len(results))]
