@@ -32,6 +32,7 @@ from benchmarks.gpu.worker import run_groups
 from benchmarks.proofs import run as run_proofs
 from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
+from benchmarks.scale import command as scale_command
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.runner import run_ranks
 from benchmarks.soak import DEFAULT_GEOMETRY, Plan, run_soak
@@ -62,6 +63,7 @@ _MODEL = "qwen3-1.7b"
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command()(codec_command.codec)
 app.command()(store_command.store)
+app.command()(scale_command.scale)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer densities and rounds.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Toy size: a smoke test.")]
