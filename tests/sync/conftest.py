@@ -10,7 +10,7 @@ import pytest
 from deltasync.delta.codecs import coding
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # a session has tests of other folders, too
 def _coded_payloads_of_small_models() -> Iterator[None]:
     """Send coded payloads although those of small models are longer than what they stand for."""
     with pytest.MonkeyPatch.context() as patch:
