@@ -12,7 +12,7 @@ from deltasync.sync.relay.relay import Relay
 from deltasync.sync.stats import SyncStats
 from deltasync.transports import inprocess
 from deltasync.transports.base import ReceiveTransport
-from tests.sync.harness import Receivers
+from tests.sync.harness import Receivers, until
 
 
 class Region(Receivers):
@@ -25,11 +25,19 @@ class Region(Receivers):
         super().__init__([link])
         self.relay = Relay(upstream, link, lanes=lanes, **options)
         self.sender = self.relay._sender
-        self.sent: list[SyncStats] = []
+        self._sent: list[SyncStats] = []
+        self._calls = 0
         self.crash: BaseException | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def sent(self) -> list[SyncStats]:
+        """What was forwarded, with what is being forwarded: receivers have it before it returns."""
+        calls = self._calls
+        until(lambda: self._calls > calls)
+        return self._sent
 
     def close(self) -> None:
         self._is_over.set()
@@ -45,7 +53,8 @@ class Region(Receivers):
             while not self._is_over.is_set():
                 stats = self.relay.forward(timeout_s=0.1)
                 if stats is not None:
-                    self.sent.append(stats)
+                    self._sent.append(stats)
+                self._calls += 1
         except TransportClosed:
             return
         except BaseException as error:
