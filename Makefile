@@ -18,7 +18,7 @@ JUPYTEXT := $(NOTEBOOK)/bin/jupytext --quiet
 VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
-.PHONY: demo test lint types layers docs notebook notebook-outputs bench \
+.PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
   engines test-engines sweep-engines gpu-engines test-ray test-verl clean
 
 demo: $(STAMP)
@@ -42,6 +42,18 @@ layers: $(STAMP)
 docs: $(STAMP) $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py
+
+# The wheel and the source distribution, and a user's program against the installed wheel alone.
+package: $(STAMP)
+	rm -rf dist build/package
+	$(BIN)/python -m hatchling build -d dist -t sdist -t wheel
+	$(PYTHON) -m venv build/package
+	build/package/bin/pip install --disable-pip-version-check -q "$(TORCH)"
+	build/package/bin/pip install --disable-pip-version-check -q -c constraints.txt \
+	  "$$(echo dist/deltasync-*.whl)[cli,store]"
+	cp tests/package/consumer.py build/package/
+	cd build/package && bin/python consumer.py && bin/deltasync --version \
+	  && ../../$(BIN)/mypy --strict --config-file /dev/null --python-executable bin/python consumer.py
 
 # The .py is the source. The .ipynb beside it adds outputs at full size, and is not written here.
 notebook: $(NOTEBOOK)/.installed
