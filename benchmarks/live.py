@@ -126,7 +126,7 @@ class Turned(VllmServer):
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
-        self._keeping = VllmServer(client, clear_cache=False)
+        self._keeping = VllmServer(client, caches="version")
         self.way = "one"
 
     def reach(self, paused: Callable[[], object], /) -> int:
@@ -449,7 +449,7 @@ _RATES = ("before", "paced", "kept_paced", "after")
 _SAID = (
     "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
     "longest without a token of any request: around a sync, and in 0.1 s before it. Requests that "
-    "run are computed anew after a sync, unless old keys and values are kept."
+    'run are computed anew after a sync, unless they keep theirs (`caches="version"`).'
 )
 
 

@@ -184,15 +184,15 @@ class SglangServer:
     Args:
         url: The server's scheme, host and port.
         api_key: The server's key, if it needs one.
-        clear_cache: In each update, drop what the old weights computed: cached prefixes, keys and
-            values of requests that are kept (SGLang recomputes them), and encodings of images.
-            Otherwise prompts continue with keys and values of old weights for as long as SGLang
+        caches: "clear" drops in each update what the old weights computed: cached prefixes, keys
+            and values of requests that are kept (SGLang recomputes them), and encodings of images.
+            "keep": prompts continue with keys and values of old weights for as long as SGLang
             keeps them.
         timeout_s: For each call.
 
     Raises:
-        ConfigError: The server has several data-parallel replicas, or `clear_cache` is set and the
-            server also keeps prefixes where no update reaches them.
+        ConfigError: The server has several data-parallel replicas, or caches are to be cleared and
+            it also keeps prefixes where no update reaches them.
     """
 
     def __init__(
@@ -200,20 +200,20 @@ class SglangServer:
         url: str,
         *,
         api_key: str | None = None,
-        clear_cache: bool = True,
+        caches: Literal["clear", "keep"] = "clear",
         timeout_s: float = 300.0,
     ) -> None:
         self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
-        self._clear_cache = clear_cache
+        self._clears = caches == "clear"
         self._is_stale = False  # caches may hold results of older weights
         info = self._http.get("server_info")
         if info["dp_size"] != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
-        if clear_cache and (stores := [name for name in _STORES if info.get(name)]):
+        if self._clears and (stores := [name for name in _STORES if info.get(name)]):
             raise ConfigError(
                 f"the server keeps prefixes where no update clears them ({', '.join(stores)}), so "
                 "that prompts would go on with keys and values of old weights: start it without, "
-                "or say clear_cache=False"
+                'or say caches="keep"'
             )
         self.workers = int(info["tp_size"]) * int(info["pp_size"])
         self._is_pipelined = info["pp_size"] != 1
@@ -258,7 +258,7 @@ class SglangServer:
 
     def _write(self, version: int, *, weight_version: str | None = None) -> None:
         """Let workers write a version, and drop from their caches what older ones computed."""
-        clears = self._is_stale and self._clear_cache
+        clears = self._is_stale and self._clears
         write = WorkerRequest(version=version)
         self._request(write, flush_cache=clears, weight_version=weight_version)
         self._is_stale = False

@@ -16,6 +16,12 @@ from deltasync.transports.address import Address
 Work = Literal["write", "pass", "name"]
 """What an update does: write a version; take one that changes nothing; only name one."""
 
+Caches = Literal["clear", "keep", "version"]
+"""What becomes of keys and values that older weights computed. "clear": they are dropped in each
+update, and those of running requests computed again. "version": new requests find none of them,
+running requests keep theirs. "keep": new requests find them, too.
+"""
+
 WithoutRoutes = Literal["refuse", "reload"]
 Unproved = Literal["refuse", "accept_stale_weights"]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast()]

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from deltasync.errors import ConfigError, EngineFailed, TransportTimeout
 from deltasync.integrations import vllm_core
 from deltasync.integrations.http import Http
-from deltasync.integrations.trainer_info import Work
+from deltasync.integrations.trainer_info import Caches, Work
 from deltasync.integrations.vllm_core import BACKEND, NOT_CLEARED
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -35,11 +35,17 @@ def register() -> None:
     vllm_core.register()
 
 
+_ONE_CALL = (
+    'caches="version" needs updates in one call, which this engine, its client or `paused` does '
+    'not allow: see docs/integrations/vllm.md, or say caches="clear"'
+)
+
+
 class Client(Protocol):
     """Calls that reach every worker of a server, with the names of vLLM's own clients.
 
-    A `VllmServer` that clears caches also needs `clear_cache`. An update takes one call if the
-    client has `collective_rpc(method, *args)`, which returns a list as vLLM's own does.
+    A `VllmServer` also needs `clear_cache` to clear caches. An update takes one call if the client
+    has `collective_rpc(method, *args)`, which returns a list as vLLM's own does.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object: ...
@@ -207,30 +213,42 @@ class VllmServer:
 
     Args:
         client: One of the clients above, or one of vLLM's own, which have no `clear_cache`.
-        clear_cache: In each update, drop what the old weights computed: cached prefixes, keys and
-            values of requests that are kept (vLLM recomputes them), and encodings of images.
-            Otherwise prompts continue with keys and values of old weights for as long as vLLM
-            keeps them.
+        caches: "clear" drops in each update what the old weights computed: cached prefixes, keys
+            and values of requests that are kept (vLLM recomputes them), and encodings of images.
+            "version" gives each request the version at which it begins as (a part of) its
+            `cache_salt`: it shares keys and values with requests of that version alone. Requests
+            that run keep theirs. It needs updates in one call. "keep": prompts continue with keys
+            and values of old weights for as long as vLLM keeps them.
+
+    Raises:
+        ConfigError: The client cannot do that.
     """
 
-    def __init__(self, client: Client, *, clear_cache: bool = True) -> None:
-        self._client = client
+    def __init__(self, client: Client, *, caches: Caches = "clear") -> None:
+        self._client, self._caches = client, caches
         self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
         self._is_stale = False  # caches may hold results of older weights
         self._clear_cache: Callable[[], object] | None = None
-        if clear_cache:
+        if caches == "version" and self._call is None:
+            raise ConfigError(f"{type(client).__name__} has no collective_rpc: {_ONE_CALL}")
+        if caches == "clear":
             self._clear_cache = getattr(client, "clear_cache", None)
             if self._clear_cache is None:
                 raise ConfigError(
                     f"{type(client).__name__} has no clear_cache, so prompts would go on with keys "
-                    "and values of old weights: give it one, or say clear_cache=False"
+                    'and values of old weights: give it one, or say caches="keep"'
                 )
 
     def connect(self, trainer: dict[str, Any], /) -> None:
         self._client.init_weight_transfer_engine({"trainer": trainer})
 
     def update(self, version: int, /) -> None:
-        """Also finish an update that breaks off: workers that did not fail wait for that."""
+        """Also finish an update that breaks off: workers that did not fail wait for that.
+
+        Raises ConfigError if requests are to be told apart by version.
+        """
+        if self._caches == "version":
+            raise ConfigError(_ONE_CALL)
         self._is_stale = True
         try:
             self._client.start_weight_update()
@@ -252,14 +270,18 @@ class VllmServer:
     def reach(self, paused: Callable[[], object], /) -> int:
         """Ask how many workers `switch` updates. Returns 0 if it must not be used.
 
+        Raises ConfigError then if requests are to be told apart by version.
+
         Args:
             paused: How the caller pauses generation. `switch` replaces the client's `paused` with
                 its default mode, and pausing not at all.
         """
         pauses_alike = paused in (nullcontext, getattr(self._client, "paused", nullcontext))
-        if self._call is None or not pauses_alike:
-            return 0
-        return int(self._call(vllm_core.REACH)[0])
+        call = self._call if pauses_alike else None
+        reached = 0 if call is None else int(call(vllm_core.REACH)[0])
+        if self._caches == "version" and not reached:
+            raise ConfigError(_ONE_CALL)
+        return reached
 
     def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
         """Do `update` and `name` in one call, between two steps of the engine.
@@ -273,8 +295,7 @@ class VllmServer:
         if self._call is None:
             raise ConfigError(f"{type(self._client).__name__} has no collective_rpc")
         self._clear()  # after several calls that failed
-        clears = self._clear_cache is not None
-        if failure := self._call(vllm_core.UPDATE, version, work, clears, stays_paused)[0]:
+        if failure := self._call(vllm_core.UPDATE, version, work, self._caches, stays_paused)[0]:
             raise EngineFailed(failure)
 
     def disconnect(self) -> None:

@@ -8,9 +8,10 @@ imports vLLM only within functions, because the trainer's end uses its names.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from deltasync.errors import DeltaSyncError, EngineFailed
-from deltasync.integrations.trainer_info import Work
+from deltasync.integrations.trainer_info import Caches, Work
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,15 @@ class _Noted:
     Attributes:
         is_stopped: Whether it is paused since an update here failed.
         is_stale: Whether its caches may hold results of older weights.
+        salt: Tells what requests compute from now on from what earlier ones did; empty before the
+            first version that is told apart.
+        name: Of this core alone, since what is cached may outlive it.
     """
 
     is_stopped: bool = False
     is_stale: bool = False
+    salt: str = ""
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 _NOTED: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
@@ -53,6 +59,7 @@ def register() -> None:
 
     if not hasattr(EngineCore.collective_rpc, "takes_updates"):
         EngineCore.collective_rpc = _taking_updates(EngineCore.collective_rpc)
+        EngineCore.add_request = _salting(EngineCore.add_request)
 
 
 def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +75,25 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
     call.takes_updates = True  # type: ignore[attr-defined]
     return call
+
+
+def _salting(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """Requests are salted where updates are made, in the core's own thread.
+
+    When a request was hashed, as it arrived, an update could still overtake it.
+    """
+
+    @wraps(add_request)
+    def add(core: Any, request: Any, *more: Any, **named: Any) -> Any:
+        noted = _NOTED.get(core)
+        if noted is not None and noted.salt:
+            own = request.cache_salt
+            request.cache_salt = f"{own}|{noted.salt}" if own else noted.salt
+            request.block_hashes = []
+            request.update_block_hashes()
+        return add_request(core, request, *more, **named)
+
+    return add
 
 
 def _said(call: Callable[..., None], *arguments: Any) -> str:
@@ -98,8 +124,8 @@ def reach(core: Any) -> int:
     return int(parallel.world_size)
 
 
-def update(core: Any, version: int, work: Work, clears: bool, stays_paused: bool) -> None:
-    """Bring all workers of a core to a version, drop what older weights computed, and name it.
+def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bool) -> None:
+    """Bring all workers of a core to a version, and name it.
 
     Steps in flight end first, with the old weights. Nothing is scheduled until all workers hold the
     version. If anything fails, the core stays paused if `stays_paused`; the next update that
@@ -109,7 +135,7 @@ def update(core: Any, version: int, work: Work, clears: bool, stays_paused: bool
         core: vLLM's EngineCoreProc.
         version: The version.
         work: What to do; "pass" and "name" neither pause nor clear a cache that is valid.
-        clears: Whether to drop cached keys, values and encodings.
+        caches: What becomes of keys and values; encodings are dropped unless they are kept.
         stays_paused: Whether a failure leaves generation paused.
 
     Raises:
@@ -118,14 +144,14 @@ def update(core: Any, version: int, work: Work, clears: bool, stays_paused: bool
     noted, before = _NOTED.setdefault(core, _Noted()), core.scheduler.pause_state
     noted.is_stopped = noted.is_stopped and _is_paused(core)
     try:
-        if work == "write" or (clears and noted.is_stale):
+        if work == "write" or (caches != "keep" and noted.is_stale):
             _pause(core)
             _end_steps(core)
         if work != "name":
             noted.is_stale = noted.is_stale or work == "write"
             _write(core, version, work)
-        if clears and noted.is_stale:
-            _clear(core)
+        if caches != "keep" and noted.is_stale:
+            _clear(core, caches, f"{noted.name}-{version}")
             noted.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
@@ -218,8 +244,17 @@ def _end_steps(core: Any) -> None:
         raise
 
 
-def _clear(core: Any) -> None:
-    """Raises EngineFailed. Requests that run are recomputed: their keys are of old weights."""
-    if not core.reset_prefix_cache(True, True):
+def _clear(core: Any, caches: Caches, salt: str) -> None:
+    """Let no request find what older weights computed. Raises EngineFailed.
+
+    If caches are cleared, requests that run are recomputed: their keys are of old weights.
+    """
+    if caches == "version":
+        _NOTED[core].salt = salt
+    elif core.reset_prefix_cache(True, True):
+        _NOTED[core].salt = ""
+    else:
         raise EngineFailed(NOT_CLEARED)
-    core.reset_encoder_cache()
+    model = core.vllm_config.model_config
+    if model.is_multimodal_model or model.is_encoder_decoder or model.runner_type != "generate":
+        core.reset_encoder_cache()  # a call to the workers, for which others need not wait

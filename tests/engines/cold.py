@@ -135,5 +135,5 @@ def synced(
     """A trainer of these weights, and its hold on the model."""
     source = Weights({name: tensor.clone() for name, tensor in weights.items()})
     transport = shared_memory.Sender(folder / f"{mode}.socket")
-    server = VllmServer(Engine(model, config), clear_cache=False)  # nothing is cached
+    server = VllmServer(Engine(model, config), caches="keep")  # nothing is cached
     return source, EngineSync(source, server, transport, without_routes=mode)

@@ -20,8 +20,6 @@ def test_the_installed_version_is_noted_as_it_is() -> None:
 
 @pytest.mark.parametrize("client", [HTTPVLLMWeightSyncClient(""), RayVLLMWeightSyncClient([])])
 def test_its_own_clients_are_taken_where_caches_are_kept(client: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"WeightSyncClient has no clear_cache.*clear_cache=False"
-    ):
+    with pytest.raises(ConfigError, match=r"WeightSyncClient has no clear_cache.*caches=.keep."):
         VllmServer(client)
-    VllmServer(client, clear_cache=False)
+    VllmServer(client, caches="keep")

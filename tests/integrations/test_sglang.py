@@ -150,7 +150,7 @@ def test_what_an_update_did_not_clear_is_cleared_before_a_version_is_named(
 
 
 def test_caches_are_kept_for_who_wants_that(url: str) -> None:
-    server = SglangServer(url, clear_cache=False)
+    server = SglangServer(url, caches="keep")
     server.update(1)
     server.name(1)
     assert Handler.asked == [(WRITE, False), (NAME, None)]
@@ -161,9 +161,9 @@ def test_a_server_that_keeps_prefixes_where_no_update_clears_them_is_refused(
     store: str, url: str
 ) -> None:
     Handler.info = {store: "file" if "backend" in store else True}
-    with pytest.raises(ConfigError, match=rf"\({store}\).* or say clear_cache=False"):
+    with pytest.raises(ConfigError, match=rf"\({store}\).* or say caches=.keep."):
         SglangServer(url)
-    SglangServer(url, clear_cache=False)
+    SglangServer(url, caches="keep")
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

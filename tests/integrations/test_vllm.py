@@ -227,7 +227,7 @@ def test_why_a_worker_declined_an_earlier_trainer_is_not_heard_by_the_next(tmp_p
 def test_caches_are_kept_for_who_wants_that(tmp_path: Path) -> None:
     source, server = model(0), Server(model(1))
     link = shared_memory.Sender(tmp_path / "socket")
-    with EngineSync(ModuleSource(source), VllmServer(server, clear_cache=False), link) as sync:
+    with EngineSync(ModuleSource(source), VllmServer(server, caches="keep"), link) as sync:
         sync.send_weights()
         server.worker.disconnect()
     assert "clear" not in server.calls
@@ -235,9 +235,23 @@ def test_caches_are_kept_for_who_wants_that(tmp_path: Path) -> None:
 
 def test_a_client_that_cannot_clear_caches_is_refused() -> None:
     """As vLLM's own cannot."""
-    with pytest.raises(ConfigError, match=r"Without has no clear_cache.* or say clear_cache=False"):
+    with pytest.raises(ConfigError, match=r"Without has no clear_cache.* or say caches=.keep."):
         VllmServer(cast("Client", Without()))
-    VllmServer(cast("Client", Without()), clear_cache=False)
+    VllmServer(cast("Client", Without()), caches="keep")
+
+
+def test_requests_are_told_apart_by_version_in_one_call_alone(tmp_path: Path) -> None:
+    source, server = model(0), Server(model(1))
+    with pytest.raises(ConfigError, match=r"needs updates in one call.* or say caches="):
+        VllmServer(server, caches="version")
+    server.collective_rpc = lambda *_: [0]  # type: ignore[attr-defined]
+    told_apart = VllmServer(server, caches="version")
+    with (
+        EngineSync(ModuleSource(source), told_apart, shared_memory.Sender(tmp_path / "s")) as sync,
+        pytest.raises(ConfigError, match=r"needs updates in one call.* or say caches="),
+    ):
+        sync.send_weights()
+    assert not bits_equal(source, server.module)
 
 
 class Without:
