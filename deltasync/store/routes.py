@@ -132,7 +132,7 @@ def find_route(
     at: Published | None = target
     fault: ManifestInvalid | None = None
     while at is not None:
-        if holds(at):
+        if at.version in found.cost and holds(at):
             found.seen.append(at)
             base = at
             break

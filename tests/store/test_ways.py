@@ -1,0 +1,75 @@
+"""Several ways to a version: each is what its manifest says, and none is overlooked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
+from deltasync.delta.codecs.coding import Coding
+from deltasync.store.besides import PublishOptions
+from tests.strategies import same_bits
+
+NUMEL = 1000
+
+
+class Frozen(nn.Module):
+    """Three parameters, of which the first is never trained; each fills a file of an anchor."""
+
+    def __init__(self, seed: int = 0, numel: int = NUMEL) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in "abc":
+            self.register_parameter(name, nn.Parameter(torch.randn(numel)))
+
+    def step(self, number: int) -> None:
+        with torch.no_grad():
+            for name in "bc":
+                self.get_parameter(name)[number * 10 : number * 10 + 40] *= 1.25
+
+
+def sender_of(folder: Path, model: nn.Module, compression: Coding, **more: Any) -> StoreSender:
+    return StoreSender(
+        ModuleSource(model),
+        folder,
+        options=SenderOptions(stream_id="run", compression=compression),
+        publishing=PublishOptions(anchor_file_bytes=4 * NUMEL, **more),
+    )
+
+
+def published(
+    folder: Path, compression: Coding, versions: int, **more: Any
+) -> dict[int, dict[str, Tensor]]:
+    """The weights of each version."""
+    model, states = Frozen(), dict[int, dict[str, Tensor]]()
+    sender = sender_of(folder, model, compression, **more)
+    for number in range(1, versions + 1):
+        sender.publish()
+        states[number] = {name: one.clone() for name, one in model.state_dict().items()}
+        model.step(number)
+    return states
+
+
+def holds(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    return all(same_bits(model.state_dict()[name], one) for name, one in state.items())
+
+
+def reader_of(folder: Path, state: dict[str, Tensor] | None = None) -> tuple[Frozen, StoreReceiver]:
+    engine = Frozen(seed=1)
+    if state is not None:
+        engine.load_state_dict(state)
+    return engine, StoreReceiver(ModuleTarget(engine), folder)
+
+
+def test_a_version_from_which_nothing_leads_hides_no_older_anchor(tmp_path: Path) -> None:
+    states = published(tmp_path, "zstd", 5, anchor_every=100, fold_every=4)
+    (delta,) = tmp_path.glob("run/objects/0000000000000004-delta-*")
+    assert list(tmp_path.glob("run/objects/0000000000000005-fold-*"))
+    delta.unlink()
+    engine, receiver = reader_of(tmp_path, states[3])
+    assert receiver.fetch(timeout_s=20) == 5
+    assert holds(engine, states[5])
+    receiver.close()
