@@ -28,7 +28,7 @@ from deltasync.errors import (
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
 from deltasync.store.folding import FoldedDeltas, named_in
-from deltasync.store.manifest import StoredFile, Way
+from deltasync.store.manifest import StoredFile, Way, sha256_of
 from deltasync.store.objects import Objects
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
@@ -77,7 +77,7 @@ class Fetched:
             StoreError: The store did not answer.
             ConfigError: The disk is full, or cannot be written.
         """
-        folder = self.path / way.files[0].sha256
+        folder = self.path / _name_of(way)
         try:
             folder.mkdir(exist_ok=True)
             for file in way.files:
@@ -323,6 +323,11 @@ def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int
     """The tensors of a checkpoint by their number in a layout; those that it lacks are left out."""
     names = {n: name for n, spec in enumerate(specs) if (name := named_in(checkpoint, spec))}
     return {number: Flat.of(checkpoint.tensor(name)) for number, name in names.items()}
+
+
+def _name_of(way: Way) -> str:
+    """A folder's name that no other way has, though its files may begin with the same content."""
+    return sha256_of("\n".join(f"{file.key} {file.sha256}" for file in way.files).encode())
 
 
 def _frames_in(folder: Path) -> FrameFile:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
 from deltasync.delta.codecs.coding import Coding
 from deltasync.store.besides import PublishOptions
+from deltasync.store.verifying import verify_run
 from tests.strategies import same_bits
 
 NUMEL = 1000
@@ -62,6 +65,43 @@ def reader_of(folder: Path, state: dict[str, Tensor] | None = None) -> tuple[Fro
     if state is not None:
         engine.load_state_dict(state)
     return engine, StoreReceiver(ModuleTarget(engine), folder)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def file_of(folder: Path, version: int, number: int) -> Path:
+    (path,) = folder.glob(f"run/objects/{version:016}-anchor-*/model-{number:05}-of-*")
+    return path
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_verify_reads_each_anchor_though_it_begins_as_another(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    published(tmp_path, "gap", 4, anchor_every=3)
+    first, second = (file_of(tmp_path, version, 1) for version in (1, 4))
+    assert first.read_bytes() == second.read_bytes()
+    assert verify_run(tmp_path).faults == []
+    damage(file_of(tmp_path, 4, 2))
+    found = verify_run(tmp_path)
+    assert [(fault.version, fault.what) for fault in found.faults] == [(4, "anchor")]
+    assert found.proved == [1, 2, 3, 4], "by the delta"
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gap", "class"])
+def test_a_damaged_anchor_leaves_nothing_to_an_older_one_that_begins_alike(
+    tmp_path: Path, compression: Coding
+) -> None:
+    states = published(tmp_path, compression, 5, anchor_every=3, fold_every=0)
+    flip(file_of(tmp_path, 4, 3))
+    engine, receiver = reader_of(tmp_path)
+    assert receiver.fetch(timeout_s=20) == 5
+    assert holds(engine, states[5])
+    receiver.close()
 
 
 def test_a_version_from_which_nothing_leads_hides_no_older_anchor(tmp_path: Path) -> None:
