@@ -32,7 +32,9 @@ from deltasync.store.manifest import StoredFile, Way, sha256_of
 from deltasync.store.objects import Objects
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
-from deltasync.wire.messages import ParameterSpec
+from deltasync.transports.base import Frame
+from deltasync.wire.frame import decode
+from deltasync.wire.messages import Layout, ParameterSpec
 
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
@@ -227,7 +229,7 @@ class FetchedRoute:
         for step, folder in later:
             self.blamed = step.keys
             assert self.later is not None
-            self.later.take(_frames_in(folder))
+            self.later.take(_frames_of(step, folder))
             self._check_named(self.later, step)
         # From here on, one object cannot be told from another.
         self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
@@ -258,7 +260,7 @@ class FetchedRoute:
         if self.route.base is None or self.later is not None:
             return self.later
         single = FoldedDeltas(self._flats)
-        single.take(self.frames())
+        single.take(_frames_of(self.route.steps[0], self._folders[0]))
         self._check_named(single, self.route.steps[0])
         return single
 
@@ -328,6 +330,21 @@ def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int
 def _name_of(way: Way) -> str:
     """A folder's name that no other way has, though its files may begin with the same content."""
     return sha256_of("\n".join(f"{file.key} {file.sha256}" for file in way.files).encode())
+
+
+def _frames_of(step: Step, folder: Path) -> Iterator[Frame]:
+    """The frames of a delta, whose rows are then decoded by weights of the manifest's layout.
+
+    Raises ProtocolViolation if they are of another one.
+    """
+    for number, frame in enumerate(_frames_in(folder)):
+        if not number:
+            message, _ = decode(frame.header)
+            if not isinstance(message, Layout) or message.hash != step.to.manifest.layout_hash:
+                raise ProtocolViolation(
+                    f"{step.way.files[0].key}: its frames have other parameters than the manifest"
+                )
+        yield frame
 
 
 def _frames_in(folder: Path) -> FrameFile:

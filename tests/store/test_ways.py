@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
 from deltasync.delta.codecs.coding import Coding
+from deltasync.errors import ProtocolViolation
 from deltasync.store.besides import PublishOptions
+from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.verifying import verify_run
+from tests.store.raw import bytes_of, read, sha256
 from tests.strategies import same_bits
 
 NUMEL = 1000
@@ -113,3 +116,44 @@ def test_a_version_from_which_nothing_leads_hides_no_older_anchor(tmp_path: Path
     assert receiver.fetch(timeout_s=20) == 5
     assert holds(engine, states[5])
     receiver.close()
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gap", "block", "class"])
+def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
+    tmp_path: Path, compression: Coding
+) -> None:
+    """Positions that the weights have not would be an IndexError of torch."""
+    folder, larger = tmp_path / "store", tmp_path / "larger"
+    states = published(folder, compression, 3, fold_every=0)
+    model = Frozen(numel=NUMEL * 10)
+    sender = sender_of(larger, model, compression, fold_every=0)
+    sender.publish()
+    with torch.no_grad():
+        model.get_parameter("b")[5 * NUMEL :: 3] *= 1.25
+    sender.publish()
+    for path in folder.glob("run/objects/0000000000000002-delta-*"):
+        (other,) = larger.glob("run/objects/0000000000000002-delta-*")
+        path.write_bytes(other.read_bytes())
+    link_again(folder)
+    engine, receiver = reader_of(folder, states[1])
+    with pytest.raises(ProtocolViolation, match="other parameters"):
+        receiver.fetch(3, timeout_s=5)
+    assert holds(engine, states[1])
+    assert not receiver.is_dirty
+    receiver.close()
+    with pytest.raises(ProtocolViolation, match="other parameters"):
+        fetch_checkpoint(folder, tmp_path / "out")
+    assert [(fault.version, fault.what) for fault in verify_run(folder).faults] == [(2, "delta")]
+
+
+def link_again(folder: Path) -> None:
+    """Let manifests name objects, and each the one before, as they are."""
+    parent = None
+    for path in sorted(folder.glob("run/manifests/*.json")):
+        record = read(path)
+        for file in record["ways"][0]["files"]:
+            data = (folder / "run" / file["key"]).read_bytes()
+            file |= {"bytes": len(data), "sha256": sha256(data)}
+        data = bytes_of(record | {"parent": parent})
+        path.write_bytes(data)
+        parent = {"version": record["version"], "sha256": sha256(data)}
