@@ -11,7 +11,15 @@ import json
 from itertools import pairwise
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from deltasync.errors import MacMismatch, ManifestInvalid
 from deltasync.store.keys import ObjectKey, RunId
@@ -21,6 +29,7 @@ FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 16384  # of a way, such as an anchor of as many shards
 MAX_WAYS = 64  # in one manifest
+MAX_CODECS = 64  # of a way
 MAX_CHANGED = 1 << 20  # parameters
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -29,7 +38,14 @@ Kind = Literal["anchor", "delta", "fold"]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # Unknown members are dropped, and `decode` misses them: to report each takes a kilobyte.
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+def _few(found: object) -> object:
+    if isinstance(found, dict) and len(found) > MAX_CODECS:
+        raise ValueError(f"{len(found)} codecs, {MAX_CODECS} at most")
+    return found
 
 
 class StoredFile(_Record):
@@ -51,7 +67,7 @@ class Way(_Record):
     kind: Kind
     base: Version | None
     files: Annotated[tuple[StoredFile, ...], Field(min_length=1, max_length=MAX_FILES), FailFast()]
-    codecs: Annotated[dict[Label, Count], Field(max_length=64)] = {}
+    codecs: Annotated[dict[Label, Count], BeforeValidator(_few)] = {}
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -234,9 +250,11 @@ def decode(data: bytes, model: type[Record], *, key: str) -> Record:
     try:
         record = model.model_validate_json(data)
     except ValidationError as error:
-        raise ManifestInvalid(f"{key}: {_first_fault(error)}; {_ADVICE}") from None
+        raise ManifestInvalid(f"{key}: {first_fault(error)}; {_ADVICE}") from None
     if canonical(record) != data:
-        raise ManifestInvalid(f"{key}: not in canonical form; {_ADVICE}")
+        raise ManifestInvalid(
+            f"{key}: not in canonical form, or has more members than this build knows; {_ADVICE}"
+        )
     return record
 
 
@@ -265,7 +283,8 @@ _ADVICE = "it was altered, or a newer deltasync wrote it: restore the object, or
 _MAC_ADVICE = "give the key that the writer uses; if it is, do not use this store"
 
 
-def _first_fault(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
+    """Where a record is wrong first, and why, in a line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part)[:40] for part in first["loc"][:4])
     return f"{where or 'record'}: {first['msg'][:200]}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from deltasync.errors import ManifestInvalid
 from deltasync.store import keys
@@ -179,6 +180,33 @@ def test_s01_hostile_bytes_are_refused(data: bytes) -> None:
     for model in MODELS:
         with pytest.raises(ManifestInvalid):
             decode(data, model, key="k")
+
+
+_MANY = {f"k{number}": "x" for number in range(100_000)}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        manifest() | _MANY,
+        manifest(parent=_MANY),
+        manifest(ways=[way_of(2, "delta", 1) | _MANY]),
+        manifest(ways=[way_of(2, "delta", 1) | {"codecs": _MANY}]),
+        manifest(ways=[way_of(2, "delta", 1) | {"files": [_MANY]}]),
+        manifest(ways=list(_MANY)),
+        manifest(changed=list(_MANY)),
+        manifest(changed=[[4, *_MANY]]),
+    ],
+    ids=range(8),
+)
+def test_s01_many_faults_take_memory_in_proportion(data: dict[str, Any]) -> None:
+    """To report each of them would take a kilobyte, and a manifest may have millions."""
+    text = bytes_of(data)
+    with pytest.raises(ManifestInvalid) as raised:
+        decode(text, Manifest, key="k")
+    cause = raised.value.__context__
+    assert not isinstance(cause, ValidationError) or cause.error_count() <= 10
+    assert len(str(raised.value)) < 400
 
 
 _JSON = st.recursive(
