@@ -28,15 +28,16 @@ from deltasync.store.manifest import (
     Way,
     check_mac,
     decode,
+    first_fault,
     sha256_of,
 )
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.sync.target.base import some_of
-from deltasync.wire.messages import Entry, ParameterSpec, entries, parameter_specs
+from deltasync.wire.messages import Entries, Entry, ParameterSpec, entries, parameter_specs
 
 _MAX_LAYOUT_BYTES = 256 << 20
 _Any = TypeVar("_Any", Manifest, LaterWay)
-_ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(tuple[Entry, ...])
+_ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(Entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +186,10 @@ class Run:
             what = "does not exist" if data is None else "was altered"
             raise ObjectDamaged(f"{key} {what}: no version of this layout can be fetched")
         try:
-            return parameter_specs(_ENTRIES.validate_json(data))
+            return parameter_specs(_ENTRIES.validate_json(data, strict=True))
         except (ValidationError, UnknownDtype) as error:
-            raise ManifestInvalid(f"{key}: not a layout that this build reads: {error}") from None
+            why = first_fault(error) if isinstance(error, ValidationError) else error
+            raise ManifestInvalid(f"{key}: not a layout that this build reads: {why}") from None
 
     def _hint(self) -> int | None:
         """What `latest` says; None if it says nothing that can be used."""

@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    model_validator,
+)
 
 from deltasync import dtypes
 from deltasync.errors import ConfigError, UnknownDtype
@@ -93,17 +101,21 @@ def _extent(shape: tuple[int, ...]) -> int:
     return math.prod(filter(None, shape))
 
 
-class _Parameters(_Message):
-    parameters: Annotated[tuple[Entry, ...], FailFast()]
+def _checked(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    names = [name for entry in entries for name in entry[0]]
+    if len(set(names)) != len(names):
+        raise ValueError("a name stands twice in the layout")
+    if any(_extent(shape) > MAX_NUMEL for _, shape, _ in entries):
+        raise ValueError(f"a parameter of more than {MAX_NUMEL} elements, zeros aside")
+    return entries
 
-    @model_validator(mode="after")
-    def _check_parameters(self) -> Self:
-        names = [name for entry in self.parameters for name in entry[0]]
-        if len(set(names)) != len(names):
-            raise ValueError("a name stands twice in the layout")
-        if any(_extent(shape) > MAX_NUMEL for _, shape, _ in self.parameters):
-            raise ValueError(f"a parameter of more than {MAX_NUMEL} elements, zeros aside")
-        return self
+
+Entries = Annotated[tuple[Entry, ...], FailFast(), AfterValidator(_checked)]
+"""The parameters of a hello or a layout."""
+
+
+class _Parameters(_Message):
+    parameters: Entries
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         """The parameters in order. Raises UnknownDtype."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import gc
 from deltasync.store.routes import find_route
 from deltasync.store.verifying import verify_run
+from deltasync.sync.target.copied import CopiedTarget
 from tests.store.published import RUN, Follower, Publisher, small_model, state_of
 from tests.store.raw import (
     KEY,
@@ -27,6 +29,7 @@ from tests.store.raw import (
     opened,
     read,
     rewrite,
+    sha256,
     signed_run,
 )
 from tests.store.replay import assert_holds
@@ -265,3 +268,38 @@ def test_s11_leases_expire_by_the_times_of_the_store(
     os.utime(path, (written, written))
     assert gc(stored.run, keep=1).oldest == oldest
     assert path.exists() == (oldest == 3)
+
+
+# What no rule of the table has
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([[["a"], [1], 16], [["a"], [2], 16]], "a name stands twice"),
+        ([[["a", "a"], [1], 16]], "a name stands twice"),
+        ([[["a"], [1 << 62, 1 << 62], 16]], "elements"),
+        ([[["a"], [1 << 62, 0, 4], 16]], "elements"),
+        ([[["a"], [-1], 16]], "greater than or equal to 0"),
+        ([[["a"], [1.0], 16]], "valid integer"),
+        ([[["a"], [True], 16]], "valid integer"),
+        ([[["a"], [1], 200]], "dtype code 200"),
+        ([1] * 100_000, "not a layout"),
+        ({"a": 1}, "not a layout"),
+    ],
+    ids=range(10),
+)
+def test_a_layout_that_no_sender_has_is_refused(stored: Stored, entries: Any, why: str) -> None:
+    data = bytes_of(entries)
+    (stored.run / f"layouts/{sha256(data)}.json").write_bytes(data)
+    rewrite(
+        stored, lambda record: record | ({"layout_hash": sha256(data)} if "ways" in record else {})
+    )
+    for model in (small_model(1), None):
+        target = CopiedTarget() if model is None else ModuleTarget(model)
+        with (
+            StoreReceiver(target, stored.run) as receiver,
+            pytest.raises(ManifestInvalid, match=why) as raised,
+        ):
+            receiver.fetch(timeout_s=5)
+        assert len(str(raised.value)) < 400
