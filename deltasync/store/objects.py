@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -119,8 +120,9 @@ class Objects:
     def get(self, key: str, *, max_bytes: int) -> bytes | None:
         """A small object; None if there is none.
 
-        Raises ObjectDamaged if it has more than `max_bytes`.
+        Raises ObjectDamaged if it has more than `max_bytes`, or is a pipe or a device.
         """
+        self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
             found = self._obstore.get(self._store, self._prefix + key)
             size = found.meta["size"]
@@ -132,10 +134,11 @@ class Objects:
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of an object, at most `options.part_bytes`.
 
-        Raises ObjectDamaged if the object does not exist, or is shorter.
+        Raises ObjectDamaged if the object does not exist, is shorter, or is a pipe or a device.
         """
         if start == stop:
             return memoryview(b"")
+        self._check_no_pipe(key)
         try:
             with self._answered(key):
                 path = self._prefix + key
@@ -298,6 +301,14 @@ class Objects:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+
+    def _check_no_pipe(self, key: str) -> None:
+        """Raise ObjectDamaged for what might be read for ever: whoever writes here can make it."""
+        if self.folder is not None:
+            with suppress(OSError):  # which obstore meets too
+                mode = (self.folder / key).stat().st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    raise ObjectDamaged(f"{key} is a pipe or a device, not a file: remove it")
 
     def _facts(self, meta: Any) -> ObjectFacts:
         key = meta["path"].removeprefix(self._prefix)

@@ -51,6 +51,22 @@ def test_a_range_beyond_the_end_is_damaged(place: Place, start: int, stop: int) 
         run.get_range("b", 0, 1)
 
 
+def test_a_pipe_or_a_device_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    """Another user who can write there could have readers wait for ever."""
+    run = Objects(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for key in ("pipe", "zero"):
+        with pytest.raises(ObjectDamaged, match="pipe or a device"):
+            run.get(key, max_bytes=5)
+        with pytest.raises(ObjectDamaged, match="pipe or a device"):
+            run.get_range(key, 0, 1)
+    (tmp_path / "file").write_bytes(b"hello")
+    (tmp_path / "link").symlink_to("file")
+    assert run.get("link", max_bytes=5) == b"hello"
+    assert run.get("nothing", max_bytes=5) is None
+
+
 def test_what_is_deleted_while_it_is_written_is_no_loss_of_types(tmp_path: Path) -> None:
     run, stop = Objects(tmp_path), threading.Event()
 
