@@ -244,9 +244,12 @@ class Objects:
                     raise self._unavailable(key, error) from None
 
     def delete(self, key: str) -> None:
-        """Delete an object, if there is one."""
+        """Delete an object, if there is one. In a folder, none that a symbolic link leads to."""
         with suppress(FileNotFoundError), self._answered(key):
-            self._obstore.delete(self._store, self._prefix + key)
+            if self.folder is not None:
+                _unlink(self.folder, key)
+            else:
+                self._obstore.delete(self._store, self._prefix + key)
 
     def _open(self, make: bool) -> Any:
         if self.folder is not None:
@@ -364,6 +367,25 @@ def _check_process(url: str) -> None:
 
 def _cut(key: str, num_bytes: int, expected: int) -> ObjectDamaged:
     return ObjectDamaged(f"{key} ends after {num_bytes} bytes, {expected} are expected: altered")
+
+
+def _unlink(folder: Path, key: str) -> None:
+    """Delete a file below a folder. Raises StoreRefused if a link on its way leads elsewhere."""
+    *parents, name = key.split("/")
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for parent in parents:
+            inner = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        os.unlink(name, dir_fd=at)
+    except NotADirectoryError:
+        raise StoreRefused(
+            f"{folder / key}: lies behind a symbolic link, where nothing is deleted: remove the "
+            "link, or put in its place what it leads to"
+        ) from None
+    finally:
+        os.close(at)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-from deltasync.errors import ConfigError, ManifestInvalid
+from deltasync.errors import ConfigError, ManifestInvalid, StoreRefused
 from deltasync.store import keys
 from deltasync.store.manifest import Lease, canonical
 from deltasync.store.retention import GcStats, gc
@@ -180,4 +180,40 @@ def test_the_writer_goes_on_after_it(place: Place, history: History, tmp_path: P
     model.step(1)
     sender.publish()
     assert_holds(run_of(place), 12, weights_of(model), tmp_path)
+    assert len(history) == 10
+
+
+@pytest.mark.parametrize("place", ["local"], indirect=True)  # where there are links
+def test_nothing_is_deleted_behind_a_symbolic_link(
+    place: Place, history: History, tmp_path: Path
+) -> None:
+    """Whoever can write to a folder could otherwise have others delete their own files."""
+    assert place.folder is not None
+    home = tmp_path / "home"
+    (home / "more").mkdir(parents=True)
+    (home / "thesis.txt").write_text("mine")
+    (home / "more/thesis.txt").write_text("mine")
+    link = place.folder / "run/objects/0000000000000001-x"
+    link.symlink_to(home)
+    with pytest.raises(StoreRefused, match="symbolic link"):
+        collect(place, keep=1)
+    assert (home / "thesis.txt").exists()
+    assert (home / "more/thesis.txt").exists()
+    link.unlink()
+    file = place.folder / "run/objects/0000000000000001-delta-0123456789abcdef.dsyn"
+    file.symlink_to(home / "thesis.txt")
+    assert collect(place, keep=1).oldest == 10
+    assert not file.is_symlink()
+    assert (home / "thesis.txt").exists()
+    assert len(history) == 10
+
+
+@pytest.mark.parametrize("place", ["local"], indirect=True)
+def test_a_folder_that_is_a_link_is_collected(
+    place: Place, history: History, tmp_path: Path
+) -> None:
+    assert place.folder is not None
+    (tmp_path / "link").symlink_to(place.folder)
+    assert gc(tmp_path / "link", keep=1).oldest == 10
+    assert run_of(place).versions() == [10]
     assert len(history) == 10
