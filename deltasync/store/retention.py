@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from deltasync.errors import ConfigError, ManifestInvalid, StoreUnavailable
@@ -87,25 +87,27 @@ def gc(
         url, run: As of `Run.open`.
         keep: How many versions stay, at least 1.
         unfinished_after_s: Objects that no manifest names are deleted when they are older. Longer
-            than any upload of a version takes.
+            than any upload of a version takes; infinite for never.
         dry_run: Only count.
         options: How the store is reached. Give the key if manifests are signed.
         advance: Called to report progress.
 
     Raises:
-        ConfigError: `keep` is less than 1.
+        ConfigError: `keep` is less than 1, or `unfinished_after_s` is no time.
         StoreError: The store cannot be read, or a manifest is not what it should be: then nothing
             was deleted. If a deletion fails, call it again.
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: at least one version has to stay")
+    if not unfinished_after_s >= 0:
+        raise ConfigError(f"unfinished_after_s={unfinished_after_s}: give 0 seconds or more")
     found = Run.open(url, run, options)
     now = _clock(found)
     live, expired = _leases(found, now)
     newest = found.newest()
     floor = None if newest is None else _floor(found, newest, live, keep)
-    doomed = _doomed(found, floor, expired, now - timedelta(seconds=unfinished_after_s))
-    leftovers = _leftovers(found, now - timedelta(seconds=unfinished_after_s))
+    before_s = now.timestamp() - unfinished_after_s
+    doomed, leftovers = _doomed(found, floor, expired, before_s), _leftovers(found, before_s)
     if not dry_run:
         for facts in doomed:
             if not _is_renewed(found, facts):
@@ -230,7 +232,7 @@ def _is_whole(run: Run, way: Way) -> bool:
     )
 
 
-def _doomed(run: Run, floor: int | None, expired: list[ObjectFacts], before: datetime) -> _Doomed:
+def _doomed(run: Run, floor: int | None, expired: list[ObjectFacts], before_s: float) -> _Doomed:
     below = -1 if floor is None else floor
     manifests = [
         facts
@@ -247,7 +249,7 @@ def _doomed(run: Run, floor: int | None, expired: list[ObjectFacts], before: dat
                 continue
             if version < below:
                 old.append(facts)
-            elif folder == keys.OBJECTS and facts.modified < before:
+            elif folder == keys.OBJECTS and facts.modified.timestamp() < before_s:
                 if version not in named:
                     named[version] = _named(run, version)
                 if facts.key not in named[version]:
@@ -263,13 +265,13 @@ def _named(run: Run, version: int) -> set[str]:
     return {file.key for way in run.ways(published) for file in way.files}
 
 
-def _leftovers(run: Run, before: datetime) -> list[tuple[Path, int]]:
+def _leftovers(run: Run, before_s: float) -> list[tuple[Path, int]]:
     """(file, bytes) of uploads into a folder that were killed; lists of objects leave them out."""
     folder = run.objects.folder
     found = []
     for path in () if folder is None else folder.rglob("*#*"):
         with suppress(OSError):
             facts = path.stat()
-            if _LEFTOVER.search(path.name) and facts.st_mtime < before.timestamp():
+            if _LEFTOVER.search(path.name) and facts.st_mtime < before_s:
                 found.append((path, facts.st_size))
     return found

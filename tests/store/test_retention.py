@@ -217,3 +217,20 @@ def test_a_folder_that_is_a_link_is_collected(
     assert gc(tmp_path / "link", keep=1).oldest == 10
     assert run_of(place).versions() == [10]
     assert len(history) == 10
+
+
+@pytest.mark.parametrize("age_s", [1e12, 1e300, float("inf")])
+def test_ages_beyond_all_times_are_never_reached(
+    place: Place, history: History, age_s: float
+) -> None:
+    run_of(place).objects.put(keys.frames_key(9, "delta"), b"half")
+    time.sleep(1.2)
+    assert collect(place, keep=99, unfinished_after_s=age_s).unfinished == 0
+    assert collect(place, keep=99, unfinished_after_s=0).unfinished == 1
+    assert len(history) == 10
+
+
+@pytest.mark.parametrize("age_s", [-1.0, float("nan"), float("-inf")])
+def test_ages_that_are_none_are_refused(tmp_path: Path, age_s: float) -> None:
+    with pytest.raises(ConfigError, match="unfinished_after_s"):
+        gc(tmp_path, keep=1, unfinished_after_s=age_s)
