@@ -110,6 +110,7 @@ class _Writer:
         self._run, self._target, self._made, self._phase = run, target, made, phase
         self._base, self._digest = base, digest
         self._lease = Leaseholder(run)
+        self._from: int | None = None  # the version that the route begins at
         self._ways: tuple[str, ...] = ()
         self._progress = Progress()
 
@@ -120,6 +121,7 @@ class _Writer:
                 self._route,
                 self._take,
                 fetched_of=lambda route: self._fetched(route, objects),
+                check_time=self._keep,
                 failed=self._undo,
             ):
                 assert self._base is not None
@@ -145,10 +147,13 @@ class _Writer:
     def _route(self, refused: set[str]) -> Route:
         route = find_route(self._run, self._target, self._holds, refused=refused)
         if route.steps:
-            holds = None if route.base is None else route.base.version
-            self._lease.refresh(holds=holds, version=self._target.version)
+            self._from = None if route.base is None else route.base.version
+            self._keep()
             self._progress.advanced = self._phase("fetching", route.num_bytes)
         return route
+
+    def _keep(self) -> None:
+        self._lease.refresh(holds=self._from, version=self._target.version)
 
     def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
         specs = self._run.layout(self._target.manifest.layout_hash)

@@ -57,6 +57,12 @@ class Leaseholder:
         if self._is_dropped:  # by another thread, meanwhile
             self.drop()
 
+    def renew(self) -> None:
+        """Need the same for longer, if anything. Call it often while nothing is fetched."""
+        if self._last is not None:
+            holds, version = self._last
+            self.refresh(holds=holds, version=version)
+
     def drop(self) -> None:
         """Need nothing any more. Any thread may call it; it writes no lease afterwards."""
         self._is_dropped = True

@@ -116,8 +116,7 @@ class StoreReceiver(Closing):
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()
         self._caller.forked()
-        self._session.on("lost")
-        self._weights.staging = self._staged = None
+        self._leave()
 
     @property
     def version(self) -> int | None:
@@ -276,9 +275,10 @@ class StoreReceiver(Closing):
             self._lease.drop()
 
     def _opened(self) -> Run:
-        if self._run is None:
+        if self._run is None or self._lease is None:
             self._run = Run.open(self._url, self._run_id, self._store_options)
             self._lease = Leaseholder(self._run)
+        self._lease.renew()
         return self._run
 
     def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:

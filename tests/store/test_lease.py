@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from deltasync.store.catalogue import Run
+from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import Objects, StoreOptions
 from tests.store.faulty import faulty
-from tests.store.stores import s3_place
+from tests.store.published import Follower, Publisher
+from tests.store.stores import local_place, s3_place, wait_until
 
 
 @pytest.fixture
@@ -65,3 +67,43 @@ def test_a_lease_is_written_again_before_it_ends(
     clock(1300)
     holder.refresh(holds=3, version=5)
     assert leases(objects) == [key]
+
+
+def test_a_reader_that_waits_for_versions_keeps_its_lease(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
+    place = local_place(tmp_path)
+    Publisher(place).publish()
+    reader = Follower(place)
+    with reader.receiver, reader.receiver.follow() as follower:
+        assert follower.wait_staged(timeout_s=30)
+        assert follower.commit() == 1
+        [lease] = (tmp_path / "run/leases").iterdir()
+        lease.unlink()
+        clock(1300)
+        wait_until(lease.exists)
+    assert not lease.exists()
+
+
+def test_a_checkpoint_that_comes_slowly_keeps_its_lease(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
+    place = local_place(tmp_path / "store")
+    Publisher(place).publish(2)
+    found = list[bool]()
+
+    def phase(name: str, num_bytes: int) -> Callable[[int], None]:
+        """Loses the lease once, and lets an hour pass with each piece that comes."""
+        folder = tmp_path / "store/run/leases"
+
+        def advance(num_bytes: int) -> None:
+            if name == "fetching":
+                found.append(bool(list(folder.iterdir())))
+                for lease in folder.iterdir():
+                    lease.unlink()
+                clock(1300)
+
+        return advance
+
+    fetch_checkpoint(place.url, tmp_path / "out", phase=phase)
+    assert found == [True, True]
