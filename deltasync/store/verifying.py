@@ -182,11 +182,9 @@ class _Check:
     def _noting(self, version: int, what: str) -> Iterator[None]:
         try:
             yield
-        except (StoreUnavailable, StoreRefused):
+        except (StoreUnavailable, StoreRefused, ConfigError):  # of this machine, or of the store
             raise
         except DeltaSyncError as error:
-            if isinstance(error, ConfigError) and what == "manifest":
-                raise
             self._result.faults.append(Fault(version, what, f"{type(error).__name__}: {error}"))
 
 
@@ -201,6 +199,8 @@ class _Held:
         try:
             self._checkpoint = Checkpoint(folder, writable=True)
         except ConfigError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
             raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
         ledger = measure_digests(self._checkpoint)
         found = ledger.by_parameter().tolist()

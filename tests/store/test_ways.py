@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,20 @@ def test_verify_reads_each_anchor_though_it_begins_as_another(
     found = verify_run(tmp_path)
     assert [(fault.version, fault.what) for fault in found.faults] == [(4, "anchor")]
     assert found.proved == [1, 2, 3, 4], "by the delta"
+
+
+def test_verify_says_of_a_full_disk_that_it_is_one(tmp_path: Path) -> None:
+    """In a process of its own: all files of this one would be limited."""
+    published(tmp_path, "gap", 4, anchor_every=3)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
+        "from deltasync.store.verifying import verify_run; verify_run(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert "ConfigError" in done.stderr.splitlines()[-1]
+    assert "free some space" in done.stderr
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gap", "class"])
