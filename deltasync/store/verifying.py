@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from deltasync.store.catalogue import Published, Run
 from deltasync.store.checkpoints import Phase, no_phase
 from deltasync.store.fetched import Fetched, flats_of
 from deltasync.store.folding import FoldedDeltas
+from deltasync.store.lease import Leaseholder
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
 from deltasync.wire.digest import MASK
@@ -79,7 +80,7 @@ def verify_run(
 ) -> Verified:
     """Read every manifest and every object of a run, and put each version together.
 
-    Takes disk space for the largest version twice.
+    Takes disk space for the largest version twice. A lease keeps `gc` away meanwhile.
 
     Args:
         url: The store, or a run in it.
@@ -93,29 +94,37 @@ def verify_run(
         ConfigError: The disk is full, or cannot be written.
     """
     found = Run.open(url, run, options)
-    versions = found.versions()
+    versions, lease = found.versions(), Leaseholder(found)
     advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
     objects = Fetched(found.objects, spool)
+
+    def keep() -> None:
+        lease.refresh(holds=versions[0], version=versions[-1])
+
     try:
-        check = _Check(found, objects, result)
+        check = _Check(found, objects, result, keep)
         for version in versions:
             check.look(version)
             advance(1)
     finally:
         objects.close()
+        lease.drop()
     return result
 
 
 class _Check:
     """Goes along the chain, with a copy of the version that it has arrived at."""
 
-    def __init__(self, run: Run, objects: Fetched, result: Verified) -> None:
-        self._run, self._objects, self._result = run, objects, result
+    def __init__(
+        self, run: Run, objects: Fetched, result: Verified, keep: Callable[[], None]
+    ) -> None:
+        self._run, self._objects, self._result, self._keep = run, objects, result, keep
         self._before: Published | None = None
         self._held: _Held | None = None  # the version before
 
     def look(self, version: int) -> None:
         """Check the next version."""
+        self._keep()
         held, self._held = self._held, None
         published: Published | None = None
         with self._noting(version, "manifest"):
@@ -144,7 +153,7 @@ class _Check:
 
     def _look_at(self, published: Published, way: Way, held: _Held | None) -> _Held | None:
         """Fetch a way and check it. Returns a copy of the version if it leads there."""
-        folder = self._objects.fetch(way, check_time=lambda: None)
+        folder = self._objects.fetch(way, check_time=self._keep)
         self._result.num_bytes += way.num_bytes
         if way.kind == "anchor":
             made = _Held(folder, published)
