@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -16,10 +17,12 @@ from deltasync import (
 )
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.shard import ShardSpec
-from deltasync.errors import SyncAborted
+from deltasync.dtypes import BY_NAME
+from deltasync.errors import ConfigError, SyncAborted
 from deltasync.sync.relay.relay import Relay
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
+from deltasync.wire.messages import ParameterSpec
 from tests.sync.groups import trainer_of
 from tests.sync.harness import Fleet, Model, Serving, bits_equal, fleet, random_model, step, until
 from tests.sync.relays import region
@@ -351,6 +354,24 @@ def test_a_file_that_another_relay_uses_is_refused(tmp_path: Path) -> None:
             assert "another process, or relay, uses it" in str(stats.lost)
             until(lambda: "uses it" in str(second.relay.last_error))
         arrived(first.add(random_model(SHAPES, 1)), 2)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "of another user"])
+def test_a_file_that_others_could_change_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+    memory = tmp_path / "model"
+    if kind == "pipe":
+        os.mkfifo(memory)
+    elif os.geteuid() == 0:
+        memory.write_bytes(bytes(4032))
+        os.chown(memory, 65534, 65534)
+    else:
+        pytest.skip("only root can give files away")
+    spec = ParameterSpec(("a",), (1000,), BY_NAME["float32"])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another user"):
+            CopiedTarget(path=memory).bind([spec])
+    assert memory.is_fifo() == (kind == "pipe")
+    assert memory.exists()
 
 
 CODINGS = get_args(Coding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -51,7 +52,7 @@ class CopiedTarget(WeightTarget):
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
         """Have memory for each parameter. What the layout does not name is let go.
 
-        Raises ConfigError if the file cannot be made, as on a full disk.
+        Raises ConfigError if the file cannot be made, as on a full disk, or is not this user's.
         """
         known, tensors = self.tensors, dict[str, Tensor]()
         places = None if self._file is None else self._file.places(layout)
@@ -130,6 +131,12 @@ class _File:
         self.close()
         descriptor = os.open(self._path, flags, 0o600)
         self._closing = finalize(self, os.close, descriptor)
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{self._path}: not a regular file, or one of another user, who could read and "
+                "change the copy: name another file"
+            )
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return descriptor
 
