@@ -37,7 +37,10 @@ def export(
         str, typer.Option(help="With --connect: name of this engine.", show_default="export-NUMBER")
     ] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="With --connect: seconds to wait for the next version.")
+        float,
+        typer.Option(
+            min=0.1, max=1e9, help="With --connect: seconds to wait for the next version."
+        ),
     ] = 600.0,
     secret: Secret = None,
     as_json: AsJson = False,

@@ -49,7 +49,9 @@ def relay(
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.1, help="Seconds to forward a version; choose less than the trainer's timeout."
+            min=0.1,
+            max=1e9,
+            help="Seconds to forward a version; choose less than the trainer's timeout.",
         ),
     ] = 20.0,
     compress: Annotated[bool, typer.Option("--compress", help="Send with zstd.")] = False,

@@ -9,6 +9,7 @@ from torch import nn
 
 from deltasync.errors import ConfigError
 from deltasync.sync.options import ReceiverOptions
+from deltasync.wire.messages import MAX_ENGINE
 
 
 def check_source(source: object) -> None:
@@ -27,9 +28,13 @@ def check_target(target: object) -> None:
         raise ConfigError(f"target is a {_kind(target)}; give a target, as ModuleTarget(module) is")
 
 
-def check_receiver(target: object, links: Iterable[object], options: object) -> None:
+def check_receiver(
+    target: object, links: Iterable[object], options: object, engine: object
+) -> None:
     """Raises ConfigError for what a receiver cannot be made of."""
     check_target(target)
+    if not _is_name(engine):
+        raise ConfigError(f"engine is {str(engine)[:80]!r}: give 1 to {MAX_ENGINE} characters")
     for link in links:
         check_receive_transport(link)
     check_options(options, ReceiverOptions)
@@ -64,6 +69,13 @@ def _check_end(transport: object, end: str, *, has: str, other: str, other_has: 
     raise ConfigError(
         f"transport is a {_kind(transport)}; give a {end} of a module of deltasync.transports"
     )
+
+
+def _is_name(engine: object) -> bool:
+    """Whether messages can carry it: without surrogates, as bytes of a command line become."""
+    if not isinstance(engine, str) or not 0 < len(engine) <= MAX_ENGINE:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in engine)
 
 
 def _kind(value: object) -> str:

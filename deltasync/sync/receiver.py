@@ -71,7 +71,7 @@ class WeightReceiver(Closing):
         options: ReceiverOptions | None = None,
         half_written: bool = False,
     ) -> None:
-        check_receiver(target, (transport, *lanes), options)
+        check_receiver(target, (transport, *lanes), options, engine)
         self._options = options or ReceiverOptions()
         self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
         self._engine, self._rank, self._world = engine, rank, world

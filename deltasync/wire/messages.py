@@ -29,6 +29,7 @@ MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
 MAX_WORLD = 1 << 16
 MAX_NAME = 4096
+MAX_ENGINE = 256  # characters of an engine's name
 MAX_SHOWN = 80  # characters of a name that is refused
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -38,7 +39,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=4096)]
 StreamId = Annotated[str, Field(min_length=1, max_length=128)]
 ConnectionId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-Engine = Annotated[str, Field(min_length=1, max_length=256)]
+Engine = Annotated[str, Field(min_length=1, max_length=MAX_ENGINE)]
 Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 # Lists stop at their first fault: a report on every element takes far more than the message.

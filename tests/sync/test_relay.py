@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -372,6 +372,23 @@ def test_a_file_that_others_could_change_is_refused_and_stays(tmp_path: Path, ki
             CopiedTarget(path=memory).bind([spec])
     assert memory.is_fifo() == (kind == "pipe")
     assert memory.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"timeout_s": float("inf")}, "timeout_s"),
+        ({"max_kept_bytes": -1}, "max_kept_bytes"),
+        ({"name": "x" * 257}, "engine"),
+        ({"name": "\udc80"}, "engine"),
+    ],
+)
+def test_what_no_relay_can_use_is_refused_at_once(options: dict[str, Any], named: str) -> None:
+    above, below = inprocess.Sender(), inprocess.Sender()
+    with above, below, pytest.raises(ConfigError, match=named):
+        Relay(above.receiver(), below, **options)
 
 
 CODINGS = get_args(Coding)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Literal
 
 from deltasync.errors import (
@@ -89,8 +90,12 @@ class Relay(Closing):
         max_kept_bytes: int | None = None,
         options: ReceiverOptions | None = None,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}: give more than 0 seconds")
+        if not 0 < timeout_s <= TIMEOUT_MAX:
+            raise ConfigError(
+                f"timeout_s is {timeout_s}: give more than 0 seconds, and no infinity"
+            )
+        if max_kept_bytes is not None and max_kept_bytes < 0:
+            raise ConfigError(f"max_kept_bytes is {max_kept_bytes}: give 0 or more")
         self.name = name = name or f"relay-{uuid.uuid4().hex[:8]}"
         self._timeout_s, self._max_kept_bytes = timeout_s, max_kept_bytes
         self.last_error: Exception | None = None
