@@ -394,8 +394,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _folder_of(url: str) -> Path | None:
-    if url.startswith("file://"):
-        return Path(url.removeprefix("file://")).absolute()
+    if not url or url[:5].lower() == "file:":
+        if not url.startswith("file:///"):
+            raise ConfigError(f"{url!r} names no folder: give a path, or file:///path")
+        return Path(url.removeprefix("file://"))
     return None if _SCHEME.match(url) else Path(url).absolute()
 
 

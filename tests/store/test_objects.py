@@ -170,6 +170,15 @@ def test_unknown_urls_are_refused_by_name(url: str) -> None:
         Objects(url)
 
 
+@pytest.mark.parametrize("url", ["", "file://", "file://host/path", "file:/path", "FILE:///path"])
+def test_a_folder_is_named_in_one_way(tmp_path: Path, url: str) -> None:
+    """A host was taken for a folder, beside whatever the process was started in."""
+    with pytest.raises(ConfigError, match="file:///path"):
+        Objects(url, make=True)
+    objects = Objects(f"file://{tmp_path}/a%20b", make=True)
+    assert objects.folder == tmp_path / "a%20b"
+
+
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         Objects("s3://bucket/x", StoreOptions(config={"nonsense": "1"}))
