@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 
@@ -37,6 +38,8 @@ USAGE_ERROR, INTERNAL_ERROR = 2, 70
 def main() -> None:
     """Run the command that `sys.argv` asks for, and exit with its code."""
     logging.getLogger("deltasync").addHandler(logging.NullHandler())  # commands report themselves
+    if sys.stdout is None:  # closed, as some daemons leave it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     with _Ending():
         code = _run()
         sys.stdout.flush()

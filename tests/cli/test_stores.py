@@ -118,3 +118,9 @@ def test_what_cannot_be_used_is_refused(store: Path, tmp_path: Path) -> None:
     manifest = store / "one" / "manifests" / f"{3:016}.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"nnz":64', b'"nnz":65'))
     assert "ManifestInvalid: v4 is not a child of v3" in refused("log", store)
+
+
+def test_a_closed_output_is_no_bug(store: Path) -> None:
+    for words in (("log", store), ("gc", store, "--json")):
+        done = run("sh", "-c", '"$@" >&-', "sh", *COMMAND, *words)
+        assert (done.returncode, done.stderr) == (0, "")
