@@ -167,10 +167,6 @@ class Run:
             if later.manifest == published.sha256
         ]
 
-    def all_later_ways(self) -> Iterator[LaterWay]:
-        """Every way that came after its manifest, as read. The caller compares `manifest`."""
-        return self._later(keys.WAYS)
-
     def ways(self, published: Published) -> list[Way]:
         """All ways to a version."""
         return [*published.manifest.ways, *self.later_ways(published)]
