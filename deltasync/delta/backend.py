@@ -19,6 +19,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Reader, torch_dtype
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.codecs.coding import Coded
+from deltasync.delta.codecs.decoding import Decoder
 from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
@@ -27,6 +29,7 @@ from deltasync.delta.policy import Policy
 from deltasync.delta.routes.codes import Codes
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
+from deltasync.wire.codecs import IndexCodec
 
 Kernels = Literal["auto", "triton", "torch"]
 """What compares and writes: Triton's kernels, torch's operations, or what fits the device best."""
@@ -47,6 +50,11 @@ class Digests(Protocol):
         ...
 
 
+Encode = Callable[[Tensor], Coded | None]
+"""(uint8[n], a payload as it was written on its device) -> its coded form there; None if that is
+not shorter."""
+
+
 class Payload(Protocol):
     """One bucket that can be packed."""
 
@@ -61,8 +69,17 @@ class Payload(Protocol):
         ...
 
     @property
+    def device(self) -> torch.device:
+        """Where it is packed, if it is coded next."""
+        ...
+
+    @property
     def old(self) -> OldRows | None:
         """What its rows change; None if nothing of it is known. Ask before `write` returns."""
+        ...
+
+    def encoder(self, codec: IndexCodec) -> Encode | None:
+        """What codes it on `device`; None if the host has to. Call it before `write` returns."""
         ...
 
     def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
@@ -181,6 +198,11 @@ class Backend(Protocol):
     @property
     def flats(self) -> Mapping[int, Live]:
         """The weights by parameter. Not owned."""
+        ...
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """What decodes payloads where the weights are; None if the host has to."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.bits import Live, Run, integer_dtype
-from deltasync.delta.codecs.decoding import checked_rows, decode_payload
+from deltasync.delta.codecs.decoding import Decoder, checked_rows, decode_payload
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.errors import LimitExceeded
 from deltasync.wire.coded import CodedPayload
@@ -81,6 +81,7 @@ class BucketReader:
         lanes: Connections on which buckets come. Those of each have an order of their own.
         flats: The weights by parameter, by which coded payloads are decoded: as they are before
             the payload is applied. None to refuse coded payloads. Not owned.
+        decoder: What decodes where these weights are; None for the host.
 
     Attributes:
         reached: (parameter, flat position) up to which buckets of this sync have come, by lane.
@@ -91,8 +92,9 @@ class BucketReader:
         specs: tuple[ParameterSpec, ...],
         lanes: int = 1,
         flats: Mapping[int, Live] | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
-        self._specs, self._lanes = specs, lanes
+        self._specs, self._lanes, self._decoder = specs, lanes, decoder
         self._old = None if flats is None else LiveOld(specs, flats)
         self._numels = np.array([spec.numel for spec in specs], np.uint64)
         self._item_sizes = np.array([spec.dtype.item_size for spec in specs], np.uint64)
@@ -114,6 +116,19 @@ class BucketReader:
             WireError: A rule of the wire format is broken.
             WrongBase, ProtocolViolation: It cannot be decoded by the weights held.
         """
+        if bucket.compression == "coded" and self._decoder is not None and payload is not None:
+            found = self._decoder.decode(
+                payload,
+                bucket.num_rows,
+                bucket.raw_bytes,
+                numels=self._numels,
+                item_sizes=self._item_sizes,
+                after=self.reached[lane],
+            )
+            if found is not None:
+                self._count(found.rows, lane)
+                table = found.rows, found.index_at, found.value_at
+                return ReadBucket(self._specs, *table, found.payload)
         return self.open(self._raw(bucket, payload), bucket.num_rows, lane=lane)
 
     def glance(self, bucket: Bucket, payload: Tensor, *, lane: int = 0) -> CodedPayload:

@@ -29,7 +29,7 @@ from deltasync.errors import (
 from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
-from deltasync.wire.coded import CodedPayload
+from deltasync.wire.coded import CodedPayload, Lengths
 from deltasync.wire.frame import decode
 from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message
 from deltasync.wire.table import ROW, RowKind, Rows, read_table
@@ -172,7 +172,8 @@ class Inspection:
             codecs = {message.compression: payload_bytes}
             if message.compression == "coded":
                 coded = self._coded(message, frame.payload, offset, at)
-                rows, codecs = coded.rows, coded.bytes_by_codec(frame.payload.numpy().data)
+                lengths = Lengths.of(frame.payload.numpy().data)
+                rows, codecs = coded.rows, coded.bytes_by_codec(lengths)
             else:
                 rows = self._rows(message, frame.payload, offset, at)
         elif self._reader is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,88 +26,99 @@ from deltasync.wire.compression import compress, decompress
 from deltasync.wire.table import ROW, RowKind, Rows
 
 Ints: TypeAlias = NDArray[np.int64]
+Table: TypeAlias = NDArray[np.uint8]
 
-COLUMNS = ROW.itemsize // 8 + 1  # of 64 bits: those of a row, and the digest of its old values
-_SECTIONS = 3
+COLUMNS = ROW.itemsize // 8 + 1
+"""Of the table, of 64 bits: those of a row, and the digest of its old values."""
+
+ROW_BYTES = 8 * COLUMNS
+
 _HEADER = struct.Struct("<6Q")  # length of each section, and how many bytes it takes here
+HEADER_BYTES = _HEADER.size
+
 _LEAST_COMPRESSED = 64  # bytes: shorter sections are stored
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Bytes of the table, of all index blocks, and of all value blocks.
+
+    Attributes:
+        full: Of each section.
+        stored: What it takes in the payload.
+    """
+
+    full: tuple[int, int, int]
+    stored: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> Self:
+        """What the header of a payload says, or of its first bytes. Raises TruncatedFrame."""
+        if len(data) < HEADER_BYTES:
+            raise TruncatedFrame(f"coded payload of {len(data)} bytes has no header")
+        lengths = _HEADER.unpack(data[:HEADER_BYTES])
+        return cls(lengths[::2], lengths[1::2])
+
+    def check(self, num_bytes: int, *, num_rows: int, raw_bytes: int) -> None:
+        """Raises WireError where rule W29 is broken.
+
+        Args:
+            num_bytes: Length of the payload.
+            num_rows: Rows of its table.
+            raw_bytes: Length of the payload that it stands for.
+        """
+        if HEADER_BYTES + sum(self.stored) != num_bytes:
+            raise TruncatedFrame(f"coded payload of {num_bytes} bytes, its sections have others")
+        if self.full[0] != num_rows * ROW_BYTES:
+            raise TruncatedFrame(f"a table of {self.full[0]} bytes for {num_rows} rows")
+        if num_rows * ROW.itemsize + self.full[1] + self.full[2] > raw_bytes:
+            raise LimitExceeded(
+                f"coded blocks are longer than the {raw_bytes} bytes they stand for"
+            )
+
+    @property
+    def are_stored(self) -> bool:
+        """Whether no section is compressed."""
+        return self.full == self.stored
+
+    def to_bytes(self) -> bytes:
+        """The header."""
+        return _HEADER.pack(*(n for pair in zip(self.full, self.stored, strict=True) for n in pair))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class CodedPayload:
-    """The sections of a coded payload.
+class CodedTable:
+    """The first section of a coded payload.
 
     Attributes:
         rows: The patch table: codecs and lengths are those of the coded blocks.
         digests: uint64[rows], of the old values that a row was made from; 0 if it needs none.
-        index, value: uint8[n], all blocks of a kind, row by row, without padding.
     """
 
     rows: Rows
     digests: NDArray[np.uint64]
-    index: NDArray[np.uint8]
-    value: NDArray[np.uint8]
-
-    def to_bytes(self, *, compressed: bool) -> bytes:
-        """The payload as it travels.
-
-        Args:
-            compressed: Whether each section that becomes shorter by it is a zstd frame.
-        """
-        words = self.rows.view("<u8").reshape(len(self.rows), -1)
-        columns = np.concatenate((words.T, self.digests[None]))
-        sections = [columns.tobytes(), self.index.tobytes(), self.value.tobytes()]
-        stored = [_shortest(one) if compressed else one for one in sections]
-        lengths = [n for pair in zip(sections, stored, strict=True) for n in map(len, pair)]
-        return b"".join((_HEADER.pack(*lengths), *stored))
 
     @classmethod
-    def from_bytes(cls, data: memoryview, *, num_rows: int, raw_bytes: int) -> CodedPayload:
-        """Take a payload apart, in memory of about `raw_bytes`.
-
-        Args:
-            data: The payload as it came.
-            num_rows: Rows of its table.
-            raw_bytes: Length of the payload that it stands for.
-
-        Raises:
-            WireError: Rule W29 or W30 is broken.
-        """
-        if len(data) < _HEADER.size:
-            raise TruncatedFrame(f"coded payload of {len(data)} bytes has no header")
-        lengths = _HEADER.unpack(data[: _HEADER.size])
-        full, stored = lengths[::2], lengths[1::2]
-        if _HEADER.size + sum(stored) != len(data):
-            raise TruncatedFrame(f"coded payload of {len(data)} bytes, its sections have others")
-        if full[0] != num_rows * COLUMNS * 8:
-            raise TruncatedFrame(f"a table of {full[0]} bytes for {num_rows} rows")
-        if num_rows * ROW.itemsize + full[1] + full[2] > raw_bytes:
-            raise LimitExceeded(
-                f"coded blocks are longer than the {raw_bytes} bytes they stand for"
-            )
-        ends = list(accumulate(stored, initial=_HEADER.size))
-        table, index, value = (
-            np.frombuffer(_section(data[begin:end], size), np.uint8)
-            for begin, end, size in zip(ends, ends[1:], full, strict=False)
-        )
-        columns = table.view("<u8").reshape(COLUMNS, num_rows)
-        rows: Rows = np.ascontiguousarray(columns[:-1].T).view(ROW)[:, 0]
-        found = cls(rows, columns[-1].astype(np.uint64), index, value)
-        found._check()
+    def read(cls, table: Table, lengths: Lengths) -> Self:
+        """Take the table apart: uint8[n], inflated. Raises WireError where it breaks rule W30."""
+        found = cls(*_columns(table))
+        found._check(lengths)
         return found
 
-    def bytes_by_codec(self, data: bytes | memoryview) -> dict[str, int]:
+    def columns(self) -> NDArray[np.uint64]:
+        """uint64[COLUMNS, rows]: the table as it is written."""
+        words = self.rows.view("<u8").reshape(len(self.rows), -1)
+        return np.concatenate((words.T, self.digests[None]))
+
+    def bytes_by_codec(self, lengths: Lengths) -> dict[str, int]:
         """How many bytes of a payload each codec took; "table" has those of none.
 
         Blocks that one zstd frame holds share its length as they share what it inflates to.
-
-        Args:
-            data: The payload as it travels.
         """
-        _, table, _, *rest = _HEADER.unpack(data[: _HEADER.size])
-        found = {"table": _HEADER.size + table}
+        table, *rest = lengths.stored
+        found = {"table": HEADER_BYTES + table}
         codes = np.stack([self.rows[name] for name in ("index_codec", "value_codec")], axis=1)
-        for name, stored in (("index_bytes", rest[0]), ("value_bytes", rest[2])):
+        for name, stored in zip(("index_bytes", "value_bytes"), rest, strict=True):
             pairs, which = np.unique(codes, axis=0, return_inverse=True)
             ends = np.cumsum(np.bincount(which.ravel(), weights=self.rows[name]))
             ends = np.rint(ends * (stored / max(1.0, float(ends[-1])))).astype(np.int64)
@@ -135,7 +146,7 @@ class CodedPayload:
         rows["value_bytes"] = rows["count"] * item_sizes
         return rows
 
-    def _check(self) -> None:
+    def _check(self, lengths: Lengths) -> None:
         """Rule W30: kinds, codecs and lengths, as far as they do not depend on a layout."""
         rows = self.rows
         codes = rows["index_codec"].astype(int) << 8 | rows["value_codec"]
@@ -147,9 +158,56 @@ class CodedPayload:
                 )
         if rows["index_bytes"][rows["kind"] == RowKind.DENSE].any():
             raise InvalidTable("a dense row has no indices")
-        for name, section in (("index_bytes", self.index), ("value_bytes", self.value)):
-            if rows[name].max() > len(section) or int(rows[name].sum()) != len(section):
+        for name, section in zip(("index_bytes", "value_bytes"), lengths.full[1:], strict=True):
+            if rows[name].max() > section or int(rows[name].sum()) != section:
                 raise InvalidTable(f"{name} of the rows are not those of the blocks")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedPayload(CodedTable):
+    """The sections of a coded payload in host memory.
+
+    Attributes:
+        index, value: uint8[n], all blocks of a kind, row by row, without padding.
+    """
+
+    index: NDArray[np.uint8]
+    value: NDArray[np.uint8]
+
+    def to_bytes(self, *, compressed: bool) -> bytes:
+        """The payload as it travels.
+
+        Args:
+            compressed: Whether each section that becomes shorter by it is a zstd frame.
+        """
+        sections = [self.columns().tobytes(), self.index.tobytes(), self.value.tobytes()]
+        stored = [_shortest(one) if compressed else one for one in sections]
+        table, index, value = map(len, sections)
+        taken = len(stored[0]), len(stored[1]), len(stored[2])
+        return b"".join((Lengths((table, index, value), taken).to_bytes(), *stored))
+
+    @classmethod
+    def from_bytes(cls, data: memoryview, *, num_rows: int, raw_bytes: int) -> Self:
+        """Take a payload apart, in memory of about `raw_bytes`.
+
+        Args:
+            data: The payload as it came.
+            num_rows: Rows of its table.
+            raw_bytes: Length of the payload that it stands for.
+
+        Raises:
+            WireError: Rule W29 or W30 is broken.
+        """
+        lengths = Lengths.of(data)
+        lengths.check(len(data), num_rows=num_rows, raw_bytes=raw_bytes)
+        ends = list(accumulate(lengths.stored, initial=HEADER_BYTES))
+        table, index, value = (
+            np.frombuffer(_section(data[begin:end], size), np.uint8)
+            for begin, end, size in zip(ends, ends[1:], lengths.full, strict=False)
+        )
+        found = cls(*_columns(table), index, value)
+        found._check(lengths)
+        return found
 
 
 def codec_name(index_codec: int, value_codec: int) -> str:
@@ -159,6 +217,13 @@ def codec_name(index_codec: int, value_codec: int) -> str:
         return "dense" if value is ValueCodec.RAW else f"dense+{value.name.lower()}"
     names = dict.fromkeys((index.name.lower(), value.name.lower()))
     return "+".join(names)
+
+
+def _columns(table: Table) -> tuple[Rows, NDArray[np.uint64]]:
+    """(rows, digests) of a table by column, whose length was checked."""
+    columns = table.view("<u8").reshape(COLUMNS, -1)
+    rows: Rows = np.ascontiguousarray(columns[:-1].T).view(ROW)[:, 0]
+    return rows, columns[-1].astype(np.uint64)
 
 
 def _shortest(section: bytes) -> bytes:

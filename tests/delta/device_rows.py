@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS
-from deltasync.delta.codecs import blocks, device_blocks
+from deltasync.delta.codecs import blocks
 from deltasync.delta.codecs.base import Bits, SparseRow
 from deltasync.delta.codecs.blocks import Shape
-from deltasync.delta.codecs.device_blocks import DeviceBlocks
+from deltasync.delta.codecs.device_base import Checks, DeviceBlocks, DeviceRows, Ints
+from deltasync.delta.codecs.device_blocks import DeviceBlockCodec, likely_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -30,37 +31,55 @@ def old_of(row: SparseRow) -> Bits:
     return row.old
 
 
+CODEC = DeviceBlockCodec()
+
+
+def rows_of(rows: list[SparseRow]) -> DeviceRows:
+    counts, spans = zip(*((len(row.indices), row.span) for row in rows), strict=True)
+    return DeviceRows(np.array(counts), np.array(spans), rows[0].dtype)
+
+
 def encoded(rows: list[SparseRow]) -> DeviceBlocks:
-    return device_blocks.encode(
+    return CODEC.encode(
+        rows_of(rows),
         joined([row.indices for row in rows]),
         placed(np.concatenate([row.new for row in rows])),
         placed(np.concatenate([old_of(row) for row in rows])),
-        np.array([len(row.indices) for row in rows]),
-        np.array([row.span for row in rows]),
-        rows[0].dtype,
     )
+
+
+def decoded_indices(rows: DeviceRows, index: Tensor, index_bytes: Ints) -> Tensor:
+    """Once all checks are done."""
+    checks = Checks()
+    found = CODEC.indices(rows, index, index_bytes, checks)
+    checks.finish()
+    return found
+
+
+def decoded_values(rows: DeviceRows, value: Tensor, value_bytes: Ints, old: Tensor) -> Tensor:
+    """Once all checks are done."""
+    checks = Checks()
+    found = CODEC.values(rows, value, value_bytes, old, checks)
+    checks.finish()
+    return found
 
 
 def index_block(row: SparseRow) -> bytes:
     """What numpy makes, in the shape that the device chooses."""
-    bits = device_blocks.likely_shape(len(row.indices), row.span).block_bits
+    [bits] = likely_bits(np.array([len(row.indices)]), np.array([row.span])).tolist()
     most = int(np.bincount(row.indices >> bits).max())
     return blocks.encode_indices(row.indices, Shape(bits, most.bit_length()), row.span)
 
 
 def check(rows: list[SparseRow]) -> None:
     """Blocks are those of numpy, and rows come back."""
-    made = encoded(rows)
+    made, these = encoded(rows), rows_of(rows)
     assert bytes(made.index.tolist()) == b"".join(map(index_block, rows))
     values = [blocks.encode_values(row.new, old_of(row), row.dtype) for row in rows]
     assert bytes(made.value.tolist()) == b"".join(values)
     assert made.value_bytes.tolist() == list(map(len, values))
-    counts, spans = (
-        np.array([len(row.indices) for row in rows]),
-        np.array([row.span for row in rows]),
-    )
-    found = device_blocks.decode_indices(made.index, made.index_bytes, counts, spans)
+    found = decoded_indices(these, made.index, made.index_bytes)
     assert torch.equal(found, joined([row.indices for row in rows]))
     old = placed(np.concatenate([old_of(row) for row in rows]))
-    new = device_blocks.decode_values(made.value, made.value_bytes, counts, old, rows[0].dtype)
+    new = decoded_values(these, made.value, made.value_bytes, old)
     assert torch.equal(new, placed(np.concatenate([row.new for row in rows])))

@@ -22,6 +22,7 @@ from deltasync.dtypes import BY_NAME
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
+from tests.delta.device_payloads import use_every_kernel
 from tests.delta.device_rows import check
 from tests.delta.row_codec_contract import any_pair, row_of
 from tests.quant.kernels import FORMS, kernel_of
@@ -76,6 +77,7 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for name in ("bfloat16", "float64", "int32", "uint8"):
         new, old = any_pair(BY_NAME[name], 3000, 0.1, 0)
         check([row_of(new, old, BY_NAME[name], Needs.CHANGED)[0]])
+    use_every_kernel()
     program = subprocess.run(
         [sys.executable, "-m", "tests.delta.compiled"],
         input=json.dumps(list(calls.values())),

@@ -20,8 +20,10 @@ from deltasync.delta.codecs.decoding import decode_payload
 from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.delta.diff import diff
+from deltasync.delta.host.packing import buckets
 from deltasync.delta.patch import runs_of
 from deltasync.delta.policy import Policy
+from deltasync.delta.shard import whole
 from deltasync.dtypes import Dtype
 from deltasync.testing.bits import random_bits, specs_of
 from deltasync.testing.payloads import payloads
@@ -115,11 +117,14 @@ def assert_short_and_sound(
     before = LiveOld(specs, {n: Flat.of(old[spec.name]) for n, spec in enumerate(specs)})
     found = {name: tensor.clone() for name, tensor in old.items()}
     runs = runs_between(new, old, policy)
-    for payload, num_rows in payloads(runs, specs, bucket_bytes=bucket_bytes):
-        travels, _ = Coder(coding).coded(payload, num_rows, before)
+    packed = buckets(runs, whole(specs), bucket_bytes=bucket_bytes, old_of=lambda _: before)
+    for bucket in packed:
+        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        bucket.write(payload)
+        travels, _ = Coder(coding).coded(payload, bucket)
         assert len(travels) <= len(payload)
         sent += len(travels)
-        for number, run in coded_and_back(payload, num_rows, before, coding):
+        for number, run in coded_and_back(payload, bucket.num_rows, before, coding):
             assert run.bits is not None
             run.write(Flat.of(found[specs[number].name]), run.bits)
     for name, tensor in new.items():

@@ -13,12 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.delta.codecs import blocks, device_blocks
+from deltasync.delta.codecs import blocks
 from deltasync.delta.codecs.base import Bits, Needs, SparseRow, unsigned_dtype
 from deltasync.delta.codecs.blocks import Shape
+from deltasync.delta.codecs.device_blocks import likely_bits
 from deltasync.dtypes import BY_NAME, Dtype
 from deltasync.errors import WireError
-from tests.delta.device_rows import DEVICE, check, encoded, old_of, placed
+from tests.delta.device_rows import (
+    DEVICE,
+    check,
+    decoded_indices,
+    decoded_values,
+    encoded,
+    old_of,
+    placed,
+    rows_of,
+)
 from tests.delta.row_codec_contract import any_pair, row_of, weights
 from tests.strategies import DTYPES, SEEDS
 
@@ -61,7 +71,7 @@ def test_likely_shapes_are_nearly_the_best() -> None:
     for density in (1e-4, 1e-3, 1e-2, 0.1, 0.5):
         mask = np.random.default_rng(0).random(1 << 18) < density
         indices = np.flatnonzero(mask).astype(np.int32)
-        bits = device_blocks.likely_shape(len(indices), 1 << 18).block_bits
+        [bits] = likely_bits(np.array([len(indices)]), np.array([1 << 18])).tolist()
         most = int(np.bincount(indices >> bits).max())
         cost = Shape(bits, most.bit_length()).index_bits(len(indices), 1 << 18)
         best = Shape.of(indices, 1 << 18).index_bits(len(indices), 1 << 18)
@@ -83,7 +93,7 @@ def test_damaged_blocks_are_a_wire_error_or_rows(seed: int, cut: int, dtype: str
     new, old = any_pair(BY_NAME[dtype], 3000, 0.05, seed)
     row, _ = row_of(new, old, BY_NAME[dtype], Needs.CHANGED)
     made = encoded([row])
-    counts, spans = np.array([len(row.indices)]), np.array([3000])
+    these = rows_of([row])
     index, value = made.index.clone(), made.value.clone()
     for block in (index, value):
         for at in rng.integers(0, len(block), 2).tolist():
@@ -93,9 +103,7 @@ def test_damaged_blocks_are_a_wire_error_or_rows(seed: int, cut: int, dtype: str
     lengths = np.array([len(index)])
     host = np.array(index.tolist(), np.uint8)
     wanted = answer(lambda: blocks.decode_indices(host, len(row.indices), 3000))
-    found = answer(
-        lambda: device_blocks.decode_indices(index, lengths, counts, spans).cpu().numpy()
-    )
+    found = answer(lambda: decoded_indices(these, index, lengths).cpu().numpy())
     if wanted is not None:  # the host refuses positions beyond the row, too
         assert found is not None
         assert np.array_equal(found, wanted)
@@ -103,7 +111,7 @@ def test_damaged_blocks_are_a_wire_error_or_rows(seed: int, cut: int, dtype: str
     wanted = answer(lambda: blocks.decode_values(host, old_of(row), row.dtype))
     found = answer(
         lambda: (
-            device_blocks.decode_values(value, made.value_bytes, counts, before, row.dtype)
+            decoded_values(these, value, made.value_bytes, before)
             .cpu()
             .numpy()
             .view(unsigned_dtype(row.dtype))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltasync.delta.batched.decoding import DeviceDecoder
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.packing import most_sparse
 from deltasync.delta.batched.plans import BatchedDelta, BatchedFull
@@ -58,6 +60,11 @@ class BatchedBackend:
         self._numel = int(self.weights.table.numel.sum())
         self._item_sizes = int(sizes.min()), int(sizes.max())
         self._most: tuple[tuple[float, int], NDArray[np.float64]] | None = None
+
+    @cached_property
+    def decoder(self) -> DeviceDecoder:
+        """What decodes payloads by the weights where they are."""
+        return DeviceDecoder(self.weights, self.flats)
 
     def capture(self, readers: Sequence[Reader]) -> None:
         """Take the source's bits as they are now, all of them."""

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import MoreThanAnnounced
+from deltasync.delta.backend import Encode, MoreThanAnnounced
+from deltasync.delta.batched.encoding import Packed, encode
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.packing import UNCHANGED, PlannedBucket, plan_buckets
 from deltasync.delta.batched.source import BatchedSource, Launch
@@ -27,11 +28,12 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
+from deltasync.delta.codecs.device_known import DEVICE_CODECS
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
-from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec
 from deltasync.wire.table import ALIGNMENT as PAYLOAD_ALIGNMENT
 from deltasync.wire.table import RowKind, Rows
 
@@ -352,14 +354,45 @@ class BatchedBucket:
         self._delta = delta
 
     @property
+    def device(self) -> torch.device:
+        """The snapshot's."""
+        return self._snapshot.device
+
+    @property
     def old(self) -> SnapshotOld | None:
-        """What its rows change; of those sent whole, kernels have overwritten that."""
+        """What its rows change, as far as kernels have not overwritten it."""
         if self._delta is None:
             return None
-        planned, backend = self._planned, self._delta.backend
-        is_there = planned.is_sparse & self._delta.is_held
-        numbers = planned.rows["parameter"].astype(np.int64)
-        return SnapshotOld(backend.ledger.shares, backend.flats, numbers, is_there)
+        backend = self._delta.backend
+        return SnapshotOld(backend.ledger.shares, backend.flats, self._numbers, self._is_known)
+
+    def encoder(self, codec: IndexCodec) -> Encode | None:
+        """What codes it on the snapshot's device; None if the codec does not work there."""
+        found = DEVICE_CODECS.get(codec)
+        if found is None or (self._delta is None and codec is not IndexCodec.BLOCK):
+            return None
+        return lambda payload: encode(
+            Packed(
+                payload,
+                self._placed(self._planned.rows),
+                self._snapshot,
+                self._numbers,
+                self._planned.rows["start"].astype(np.int64),
+                self._is_known,
+            ),
+            found,
+        )
+
+    @property
+    def _numbers(self) -> Ints:
+        """int64[rows]: of which of the snapshot's parameters each row is."""
+        return self._planned.rows["parameter"].astype(np.int64)
+
+    @property
+    def _is_known(self) -> NDArray[np.bool_]:
+        """bool[rows]: whose old bits the snapshot has: not of those that are sent whole."""
+        is_held = self._delta is not None and self._delta.is_held
+        return self._planned.is_sparse & is_held
 
     def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
         """Write uint8[num_bytes], then call `written`. The host does not wait for the GPU."""

@@ -142,6 +142,11 @@ class BatchedWeights:
         return np.array([self.pointers, ledger.keys.view(np.int64), ledger.first[:-1]])
 
     @cached_property
+    def dtype_codes(self) -> Ints:
+        """int64[parameters]: the wire codes of their dtypes."""
+        return np.array([spec.dtype.code for spec in self.ledger.specs], np.int64)
+
+    @cached_property
     def ways(self) -> Ints:
         """int64[2 * parameters]: how kernels find the sparse, and the dense, rows of each.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import IndexCodec
+from deltasync.wire.coded import Lengths
 from deltasync.wire.compression import Compression, compress
+
+if TYPE_CHECKING:
+    from deltasync.delta.backend import Payload
 
 Coding = Literal["none", "zstd", "gap", "block", "class"]
 """What is done to a payload: nothing, zstd, or a codec of its rows."""
@@ -28,6 +32,19 @@ DENSE_ABOVE = 0.5
 _CODECS = MappingProxyType(
     {"gap": IndexCodec.GAP, "block": IndexCodec.BLOCK, "class": IndexCodec.CLASS}
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """A coded payload.
+
+    Attributes:
+        data: uint8[n], where it was made.
+        bytes_by_codec: Its bytes by what took them: see `Coder`.
+    """
+
+    data: Tensor
+    bytes_by_codec: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -45,33 +62,45 @@ class Coder:
     coding: Coding
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
 
-    def coded(
-        self, payload: Tensor, num_rows: int, old: OldRows | None
-    ) -> tuple[Tensor, Compression]:
+    def coded(self, payload: Tensor, bucket: Payload) -> tuple[Tensor, Compression]:
         """(uint8[n], what it is): the payload itself if a codec makes it no shorter.
 
         Args:
-            payload: uint8[n], as it was packed.
-            num_rows: Rows of its table.
-            old: What they change; None if nothing of it is known.
+            payload: uint8[n], as `bucket` was written there; what it changes is as it was before.
+            bucket: What was written.
         """
-        raw = payload.cpu().numpy()
-        if old is None or self.coding == "zstd":
-            data = compress(raw.data)
-            self._count({"zstd": len(data)})
-            return _tensor(data), "zstd"
-        codec = _CODECS[self.coding]
-        made = encode_payload(raw, num_rows, old, codec)
-        data = made.to_bytes(compressed=codec is not IndexCodec.BLOCK)
-        if len(data) >= LONGEST * len(raw):
-            self._count({"none": len(raw)})
+        codec = _CODECS.get(self.coding)
+        compression: Compression = "coded"
+        encode = None if codec is None else bucket.encoder(codec)
+        if encode is not None:
+            made = encode(payload)
+        elif codec is None or (old := bucket.old) is None:
+            made, compression = _compressed(payload), "zstd"
+        else:
+            made = _on_host(payload, bucket.num_rows, old, codec)
+        if made is None:
+            self._count({"none": len(payload)})
             return payload, "none"
-        self._count(made.bytes_by_codec(data))
-        return _tensor(data), "coded"
+        self._count(made.bytes_by_codec)
+        return made.data, compression
 
     def _count(self, shares: dict[str, int]) -> None:
         for name, num_bytes in shares.items():
             self.bytes_by_codec[name] = self.bytes_by_codec.get(name, 0) + num_bytes
+
+
+def _compressed(payload: Tensor) -> Coded:
+    data = compress(payload.cpu().numpy().data)
+    return Coded(_tensor(data), {"zstd": len(data)})
+
+
+def _on_host(payload: Tensor, num_rows: int, old: OldRows, codec: IndexCodec) -> Coded | None:
+    """The coded form of a payload in host memory; None if it gets no shorter."""
+    made = encode_payload(payload.cpu().numpy(), num_rows, old, codec)
+    data = made.to_bytes(compressed=codec is not IndexCodec.BLOCK)
+    if len(data) >= LONGEST * len(payload):
+        return None
+    return Coded(_tensor(data), made.bytes_by_codec(Lengths.of(data)))
 
 
 def _tensor(data: bytes) -> Tensor:

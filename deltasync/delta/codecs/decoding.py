@@ -5,11 +5,13 @@ docs/wire-format.md, section 4.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deltasync.delta.codecs.base import (
     Bits,
@@ -34,10 +36,56 @@ from deltasync.errors import (
     WrongBase,
 )
 from deltasync.wire.codecs import IndexCodec, ValueCodec
-from deltasync.wire.coded import CodedPayload
+from deltasync.wire.coded import CodedPayload, CodedTable
+from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import Ints, RowKind, Rows, read_table
 
 _NO_INDICES = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """The payload that a coded one stands for.
+
+    Attributes:
+        rows, index_at, value_at: Its table, and where blocks begin: see `read_table`.
+        payload: uint8[n].
+    """
+
+    rows: Rows
+    index_at: Ints
+    value_at: Ints
+    payload: Tensor
+
+
+class Decoder(Protocol):
+    """Decodes payloads by weights on a device."""
+
+    def decode(
+        self,
+        data: Tensor,
+        num_rows: int,
+        raw_bytes: int,
+        *,
+        numels: NDArray[np.uint64],
+        item_sizes: NDArray[np.uint64],
+        after: tuple[int, int],
+    ) -> Decoded | None:
+        """The payload that a coded one stands for, on that device; None if the host has to decode.
+
+        Accepts and refuses what `decode_payload` does. Takes memory of up to five times `raw_bytes`
+        in all.
+
+        Args:
+            data: uint8[n], the coded payload as it came, on any device.
+            num_rows, raw_bytes, numels, item_sizes: As of `decode_payload`.
+            after: As of `read_table`.
+
+        Raises:
+            WireError: A rule of the wire format is broken.
+            WrongBase: A row was made from other old values.
+        """
+        ...
 
 
 def decode_payload(
@@ -80,7 +128,7 @@ def decode_payload(
 
 
 def checked_rows(
-    coded: CodedPayload,
+    coded: CodedTable,
     raw_bytes: int,
     numels: NDArray[np.uint64],
     item_sizes: NDArray[np.uint64],
@@ -97,6 +145,19 @@ def checked_rows(
         item_sizes=item_sizes,
         after=after,
     )
+
+
+def wrong_base(spec: ParameterSpec) -> WrongBase:
+    """Of a row that was made from other old values."""
+    return WrongBase(
+        f"{spec.name}: the delta was made from other values than those held here, or is damaged; "
+        "rejoin for a full sync"
+    )
+
+
+def bad_indices(spec: ParameterSpec) -> InvalidIndices:
+    """Of a row that breaks rule W14."""
+    return InvalidIndices(f"{spec.name}: indices out of range, unsorted or repeated")
 
 
 class _Decoding:
@@ -195,7 +256,7 @@ class _Decoding:
 
     def _checked(self, indices: Indices) -> Indices:
         if not host.is_increasing(torch.from_numpy(indices), self._span):
-            raise InvalidIndices(f"{self._spec.name}: indices out of range, unsorted or repeated")
+            raise bad_indices(self._spec)
         return indices
 
     def _check_base(self, old: Old, indices: Indices | None) -> None:
@@ -211,7 +272,4 @@ class _Decoding:
             raise self._wrong_base()
 
     def _wrong_base(self) -> WrongBase:
-        return WrongBase(
-            f"{self._spec.name}: the delta was made from other values than those held here, or is "
-            "damaged; rejoin for a full sync"
-        )
+        return wrong_base(self._spec)

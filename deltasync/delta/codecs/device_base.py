@@ -111,9 +111,7 @@ class DeviceCodec(Protocol):
         """
         ...
 
-    def indices(
-        self, rows: DeviceRows, index: Tensor, index_bytes: Ints, checks: Checks
-    ) -> Tensor:
+    def indices(self, rows: DeviceRows, index: Tensor, index_bytes: Ints, checks: Checks) -> Tensor:
         """int32[n]: the indices of rows, one row after another.
 
         The caller checks that they increase within the span, when `checks` are finished.

@@ -6,111 +6,160 @@ by side, and begin at multiples of 4 bytes. The caller makes the device current.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from deltasync.delta.batched.weights import Numbers, upload
 from deltasync.delta.codecs import blocks, steps
-from deltasync.delta.codecs.blocks import HEADER_BYTES, Shape
+from deltasync.delta.codecs.base import Needs
+from deltasync.delta.codecs.blocks import HEADER_BYTES
+from deltasync.delta.codecs.device_base import Checks, DeviceBlocks, DeviceRows, Ints
+from deltasync.delta.codecs.device_tiles import Tiles, begins_of
 from deltasync.delta.kernels import triton_codecs as kernels
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, TruncatedFrame
+from deltasync.wire.codecs import IndexCodec, ValueCodec
 
-Ints = NDArray[np.int64]
 
+class DeviceBlockCodec:
+    """Codes rows in independent blocks; see `DeviceCodec`.
 
-@dataclass(frozen=True, slots=True)
-class DeviceBlocks:
-    """Coded rows.
-
-    Attributes:
-        index, value: uint8[n] on the device, the rows' blocks side by side.
-        index_bytes, value_bytes: int64[rows], how long each block is.
+    To encode waits once for the device, to read indices once, to read values not at all.
     """
 
-    index: Tensor
-    value: Tensor
-    index_bytes: Ints
-    value_bytes: Ints
+    index_codec = IndexCodec.BLOCK
+    value_codec = ValueCodec.BLOCK
+    needs = Needs.CHANGED
+
+    def encode(self, rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> DeviceBlocks:
+        """The blocks of rows, and how long they are."""
+        measured = _measured(rows, indices, new, old)
+        return _written(rows, indices, new, old, measured)
+
+    def indices(self, rows: DeviceRows, index: Tensor, index_bytes: Ints, checks: Checks) -> Tensor:
+        """int32[n]: the indices of rows. Raises WireError."""
+        counts, spans, begins = rows.counts, rows.spans, begins_of(index_bytes)
+        widths, count_widths = _shapes(index, index_bytes)
+        each = _num_blocks(spans, widths)
+        offsets_at = HEADER_BYTES + _bytes(each, count_widths)
+        _check_lengths(index_bytes, offsets_at + _bytes(counts, widths))
+        at = index.data_ptr() + begins
+        tiles = Tiles.of(each, kernels.LOCATED)
+        columns = [
+            at + HEADER_BYTES,
+            each,
+            count_widths,
+            at + offsets_at,
+            widths,
+            begins_of(counts),
+        ]
+        table, row = tiles.placed([*columns, counts], index.device)
+        ends = tiles.ends(1, index.device)
+        tiles.launch(kernels.count_located, table, row, ends)
+        ends[1:].cumsum_(0)
+        checks.add(ends, lambda found: _check_counts(tiles.totals(found, 1)[:, 0], counts))
+        indices = torch.zeros(int(counts.sum()), dtype=torch.int32, device=index.device)
+        tiles.launch(kernels.locate_blocks, table, row, ends, indices)
+        return indices
+
+    def values(
+        self, rows: DeviceRows, value: Tensor, value_bytes: Ints, old: Tensor, checks: Checks
+    ) -> Tensor:
+        """int[n]: the new bits of rows' changes. Raises WireError."""
+        counts, dtype = rows.counts, rows.dtype
+        nibbles_at = _bytes(counts, blocks.CODE_BITS)
+        _check_blocks(value, value_bytes, nibbles_at, "a value block is shorter than its codes")
+        at = value.data_ptr() + begins_of(value_bytes)
+        tiles = Tiles.of(counts, kernels.TILE)
+        table, row = tiles.placed(
+            [begins_of(counts), counts, at, nibbles_at, value_bytes], old.device
+        )
+        ends = tiles.ends(2, old.device)
+        tiles.launch(kernels.count_codes, table, row, ends)
+        ends[1:].cumsum_(0)
+
+        def look(found: Ints) -> None:
+            nibbles, wholes = tiles.totals(found, 2).T
+            wholes_at = nibbles_at + _bytes(nibbles, blocks.NIBBLE_BITS)
+            _check_lengths(value_bytes, wholes_at + _bytes(wholes, 8 * dtype.item_size))
+
+        checks.add(ends, look)
+        new = torch.empty_like(old)
+        tiles.launch(
+            kernels.decode_steps, table, row, ends, old, new,
+            TYPE=TYPES[dtype.item_size], **order_constants(dtype),
+        )  # fmt: skip
+        return new
 
 
-def likely_shape(count: int, span: int) -> Shape:
-    """A good shape for a row of which no more is known, with the most that a block can count."""
-
-    def cost(bits: int) -> float:
-        mean = count * (1 << bits) / span
-        return count * bits + span / (1 << bits) * math.log2(2 + mean + 4 * math.sqrt(mean))
-
-    bits = min(blocks.BLOCK_BITS, key=cost)
-    return Shape(bits, bits + 1)
-
-
-def encode(
-    indices: Tensor, new: Tensor, old: Tensor, counts: Ints, spans: Ints, dtype: Dtype
-) -> DeviceBlocks:
-    """Code rows whose changes lie one after another.
-
-    Waits once for the device, to learn how long the blocks are.
-
-    Args:
-        indices: int32[n], those of each row increasing and below its span.
-        new, old: int[n], the bits of `dtype` after and before.
-        counts, spans: int64[rows], changes of each row, 1 or more, and the elements it covers.
-    """
-    device = indices.device
-    shapes = [likely_shape(*row) for row in zip(counts.tolist(), spans.tolist(), strict=True)]
-    tiles = _Tiles.of(counts, kernels.TILE, device)
-    each = np.array([shape.num_blocks(span) for shape, span in zip(shapes, spans, strict=True)])
-    widths = np.array([shape.block_bits for shape in shapes])
-    table = _table([_begins(each), each, widths], device)
-    block_counts = torch.zeros(int(each.sum()), dtype=torch.int32, device=device)
-    found = torch.zeros(len(counts), dtype=torch.int32, device=device)
-    codes = torch.empty_like(indices)
-    longer = torch.empty((tiles.number, 2), dtype=torch.int64, device=device)
-    changes = tiles.changes
-    tiles.launch(kernels.count_blocks, changes, table, indices, block_counts, found)
-    tiles.launch(kernels.code_steps, changes, new, old, codes, longer, **_order(dtype))
-    begins, totals = tiles.sums(longer)
-    most, nibbles, wholes = torch.cat([found[:, None], totals], 1).cpu().numpy().T
-    count_widths = np.array([int(one).bit_length() for one in most])
-    return _written(
-        _Changes(indices, new, old, codes, counts, dtype),
-        _Measured(widths, count_widths, block_counts, each, tiles, begins, nibbles, wholes),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    indices: Tensor
-    new: Tensor
-    old: Tensor
-    codes: Tensor
-    counts: Ints
-    dtype: Dtype
+def likely_bits(counts: Ints, spans: Ints) -> Ints:
+    """int64[rows]: good `Shape.block_bits` for rows of which no more is known."""
+    bits = np.array(blocks.BLOCK_BITS)[:, None]
+    mean = counts * 2.0**bits / spans
+    most = np.log2(2 + mean + 4 * np.sqrt(mean))
+    found: Ints = blocks.BLOCK_BITS[0] + (counts * bits + spans / 2.0**bits * most).argmin(axis=0)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
+    """What is known of rows before their blocks are written.
+
+    Attributes:
+        widths, count_widths, num_blocks: int64[rows], of an offset and of a count, and blocks.
+        block_counts: int32[blocks] on the device, the changes of each.
+        codes: int32[n] on the device, the code of each change.
+        tiles: Of changes; `table` and `row` say on the device where they are.
+        ends: int64[tiles + 1, 2] on the device: nibbles and whole values up to each tile.
+        nibbles, wholes: int64[rows].
+    """
+
     widths: Ints
     count_widths: Ints
-    block_counts: Tensor
     num_blocks: Ints
-    tiles: _Tiles
-    begins: Tensor
+    block_counts: Tensor
+    codes: Tensor
+    tiles: Tiles
+    table: Tensor
+    row: Tensor
+    ends: Tensor
     nibbles: Ints
     wholes: Ints
 
 
-def _written(changes: _Changes, found: _Measured) -> DeviceBlocks:
+def _measured(rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> _Measured:
+    """Waits once for the device."""
+    device, widths = indices.device, likely_bits(rows.counts, rows.spans)
+    each = _num_blocks(rows.spans, widths)
+    tiles = Tiles.of(rows.counts, kernels.TILE)
+    table, row = tiles.placed(
+        [begins_of(rows.counts), rows.counts, begins_of(each), widths], device
+    )
+    block_counts = torch.zeros(int(each.sum()), dtype=torch.int32, device=device)
+    most = torch.zeros(len(each), dtype=torch.int64, device=device)
+    codes, ends = torch.empty_like(indices), tiles.ends(2, device)
+    tiles.launch(kernels.count_blocks, table, row, indices, block_counts, most)
+    tiles.launch(kernels.code_steps, table, row, new, old, codes, ends, **order_constants(rows.dtype))
+    ends[1:].cumsum_(0)
+    found = Numbers(torch.cat([most, ends.view(-1)])).read()
+    nibbles, wholes = tiles.totals(found[len(each) :], 2).T
+    count_widths = np.frexp(found[: len(each)])[1].astype(np.int64)  # bit lengths
+    return _Measured(
+        widths, count_widths, each, block_counts, codes, tiles, table, row, ends, nibbles, wholes
+    )
+
+
+def _written(
+    rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor, found: _Measured
+) -> DeviceBlocks:
     """The blocks, now that it is known how long they are."""
-    device, dtype, counts = changes.indices.device, changes.dtype, changes.counts
+    device, dtype, counts = indices.device, rows.dtype, rows.counts
     widths, count_widths = found.widths, found.count_widths
     offsets_at = HEADER_BYTES + _bytes(found.num_blocks, count_widths)
     index_bytes = offsets_at + _bytes(counts, widths)
@@ -119,162 +168,68 @@ def _written(changes: _Changes, found: _Measured) -> DeviceBlocks:
     value_bytes = wholes_at + _bytes(found.wholes, 8 * dtype.item_size)
     index = torch.empty(int(index_bytes.sum()), dtype=torch.uint8, device=device)
     value = torch.zeros(int(value_bytes.sum()), dtype=torch.uint8, device=device)
-    index_at = index.data_ptr() + _begins(index_bytes)
-    value_at = value.data_ptr() + _begins(value_bytes)
-    headers = torch.from_numpy((widths | count_widths << 8).astype(np.int32)).to(device)
-    starts = torch.from_numpy(_begins(index_bytes) // 4).to(device)
-    index.view(torch.int32)[starts] = headers
+    index_at = index.data_ptr() + begins_of(index_bytes)
+    value_at = value.data_ptr() + begins_of(value_bytes)
     nibbles = torch.empty(int(found.nibbles.sum()), dtype=torch.int32, device=device)
-    nibble_from = nibbles.data_ptr() + 4 * _begins(found.nibbles)
+    nibble_from = nibbles.data_ptr() + 4 * begins_of(found.nibbles)
+    starts, headers, targets = upload(
+        [
+            begins_of(index_bytes) // 4,
+            widths | count_widths << 8,
+            np.stack([nibble_from, value_at + wholes_at]),
+        ],
+        device,
+    )
+    index.view(torch.int32)[starts] = headers.to(torch.int32)
     found.tiles.launch(
-        kernels.split_steps, found.tiles.changes, changes.new, changes.old, changes.codes,
-        found.begins, _table([nibble_from, value_at + wholes_at], device),
-        TYPE=TYPES[dtype.item_size], **_order(dtype),
+        kernels.split_steps, found.table, found.row, new, old, found.codes, found.ends, targets,
+        TYPE=TYPES[dtype.item_size], **order_constants(dtype),
     )  # fmt: skip
-    begins, blocks_from = _begins(counts), 4 * _begins(found.num_blocks)
+    begins, blocks_from = begins_of(counts), 4 * begins_of(found.num_blocks)
     jobs = [
         (found.block_counts.data_ptr() + blocks_from, found.num_blocks, count_widths,
          index_at + HEADER_BYTES),
-        (changes.indices.data_ptr() + 4 * begins, counts, widths, index_at + offsets_at),
-        (changes.codes.data_ptr() + 4 * begins, counts, blocks.CODE_BITS, value_at),
+        (indices.data_ptr() + 4 * begins, counts, widths, index_at + offsets_at),
+        (found.codes.data_ptr() + 4 * begins, counts, blocks.CODE_BITS, value_at),
         (nibble_from, found.nibbles, blocks.NIBBLE_BITS, value_at + nibbles_at),
     ]  # fmt: skip
-    _on_fields(kernels.pack_fields, jobs, device)
+    _pack(jobs, device)
     return DeviceBlocks(index, value, index_bytes, value_bytes)
 
 
-def decode_indices(index: Tensor, index_bytes: Ints, counts: Ints, spans: Ints) -> Tensor:
-    """int32[n]: the positions of rows, one row after another.
-
-    Not looked at but for their number: the caller checks that they increase within the span. Waits
-    twice for the device.
-
-    Args:
-        index: uint8[bytes], the rows' index blocks side by side; it begins at an address that 4
-            divides.
-        index_bytes, counts, spans: int64[rows].
-
-    Raises:
-        WireError: A block is none that the codec makes.
-    """
-    device, begins = index.device, _begins(index_bytes)
-    shapes = _shapes(index, index_bytes)
-    widths = np.array([shape.block_bits for shape in shapes])
-    count_widths = np.array([shape.count_bits for shape in shapes])
-    each = np.array([shape.num_blocks(span) for shape, span in zip(shapes, spans, strict=True)])
-    offsets_at = HEADER_BYTES + _bytes(each, count_widths)
-    _check_lengths(index_bytes, offsets_at + _bytes(counts, widths))
-    block_counts = torch.empty(int(each.sum()), dtype=torch.int32, device=device)
-    target = block_counts.data_ptr() + 4 * _begins(each)
-    job = (target, each, count_widths, index.data_ptr() + begins + HEADER_BYTES)
-    _on_fields(kernels.unpack_fields, [job], device)
-    ends = torch.zeros(len(block_counts) + 1, dtype=torch.int64, device=device)
-    torch.cumsum(block_counts, 0, out=ends[1:])
-    found = ends[torch.from_numpy(np.cumsum(each)).to(device)].cpu().numpy()
-    if not np.array_equal(found, np.cumsum(counts)):
-        raise InvalidIndices("blocks count other changes than their rows")
-    indices = torch.empty(int(counts.sum()), dtype=torch.int32, device=device)
-    tiles = _Tiles.of(each, kernels.LOCATED, device)
-    offsets_from = index.data_ptr() + begins + offsets_at
-    columns = [_begins(each), each, widths, offsets_from, _begins(counts), tiles.firsts]
-    tiles.launch(kernels.locate_blocks, _table(columns, device), ends, indices)
-    return indices
-
-
-def decode_values(
-    value: Tensor, value_bytes: Ints, counts: Ints, old: Tensor, dtype: Dtype
-) -> Tensor:
-    """int[n]: the new bits of rows' changes, one row after another.
-
-    Waits once for the device.
-
-    Args:
-        value: uint8[bytes], the rows' value blocks side by side; it begins at an address that 4
-            divides.
-        value_bytes, counts: int64[rows].
-        old: int[n], the bits before.
-        dtype: Of all rows.
-
-    Raises:
-        WireError: A block is none that the codec makes.
-    """
-    device = value.device
-    nibbles_at = _bytes(counts, blocks.CODE_BITS)
-    if (value_bytes < nibbles_at).any() or value_bytes.sum() != len(value):
-        raise TruncatedFrame("value blocks are shorter than their codes")
-    if (value_bytes % 4).any():
-        raise TruncatedFrame("a value block does not end with a word")
-    tiles = _Tiles.of(counts, kernels.TILE, device)
-    value_at = value.data_ptr() + _begins(value_bytes)
-    longer = torch.empty((tiles.number, 2), dtype=torch.int64, device=device)
-    tiles.launch(kernels.count_codes, tiles.changes, _table([value_at], device), longer)
-    begins, totals = tiles.sums(longer)
-    nibbles, wholes = totals.cpu().numpy().T
-    wholes_at = nibbles_at + _bytes(nibbles, blocks.NIBBLE_BITS)
-    _check_lengths(value_bytes, wholes_at + _bytes(wholes, 8 * dtype.item_size))
-    new = torch.empty_like(old)
-    table = _table([value_at, value_at + nibbles_at, value_at + wholes_at], device)
-    tiles.launch(
-        kernels.decode_steps, tiles.changes, table, begins, old, new,
-        TYPE=TYPES[dtype.item_size], **_order(dtype),
-    )  # fmt: skip
-    return new
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Which part of which row each program works on."""
-
-    number: int
-    firsts: Ints
-    row: Tensor
-    first: Tensor
-    last: Tensor
-    changes: Tensor
-    size: int
-
-    @classmethod
-    def of(cls, counts: Ints, size: int, device: torch.device) -> _Tiles:
-        each = -(-counts // size)
-        firsts, row = _begins(each), np.repeat(np.arange(len(counts)), each)
-        first, last = (torch.from_numpy(at).to(device) for at in (firsts, firsts + each))
-        changes = _table([_begins(counts), counts, firsts], device)
-        return cls(len(row), firsts, torch.from_numpy(row).to(device), first, last, changes, size)
-
-    def launch(self, kernel: Any, table: Tensor, *arguments: Any, **constants: Any) -> None:
-        """A program for each tile."""
-        if self.number:
-            rows = len(self.firsts)
-            kernel[(self.number,)](table, self.row, *arguments, rows, **constants, TILE=self.size)
-
-    def sums(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """int64[tiles, 2] and int64[rows, 2]: sums of a row before each tile, and over each row."""
-        ends = torch.zeros((self.number + 1, 2), dtype=torch.int64, device=counts.device)
-        torch.cumsum(counts, 0, out=ends[1:])
-        begins = ends[self.first]
-        return ends[:-1] - begins[self.row], ends[self.last] - begins
-
-
-def _on_fields(kernel: Any, jobs: Sequence[tuple[Any, Ints, Any, Any]], device: Any) -> None:
-    """Launch over jobs: addresses of numbers, how many, their width, addresses of words."""
-    counts = np.concatenate([job[1] for job in jobs])
-    tiles = _Tiles.of(counts, kernels.TILE, device)
+def _pack(jobs: Sequence[tuple[Any, Ints, Any, Any]], device: torch.device) -> None:
+    """Pack fields: addresses of numbers, how many, their width, addresses of words."""
+    tiles = Tiles.of(np.concatenate([job[1] for job in jobs]), kernels.TILE)
     columns = [
         np.concatenate([np.broadcast_to(job[place], job[1].shape) for job in jobs])
         for place in range(4)
     ]
-    tiles.launch(kernel, _table([*columns, tiles.firsts], device))
+    tiles.launch(kernels.pack_fields, *tiles.placed(columns, device))
 
 
-def _shapes(index: Tensor, index_bytes: Ints) -> list[Shape]:
-    """The widths that index blocks declare. Raises WireError."""
-    if (index_bytes < HEADER_BYTES).any() or index_bytes.sum() != len(index):
-        raise TruncatedFrame("index blocks are shorter than their headers")
-    if (index_bytes % 4).any():
-        raise TruncatedFrame("an index block does not end with a word")
-    starts = torch.from_numpy(_begins(index_bytes) // 4).to(index.device)
-    headers = index.view(torch.int32)[starts].cpu().numpy().astype("<i4")
-    return [blocks.read_shape(header) for header in headers.view(np.uint8).reshape(-1, 4)]
+def _shapes(index: Tensor, index_bytes: Ints) -> tuple[Ints, Ints]:
+    """int64[rows] each: widths of offsets and counts that index blocks declare.
+
+    Waits once for the device. Raises WireError.
+    """
+    _check_blocks(index, index_bytes, HEADER_BYTES, "an index block is shorter than its header")
+    (starts,) = upload([begins_of(index_bytes) // 4], index.device)
+    headers = Numbers(index.view(torch.int32)[starts]).read().astype("<i4")
+    parts = headers.view(np.uint8).reshape(-1, 4).astype(np.int64)
+    bits, count_bits = parts[:, 0], parts[:, 1]
+    is_good = (bits >= blocks.BLOCK_BITS[0]) & (bits <= blocks.BLOCK_BITS[-1])
+    is_good &= (count_bits >= 1) & (count_bits <= bits + 1) & ~parts[:, 2:].any(axis=1)
+    if not is_good.all():
+        blocks.read_shape(headers.view(np.uint8).reshape(-1, 4)[np.argmin(is_good)])
+    return bits, count_bits
+
+
+def _check_blocks(data: Tensor, lengths: Ints, least: Any, problem: str) -> None:
+    """Raises TruncatedFrame unless blocks side by side are words, and have so many bytes each."""
+    if (lengths < least).any() or lengths.sum() != len(data):
+        raise TruncatedFrame(problem)
+    if (lengths % 4).any():
+        raise TruncatedFrame("a block does not end with a word")
 
 
 def _check_lengths(given: Ints, wanted: Ints) -> None:
@@ -284,7 +239,12 @@ def _check_lengths(given: Ints, wanted: Ints) -> None:
         raise TruncatedFrame(f"row {row} takes {wanted[row]} bytes; {given[row]} came")
 
 
-def _order(dtype: Dtype) -> dict[str, Any]:
+def _check_counts(found: Ints, counts: Ints) -> None:
+    if not np.array_equal(found, counts):
+        raise InvalidIndices("blocks count other changes than their rows")
+
+
+def order_constants(dtype: Dtype) -> dict[str, Any]:
     """How a kernel puts the bits of `dtype` into order."""
     bits = 8 * dtype.item_size
     sign = kernels.INTEGER_SIGN if steps.is_signed(dtype) else kernels.NO_SIGN
@@ -292,16 +252,12 @@ def _order(dtype: Dtype) -> dict[str, Any]:
     return {"MASK": (1 << bits) - 1, "SIGN": 1 << bits - 1, "ORDER": order}
 
 
+def _num_blocks(spans: Ints, widths: Ints) -> Ints:
+    """int64[rows]: `Shape.num_blocks` of many."""
+    return -(-spans >> widths)
+
+
 def _bytes(counts: Ints, widths: Any) -> Ints:
     """`field_bytes` of many."""
     words: Ints = -(-counts * widths // 32)
     return words * 4
-
-
-def _begins(counts: Ints) -> Ints:
-    return np.cumsum(counts) - counts
-
-
-def _table(columns: Sequence[Ints], device: torch.device) -> Tensor:
-    """int64[columns, rows]."""
-    return torch.from_numpy(np.stack(columns).astype(np.int64)).to(device)

@@ -41,6 +41,7 @@ class HostBackend:
     """
 
     device = None
+    decoder = None
     bucket_bytes = 64 << 20
 
     def __init__(self, flats: Mapping[int, Live], ledger: DigestLedger) -> None:

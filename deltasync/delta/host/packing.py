@@ -66,6 +66,10 @@ class Bucket:
     read: Read
     packed: Packed | None
     old_of: OldOf = _no_old
+    device = torch.device("cpu")
+
+    def encoder(self, codec: IndexCodec) -> None:
+        """The host codes it."""
 
     @property
     def old(self) -> OldRows | None:

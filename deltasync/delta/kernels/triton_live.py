@@ -210,6 +210,50 @@ def check(
             add_by_chunk(digests + tl.load(row + 7 * num_rows), position, good, change, CHUNK)
 
 
+@triton.jit(do_not_specialize=["num_boxes", "num_rows", "num_places"])
+def read_old(
+    rows, segment_row, boxes, num_boxes, found, num_rows, num_places,
+    TYPE: tl.constexpr, DIMS: tl.constexpr, CODES: tl.constexpr, GAPS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Copy the bits that rows change, add up their digests, and find bad indices.
+
+    rows: int64[12, num_rows]: the address of indices; the address where old bits go; their number;
+        span; flat position that indices count from; address of the parameter, 0 to check indices
+        alone; digest key; its place in `found`; with GAPS the cols of the parameter's region; its
+        first segment; with DIMS a box, as in `check`; with GAPS the gap.
+    found: int64[2, num_places], added up: digests of the old bits that are held; segments with an
+        index that is out of range, unsorted or repeated. Nothing is read by such an index.
+    """
+    segment = tl.program_id(0)
+    row = rows + tl.load(segment_row + segment)
+    lane = (segment - tl.load(row + 9 * num_rows)) * SEGMENT + tl.arange(0, SEGMENT)
+    there = lane < tl.load(row + 2 * num_rows)
+    indices = tl.load(row).to(tl.pointer_type(tl.int32))
+    index = tl.load(indices + lane, mask=there, other=0).to(tl.int64)
+    before = tl.load(indices + lane - 1, mask=there & (lane > 0), other=-1).to(tl.int64)
+    good = there & (index >= 0) & (index > before) & (index < tl.load(row + 3 * num_rows))
+    place = found + tl.load(row + 7 * num_rows)
+    if tl.max((there & ~good).to(tl.int32)) > 0:
+        tl.atomic_add(place + num_places, 1, sem="relaxed")
+    address = tl.load(row + 5 * num_rows)
+    if address != 0:
+        position = tl.load(row + 4 * num_rows) + index
+        where, good, is_any = _held(row, boxes, num_boxes, num_rows, position, good, DIMS)
+        if GAPS:
+            gap = tl.load(row + 11 * num_rows)
+            if gap != 0:
+                where -= position // (tl.load(row + 8 * num_rows) + gap) * gap
+        if is_any:
+            box = _box(boxes, row, num_rows, DIMS)
+            weights = _at(address, where, TYPE, CODES)
+            bits = _get(weights, good, address, box, num_boxes, TYPE, DIMS, CODES, False)
+            target = tl.load(row + num_rows).to(tl.pointer_type(TYPE))
+            tl.store(target + lane, bits, mask=good)
+            seed = seed_of(tl.load(row + 6 * num_rows).to(tl.uint64, bitcast=True), position)
+            add_up(place, 0, tl.where(good, mix(seed, bits), 0))
+
+
 @triton.jit(do_not_specialize=["num_boxes", "num_rows"])
 def write(
     rows, segment_row, boxes, num_boxes, payload, flag, sums, num_rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from deltasync.delta.backend import Payload, Plan
@@ -53,7 +54,7 @@ class Emitter:
         plan: What is sent.
         version: The version that the plan leads to.
         compression: Of the payloads.
-        buffer: Returns uint8[num_bytes] memory, into which the next payload is packed.
+        buffer: Returns uint8[num_bytes] memory for the next payload as it travels.
 
     Attributes:
         sent: The buckets that the caller has sent: each counts when the next one is asked for.
@@ -72,6 +73,7 @@ class Emitter:
         self._coder = None if compression == "none" else Coder(compression)
         counts = {} if self._coder is None else self._coder.bytes_by_codec
         self.sent = SentBuckets(bytes_by_codec=counts)
+        self._raw: Tensor | None = None
 
     def begin(self, *, stream_id: str, layout_hash: str, timeout_s: float) -> Begin:
         """The message that announces the plan. Arguments as in `Begin`."""
@@ -89,8 +91,7 @@ class Emitter:
     def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket's message, and its uint8[n] payload.
 
-        A payload that became shorter is host memory of its own; another one is a buffer, which the
-        caller sends or keeps before it asks for the next bucket.
+        The payload is a buffer, which the caller sends or keeps before it asks for the next bucket.
         """
         sent = self.sent
         for bucket in self._plan.buckets():
@@ -111,14 +112,23 @@ class Emitter:
 
     def _packed(self, bucket: Payload) -> tuple[Tensor, Compression]:
         """A bucket's payload as it travels, and what was done to it."""
-        raw = self._buffer(bucket.num_bytes)
         coder = self._coder
         if coder is None:
+            raw = self._buffer(bucket.num_bytes)
             bucket.write(raw)
             return raw, "none"
-        old, made = bucket.old, list[tuple[Tensor, Compression]]()
-        bucket.write(raw, lambda: made.append(coder.coded(raw, bucket.num_rows, old)))
-        return made[0]
+        raw, made = self._scratch(bucket), list[tuple[Tensor, Compression]]()
+        bucket.write(raw, lambda: made.append(coder.coded(raw, bucket)))
+        [(coded, compression)] = made
+        return self._buffer(len(coded)).copy_(coded), compression
+
+    def _scratch(self, bucket: Payload) -> Tensor:
+        """Memory to pack a bucket into before it is coded."""
+        raw = self._raw
+        if raw is None or len(raw) < bucket.num_bytes or raw.device != bucket.device:
+            self._raw = None  # its memory first
+            raw = self._raw = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=bucket.device)
+        return raw[: bucket.num_bytes]
 
     def send_buckets(self, send: Callable[[Message, Tensor], None]) -> None:
         """Let `send` have each bucket as it is packed. Raises what that raises."""

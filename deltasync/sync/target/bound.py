@@ -142,7 +142,7 @@ class BoundWeights:
         self.backend = backend_for(flats, ledger, kernels=options.kernels)
         ledger.sums[:] = self.backend.measure(np.arange(len(ledger.sums)))
         self.may_differ = False
-        self._buckets = BucketReader(specs, lanes, flats)
+        self._buckets = BucketReader(specs, lanes, flats, self.backend.decoder)
         limit = options.max_staged_bytes
         self._max_staged_bytes = (
             max(_MIN_STAGED_BYTES, self.backend.num_bytes // 4) if limit is None else limit

@@ -1,0 +1,148 @@
+"""How much coding and decoding one payload asks of a GPU: launches, waits, and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from deltasync.delta.batched.weights import Numbers
+from deltasync.delta.codecs.blocks import HEADER_BYTES, Shape, encode_indices, field_bytes
+from deltasync.delta.codecs.known import digest_at
+from deltasync.dtypes import BY_NAME
+from deltasync.errors import InvalidIndices
+from deltasync.wire.codecs import IndexCodec, ValueCodec
+from deltasync.wire.coded import CodedPayload
+from deltasync.wire.table import ROW, RowKind, Rows, block_offsets
+from tests.delta.device_payloads import by_device, change_of, flats_of, near, on_device, specs_of
+from tests.delta.test_launches import Operations
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+
+BF16, WIDE = BY_NAME["bfloat16"], BY_NAME["float32"]
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Launches of kernels by name, and "waits"; "operations" of torch, without views and memory."""
+    now: Counter[str] = Counter()
+    run, read = InterpretedFunction.run, Numbers.read
+
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        now[self.fn.__name__] += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            run(self, *args, **options)
+
+    def waited(self: Numbers) -> Any:
+        now["waits"] += 1
+        return read(self)
+
+    monkeypatch.setattr(InterpretedFunction, "run", launched)
+    monkeypatch.setattr(Numbers, "read", waited)
+    with Operations() as operations:
+        yield now
+    now["operations"] = sum(operations.counts.values())
+
+
+@pytest.mark.parametrize("parameters", [2, 40])
+def test_a_payload_takes_few_launches_and_waits(
+    monkeypatch: pytest.MonkeyPatch, parameters: int
+) -> None:
+    """However many parameters it has: those of one dtype go together."""
+    specs = specs_of(*[(BF16, 3000)] * parameters)
+    change = change_of(specs, near(specs, [0.05] * parameters, 1), 1)
+    with counted(monkeypatch) as encoding:
+        made = on_device(change)
+    assert made is not None
+    assert encoding.pop("operations") < 20
+    assert encoding == {
+        "copy_pieces": 2,
+        "read_old": 1,
+        "count_blocks": 1,
+        "code_steps": 1,
+        "split_steps": 1,
+        "pack_fields": 1,
+        "waits": 1,
+    }
+    data = made.data.numpy().tobytes()
+    with counted(monkeypatch) as decoding:
+        found = by_device(data, change.num_rows, len(change.payload), specs, change.flats)
+    assert found == change.raw
+    assert decoding.pop("operations") < 20
+    assert decoding == {
+        "copy_pieces": 3,
+        "count_located": 1,
+        "locate_blocks": 1,
+        "read_old": 1,
+        "count_codes": 1,
+        "decode_steps": 1,
+        "waits": 3,
+    }
+
+
+def test_each_further_dtype_waits_once_at_either_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = specs_of((BF16, 3000), (WIDE, 3000), (BF16, 3000))
+    change = change_of(specs, near(specs, [0.05] * 3, 1), 1)
+    with counted(monkeypatch) as encoding:
+        made = on_device(change)
+    assert made is not None
+    assert (encoding["waits"], encoding["copy_pieces"], encoding["read_old"]) == (2, 2, 2)
+    data = made.data.numpy().tobytes()
+    with counted(monkeypatch) as decoding:
+        by_device(data, change.num_rows, len(change.payload), specs, change.flats)
+    assert (decoding["waits"], decoding["copy_pieces"], decoding["read_old"]) == (4, 3, 2)
+
+
+class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of all tensors that were made, as if none was ever freed."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not str(func).startswith("aten.view"):
+            self.num_bytes += made.nbytes
+        return made
+
+
+@pytest.mark.parametrize("is_lie", [False, True])
+def test_memory_is_bounded_by_what_a_payload_stands_for(
+    monkeypatch: pytest.MonkeyPatch, is_lie: bool
+) -> None:
+    """A row of as many blocks as its bytes can count, most of them empty."""
+    span, count = 1 << 19, 1000
+    specs, shape = specs_of((BF16, span)), Shape(4, 1)
+    indices = (np.arange(count) * (span // count) // 16 * 16).astype(np.int32)
+    index = bytearray(encode_indices(indices, shape, span))
+    value = bytes(field_bytes(count, 2))  # all of them moved by one step
+    index[HEADER_BYTES] ^= is_lie
+    flats = flats_of(specs, 0)
+    rows: Rows = np.zeros(1, ROW)
+    rows["kind"], rows["index_codec"] = RowKind.SPARSE, IndexCodec.BLOCK
+    rows["value_codec"], rows["span"], rows["count"] = ValueCodec.BLOCK, span, count
+    rows["index_bytes"], rows["value_bytes"] = len(index), len(value)
+    old = flats[0].gather(torch.from_numpy(indices).long()).numpy()
+    digests = np.array([digest_at(specs[0], 0, indices, old)], np.uint64)
+    blocks = (np.frombuffer(block, np.uint8) for block in (index, value))
+    data = CodedPayload(rows, digests, *blocks).to_bytes(compressed=False)
+    raw_bytes = block_offsets(rows_of_raw(rows))[2]
+    assert len(data) > raw_bytes // 2
+    with counted(monkeypatch), Allocated() as allocated:
+        found = by_device(data, 1, raw_bytes, specs, flats)
+    assert isinstance(found, InvalidIndices if is_lie else bytes)
+    assert allocated.num_bytes < 12 * raw_bytes
+
+
+def rows_of_raw(rows: Rows) -> Rows:
+    raw = rows.copy()
+    raw["index_bytes"], raw["value_bytes"] = 4 * rows["count"], 2 * rows["count"]
+    return raw

@@ -1,0 +1,335 @@
+"""Coded payloads on a device, rules W29 to W33: what the host makes of the same bytes, both ways.
+
+Without a GPU kernels run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltasync.delta.bits import Flat, Live, Run, as_bits, torch_dtype
+from deltasync.delta.codecs.coding import Coded
+from deltasync.delta.codecs.encoding import encode_payload
+from deltasync.delta.codecs.old import LiveOld
+from deltasync.delta.policy import Policy
+from deltasync.delta.shard import ShardSpec
+from deltasync.dtypes import BY_NAME, Dtype
+from deltasync.errors import (
+    InvalidIndices,
+    InvalidTable,
+    LimitExceeded,
+    TruncatedFrame,
+    UnknownCodec,
+    WireError,
+    WrongBase,
+)
+from deltasync.testing.bits import random_bits
+from deltasync.testing.payloads import payloads
+from deltasync.wire.codecs import IndexCodec
+from deltasync.wire.coded import CodedPayload
+from deltasync.wire.messages import ParameterSpec
+from tests.delta.device_payloads import (
+    DEVICE,
+    Change,
+    by_host,
+    change_of,
+    decoded_alike,
+    flats_of,
+    near,
+    on_device,
+    specs_of,
+)
+from tests.delta.test_boxes import Held, bits_for, helds
+from tests.delta.test_shares import Rank, box_of
+from tests.strategies import DTYPES, SEEDS
+
+few = settings(max_examples=12 if DEVICE.type == "cpu" else 200)
+BF16 = BY_NAME["bfloat16"]
+DENSITIES = st.sampled_from([0.0, 0.002, 0.05, 0.4, 1.0])
+
+
+def change(dtypes: list[tuple[Dtype, float]], seed: int, numel: int = 3000) -> Change:
+    """Parameters of these dtypes and densities, of different lengths."""
+    specs = specs_of(*((dtype, numel + 7 * n) for n, (dtype, _) in enumerate(dtypes)))
+    return change_of(specs, near(specs, [density for _, density in dtypes], seed), seed)
+
+
+def typical(seed: int = 0) -> Change:
+    """Coded rows, a raw one of odd length before others, and a dense one."""
+    kinds = [(BF16, 0.0), (BF16, 0.05), (BY_NAME["uint8"], 1.0), (BY_NAME["float32"], 0.02)]
+    return change([*kinds, (BF16, 0.1)], seed)
+
+
+def host_coded(given: Change, codec: IndexCodec = IndexCodec.BLOCK) -> bytes:
+    old = LiveOld(given.specs, given.flats)
+    raw = given.payload.cpu().numpy()
+    return encode_payload(raw, given.num_rows, old, codec).to_bytes(compressed=False)
+
+
+def coded(given: Change) -> bytes:
+    made = on_device(given)
+    assert made is not None
+    assert sum(made.bytes_by_codec.values()) == len(made.data) < len(given.payload)
+    return made.data.cpu().numpy().tobytes()
+
+
+def args(given: Change) -> tuple[Any, ...]:
+    return given.num_rows, len(given.payload), given.specs, given.flats
+
+
+@few
+@given(kinds=st.lists(st.tuples(DTYPES, DENSITIES), min_size=1, max_size=4), seed=SEEDS)
+def test_either_end_decodes_what_either_has_coded(
+    kinds: list[tuple[Dtype, float]], seed: int
+) -> None:
+    here = change([(BF16, 0.05), *kinds], seed)  # one at least pays
+    assert decoded_alike(coded(here), *args(here)) == here.raw
+    there = host_coded(here)
+    found = decoded_alike(there, *args(here))
+    assert found in (here.raw, None)  # None: the host has used other codecs, too
+    assert by_host(there, *args(here)) == here.raw
+
+
+def test_what_a_host_codes_in_blocks_alone_is_decoded_on_the_device() -> None:
+    here = change([(BF16, 0.05), (BY_NAME["float64"], 0.01), (BY_NAME["int8"], 0.2)], 3)
+    assert decoded_alike(host_coded(here), *args(here)) == here.raw
+
+
+def test_rows_for_which_blocks_do_not_pay_stay_raw() -> None:
+    made = on_device(typical())
+    assert made is not None
+    assert {"raw", "block", "dense"} < made.bytes_by_codec.keys()
+
+
+def test_a_payload_that_gets_no_shorter_is_not_coded() -> None:
+    assert on_device(change([(BF16, 0.0), (BF16, 1.0)], 1)) is None
+    assert on_device(change([(BF16, 1.0)], 1)) is None
+
+
+def test_of_what_is_not_held_there_are_indices_alone() -> None:
+    here = typical()
+    data = coded(here)
+    for missing in ({1}, {1, 3}, {0, 1, 2, 3, 4}, {2, 0}):
+        flats: dict[int, Live] = {n: f for n, f in here.flats.items() if n not in missing}
+        found = decoded_alike(data, here.num_rows, len(here.payload), here.specs, flats)
+        assert isinstance(found, bytes)
+
+
+@few
+@given(seed=SEEDS, flips=st.integers(1, 4), data=st.data())
+def test_damage_anywhere_ends_alike(seed: int, flips: int, data: st.DataObject) -> None:
+    here = typical(seed % 5)
+    made = bytearray(coded(here))
+    for _ in range(flips):
+        at = data.draw(st.integers(0, len(made) - 1) | st.integers(0, 48 + 56 * here.num_rows))
+        made[at] = data.draw(st.integers(0, 255))
+    decoded_alike(bytes(made), *args(here))
+
+
+@few
+@given(seed=SEEDS, data=st.data())
+def test_blocks_that_lie_end_alike(seed: int, data: st.DataObject) -> None:
+    """Blocks that fit the table, whatever is in them."""
+    here = typical(seed % 5)
+    taken = CodedPayload.from_bytes(
+        memoryview(coded(here)), num_rows=here.num_rows, raw_bytes=len(here.payload)
+    )
+    rng = np.random.default_rng(seed)
+    index, value = (lie(blocks, data, rng) for blocks in blocks_of(taken))
+    rows = taken.rows.copy()
+    rows["index_bytes"], rows["value_bytes"] = [len(b) for b in index], [len(b) for b in value]
+    sections = (np.frombuffer(b"".join(blocks), np.uint8) for blocks in (index, value))
+    lied = CodedPayload(rows, taken.digests, *sections).to_bytes(compressed=False)
+    decoded_alike(lied, *args(here))
+
+
+def blocks_of(taken: CodedPayload) -> tuple[list[bytes], list[bytes]]:
+    index, value = (cuts.tolist() for cuts in taken.blocks())
+    return (
+        [taken.index[a:b].tobytes() for a, b in pairwise(index)],
+        [taken.value[a:b].tobytes() for a, b in pairwise(value)],
+    )
+
+
+def lie(blocks: list[bytes], data: st.DataObject, rng: np.random.Generator) -> list[bytes]:
+    """One of them with words, or a header, that are not what was written."""
+    found, n = list(blocks), data.draw(st.integers(0, len(blocks) - 1))
+    block = bytearray(found[n])
+    match data.draw(st.sampled_from(["none", "header", "words", "shorter", "longer", "swapped"])):
+        case "header" if len(block) >= 4:
+            block[:2] = bytes(rng.integers(0, 19, 2).tolist())
+        case "words" if block:
+            for at in rng.integers(0, len(block), 3).tolist():
+                block[at] = int(rng.choice(np.array([0, 255, rng.integers(256)])))
+        case "shorter":
+            del block[-data.draw(st.sampled_from([1, 2, 4, 8])) :]
+        case "longer":
+            block += bytes(data.draw(st.sampled_from([1, 2, 4, 8])))
+        case "swapped" if len(block) >= 16:
+            block[8:12], block[12:16] = block[12:16], block[8:12]
+    found[n] = bytes(block)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "value", "error"),
+    [
+        (0, "<Q", 112, TruncatedFrame),  # a table of two rows
+        (8, "<Q", 1 << 60, TruncatedFrame),  # sections beyond the payload
+        (16, "<Q", 1 << 40, LimitExceeded),  # a bomb
+        (32, "<Q", 1 << 63, LimitExceeded),
+        (48 + 4, "<B", 3, InvalidTable),  # kind
+        (48 + 5, "<B", 9, UnknownCodec),  # index codec
+        (48 + 6, "<B", 3, UnknownCodec),  # value codec of another index codec
+        (48 + 7, "<B", 1, InvalidTable),  # reserved
+        (48 + 0, "<I", 7, InvalidTable),  # parameter
+        (48 + 8, "<Q", 3000, InvalidTable),  # start
+        (48 + 16, "<Q", 1 << 40, InvalidTable),  # span
+        (48 + 24, "<Q", 1 << 62, InvalidTable),  # count
+        (48 + 32, "<Q", 1, InvalidTable),  # index bytes
+        (48 + 40, "<Q", (1 << 64) - 1, InvalidTable),  # value bytes
+        (48 + 48, "<Q", 0, WrongBase),  # digest
+    ],
+)
+def test_w29_w30_each_lie_is_refused(at: int, kind: str, value: int, error: type) -> None:
+    here = change([(BF16, 0.05)], 2)
+    made = bytearray(coded(here))
+    struct.pack_into(kind, made, at, value)
+    found = decoded_alike(bytes(made), *args(here))
+    assert type(found) is error
+
+
+@pytest.mark.parametrize("raw_bytes", [0, 100, 1 << 20])
+def test_w30_another_length_than_the_table_says_is_refused(raw_bytes: int) -> None:
+    here = change([(BF16, 0.05)], 2)
+    found = decoded_alike(coded(here), here.num_rows, raw_bytes, here.specs, here.flats)
+    assert isinstance(found, WireError)
+
+
+@few
+@given(data=st.binary(max_size=400), num_rows=st.integers(1, 20) | st.just((1 << 32) - 1))
+def test_arbitrary_bytes_are_a_wire_error(data: bytes, num_rows: int) -> None:
+    here = change([(BF16, 0.05)], 2)
+    found = decoded_alike(data, num_rows, 1 << 16, here.specs, here.flats)
+    assert found is None or isinstance(found, WireError)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 47, 48, 60, -1, -4])
+def test_truncated_or_prolonged_is_a_wire_error(cut: int) -> None:
+    here = change([(BF16, 0.05)], 2)
+    made = coded(here)
+    for wrong in (made[:cut], made + bytes(7)):
+        assert isinstance(decoded_alike(wrong, *args(here)), WireError)
+
+
+@pytest.mark.parametrize("row", [1, 3, 4])
+def test_w31_another_base_is_refused(row: int) -> None:
+    here = typical()
+    made = coded(here)
+    (run,) = (run for number, run in here.runs if number == row)
+    assert run.indices is not None
+    flat = here.flats[row]
+    assert isinstance(flat, Flat)
+    flat.line[run.start + int(run.indices[1])] ^= 1
+    before = {n: f.line.clone() for n, f in here.flats.items()}
+    found = decoded_alike(made, *args(here))
+    assert isinstance(found, WrongBase)
+    assert str(found).startswith(f"w{row}: ")
+    assert all(torch.equal(f.line, before[n]) for n, f in here.flats.items())
+
+
+@pytest.mark.parametrize("wrong", [[5, 5], [7, 3], [5, 9000], [5, -1], [-(1 << 31), 5]])
+def test_w14_raw_rows_of_a_coded_payload_are_checked(wrong: list[int]) -> None:
+    """Row 0 is raw: its indices are at the beginning of the section."""
+    specs = specs_of((BF16, 300), (BF16, 3000))
+    [(_, one), *others] = near(specs, [0.0, 0.1], 4)
+    first = replace(one, indices=torch.tensor([5, 7]).int(), bits=torch.tensor([1, 2]).short())
+    here = change_of(specs, [(0, first), *others], 4)
+    made = bytearray(coded(here))
+    struct.pack_into("<2i", made, 48 + 56 * 2, *wrong)
+    found = decoded_alike(bytes(made), *args(here))
+    assert isinstance(found, InvalidIndices)
+    assert str(found).startswith("w0: ")
+
+
+@few
+@given(given_helds=helds(), seed=SEEDS, is_wrong=st.booleans())
+def test_who_holds_boxes_decodes_as_the_host_does(
+    given_helds: list[Held], seed: int, is_wrong: bool
+) -> None:
+    """Parts, strided weights and codes of 4 bits, and what another rank holds."""
+    specs = (*(held.spec for held in given_helds), ParameterSpec(("more",), (2000,), BF16))
+    before = flats_of(specs, seed)
+    runs = [
+        (number, replace(run, bits=moved(before[number].line, run)))
+        for number, held in enumerate(given_helds)
+        for run in held.runs
+    ]
+    [(_, more)] = near(specs[-1:], [0.1], seed)
+    runs.append((len(given_helds), replace(more, bits=moved(before[len(given_helds)].line, more))))
+    [(payload, num_rows)] = payloads(runs, specs)
+    there = Change(specs, before, runs, payload.to(DEVICE), num_rows)
+    made = coded(there)
+    flats: dict[int, Live] = {len(given_helds): before[len(given_helds)]}
+    for number, held in enumerate(given_helds):
+        if held.pieces:
+            flats[number] = held.access(bits_for(held))
+            flats[number].write(0, before[number].read(0, held.spec.numel))
+            if is_wrong:
+                flats[number].write(0, before[number].read(0, held.spec.numel) ^ 1)
+    found = decoded_alike(made, num_rows, len(payload), specs, dict(sorted(flats.items())))
+    if not is_wrong:
+        assert isinstance(found, bytes)
+
+
+def moved(old: Tensor, run: Run) -> Tensor:
+    """One more than before, in bits."""
+    old = old[run.start : run.stop].cpu()
+    return (old if run.indices is None else old[run.indices.long()]) + 1
+
+
+@few
+@given(
+    box=st.tuples(st.integers(0, 9), st.integers(60, 90), st.integers(0, 20), st.integers(1, 24)),
+    dtype=st.sampled_from(["bfloat16", "float32", "uint8"]),
+    chunk_numel=st.sampled_from([300, 5000]),
+    max_held=st.sampled_from([0, 1 << 30]),
+    seed=SEEDS,
+)
+def test_shards_with_gaps_are_coded_in_the_coordinates_of_the_layout(
+    box: tuple[int, int, int, int], dtype: str, chunk_numel: int, max_held: int, seed: int
+) -> None:
+    above, rows, left, cols = box
+    shape, rng = (above + rows + 3, left + cols + 2), np.random.default_rng(seed)
+    old = random_bits(BY_NAME[dtype], prod(shape), rng).view(torch_dtype(BY_NAME[dtype]))
+    whole, shard = old.clone().view(shape), ShardSpec(shape, (above, left), (rows, cols))
+    spec = ParameterSpec(("a",), shape, BY_NAME[dtype])
+    held = {"a": box_of(whole, shard).clone()}
+    policy = Policy(chunk_numel=chunk_numel, dense_above=0.6)
+    rank = Rank([spec], {"a": shard}, held, "triton", policy)
+    bits = as_bits(held["a"])
+    bits += torch.from_numpy(rng.random(bits.shape) < 0.2).to(bits.dtype)
+    rank.write(held)
+    flats: dict[int, Live] = {0: Flat.of(old.to(DEVICE))}
+    for bucket in rank.delta(max_held, 1 << 20).buckets():
+        payload = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=DEVICE)
+        encode, made = bucket.encoder(IndexCodec.BLOCK), list[Coded | None]()
+        assert encode is not None
+        bucket.write(payload, lambda: made.append(encode(payload)))  # noqa: B023 - at once
+        [found] = made
+        if not max_held or found is None:  # the snapshot was overwritten, or it is short
+            continue
+        sent = found.data.cpu().numpy().tobytes()
+        got = decoded_alike(sent, bucket.num_rows, len(payload), (spec,), flats)
+        assert got == payload.cpu().numpy().tobytes()
