@@ -136,7 +136,7 @@ def test_memory_is_bounded_by_what_a_payload_stands_for(
     data = CodedPayload(rows, digests, *blocks).to_bytes(compressed=False)
     raw_bytes = block_offsets(rows_of_raw(rows))[2]
     assert len(data) > raw_bytes // 2
-    with counted(monkeypatch), Allocated() as allocated:
+    with counted(monkeypatch), Allocated() as allocated:  # type: ignore[no-untyped-call]
         found = by_device(data, 1, raw_bytes, specs, flats)
     assert isinstance(found, InvalidIndices if is_lie else bytes)
     assert allocated.num_bytes < 12 * raw_bytes

@@ -145,7 +145,9 @@ def _measured(rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> _M
     most = torch.zeros(len(each), dtype=torch.int64, device=device)
     codes, ends = torch.empty_like(indices), tiles.ends(2, device)
     tiles.launch(kernels.count_blocks, table, row, indices, block_counts, most)
-    tiles.launch(kernels.code_steps, table, row, new, old, codes, ends, **order_constants(rows.dtype))
+    tiles.launch(
+        kernels.code_steps, table, row, new, old, codes, ends, **order_constants(rows.dtype)
+    )
     ends[1:].cumsum_(0)
     found = Numbers(torch.cat([most, ends.view(-1)])).read()
     nibbles, wholes = tiles.totals(found[len(each) :], 2).T

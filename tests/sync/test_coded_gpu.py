@@ -1,0 +1,125 @@
+"""Whole syncs between models on a GPU, whose payloads are coded and decoded there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    Policy,
+    ReceiverOptions,
+    RoutedTarget,
+    SenderOptions,
+    WeightReceiver,
+    WeightSender,
+)
+from deltasync.delta.batched import decoding
+from deltasync.delta.bits import as_bits
+from deltasync.errors import SyncAborted, WrongBase
+from deltasync.transports import inprocess
+from tests.sync.harness import Serving, bits_equal, fleet, until
+from tests.sync.test_gpu import model
+from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BLOCKS = SenderOptions(compression="block", policy=Policy(dense_above=0.9))
+
+
+def nudged(weights: Tensor, share: float) -> None:
+    bits = as_bits(weights)
+    bits += (torch.rand(weights.shape, device="cuda") < share).to(bits.dtype)
+
+
+@pytest.mark.parametrize("link", ["cuda", "cpu"])
+@pytest.mark.parametrize("snapshot_device", [None, "cpu"])
+@pytest.mark.parametrize("share", [0.003, 0.3])
+@pytest.mark.parametrize("strided", [False, True])  # then the receiver holds it in a box
+def test_payloads_are_coded_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    link: str,
+    snapshot_device: str | None,
+    share: float,
+    *,
+    strided: bool,
+) -> None:
+    decoded, decode_one = list[bool](), decoding.DeviceDecoder.decode
+
+    def noted(self: decoding.DeviceDecoder, *args: object, **kwargs: object) -> object:
+        made = decode_one(self, *args, **kwargs)  # type: ignore[arg-type]
+        decoded.append(made is not None and made.payload.is_cuda)
+        return made
+
+    monkeypatch.setattr(decoding.DeviceDecoder, "decode", noted)
+    source, replica = (model(torch.bfloat16, 0, strided=strided) for _ in range(2))
+    transport = inprocess.Sender(device=link)
+    changes = {"snapshot_device": snapshot_device, "bucket_bytes": 1 << 20}
+    options = BLOCKS.model_copy(update=changes | {"max_inflight_bytes": 1 << 26})
+    sender = WeightSender(ModuleSource(source), transport, options=options)
+    receiver = WeightReceiver(ModuleTarget(replica), transport.receiver())
+    serving = Serving(receiver).start()
+    try:
+        sender.wait_for_receivers(1)
+        assert sender.send_weights().full_synced == 0
+        for _ in range(3):
+            for parameter in source.parameters():
+                nudged(parameter.data, share)
+            stats = sender.send_weights()
+            assert stats.bytes_by_codec["block"] > 0.9 * stats.payload_bytes
+            assert stats.payload_bytes < 2.5 * stats.nnz
+        torch.cuda.synchronize()
+        assert bits_equal(source, replica)
+        assert decoded
+        assert all(decoded)
+    finally:
+        sender.close()
+        serving.stop()
+
+
+def test_a_wrong_base_is_found_on_the_gpu_before_anything_is_written() -> None:
+    source, target = (model(torch.bfloat16, 0) for _ in range(2))
+    with fleet(source, options=BLOCKS) as here:
+        serving = here.add(target, options=ReceiverOptions(scrub_every=0))
+        here.wait(1)
+        here.sender.send_weights()
+        nudged(source.get_parameter("matrix").data, 0.01)
+        changed = as_bits(source.get_parameter("matrix").data) != as_bits(
+            target.get_parameter("matrix").data
+        )
+        as_bits(target.get_parameter("matrix").data)[tuple(changed.nonzero()[5])] ^= 64
+        before = {name: weights.data.clone() for name, weights in target.named_parameters()}
+        with pytest.raises(SyncAborted):
+            here.sender.send_weights(timeout_s=20)
+        until(lambda: bool(serving.errors))
+        assert isinstance(serving.errors[-1], WrongBase)
+        assert all(torch.equal(before[n], p.data) for n, p in target.named_parameters())
+        here.wait(1)
+        assert here.sender.send_weights(timeout_s=20).full_synced == 1
+        torch.cuda.synchronize()
+        assert bits_equal(source, target)
+
+
+@pytest.mark.parametrize("staged_bytes", [0, None])
+def test_ranks_of_an_engine_decode_their_parts(staged_bytes: int | None) -> None:
+    source = trainer(0).cuda()
+    ranks = [rank_of(source, number).cuda() for number in range(2)]
+    assert all(isinstance(rank, Rank) for rank in ranks)
+    options = ReceiverOptions(kernels="triton", max_staged_bytes=staged_bytes, chunk_numel=7)
+    sending = BLOCKS.model_copy(update={"max_inflight_bytes": 1 << 20})
+    with fleet(source, options=sending) as here:
+        for number, rank in enumerate(ranks):
+            here.add(RoutedTarget(rank, CHECKPOINT), rank=number, world=2, options=options)
+        here.wait(2)
+        for share in (0.0, 0.2, 0.6):
+            for weights in source.parameters():
+                weights.data[torch.rand(weights.shape, device="cuda") < share] *= 1.01
+            assert here.sender.send_weights().receivers == 2
+            torch.cuda.synchronize()
+            assert all(bits_equal(rank, rank_of(source, rank.rank).cuda()) for rank in ranks)
