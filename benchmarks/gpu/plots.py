@@ -21,13 +21,19 @@ _PHASES = (  # (key of Result.parts, label, colour), from the bottom
     ("commit_s", "commit", "#b33951"),
 )
 
+_CODED = (  # titles, and what is coded and what is not
+    ("Trainer: diff and payload (ms)", "coded in blocks", "not coded"),
+    ("Engine: stage and write (ms)", "decoded from blocks", "not coded"),
+)
+
 
 def draw_all(results: list[Result], folder: Path, *, name: str) -> list[Path]:
     """Draw what the records allow, into files that begin with `name`. Returns them."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context(STYLE):
-        for kind, figure in (("sync", _sync(results)), ("commit", _commit(results))):
+        figures = {"sync": _sync, "commit": _commit, "codec": _codec}
+        for kind, figure in ((kind, make(results)) for kind, make in figures.items()):
             if figure is not None:
                 paths.append(folder / f"{name}-{kind}.svg")
                 save(figure, paths[-1])
@@ -105,6 +111,23 @@ def _commit(results: list[Result]) -> Figure | None:
     axes.tick_params(axis="x", which="minor", length=0)
     axes.set_xlabel("elements of the model (billions)")
     _caption(figure, rows[0])
+    return figure
+
+
+def _codec(results: list[Result]) -> Figure | None:
+    """What coding in blocks adds, by density. Left: at the trainer. Right: at the engine."""
+    encode, write = (_sweep(results, f"codec_block_{what}") for what in ("encode", "write"))
+    if len(encode) < 2 or len(write) < 2:
+        return None
+    figure = Figure(figsize=(10.5, 4.0), layout="constrained")
+    sides = zip(figure.subplots(1, 2), (encode, write), _CODED, strict=True)
+    for axes, rows, (title, mine, theirs) in sides:
+        axes.set_title(title)
+        line(axes, rows, [1e3 * r.baseline_seconds for r in rows], theirs, DENSE, "--")
+        line(axes, rows, [1e3 * r.seconds for r in rows], mine, SPARSE, width=2.6)
+        finish(axes, "{:,.4g}")
+        density_axis(axes, rows)
+    _caption(figure, encode[0])
     return figure
 
 

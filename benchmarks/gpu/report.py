@@ -31,6 +31,14 @@ TITLES = {
     "quant_diff_mxfp8": "the same in MXFP8",
     "quant_diff_mxfp4": "the same in MXFP4",
     "quant_sync": "whole sync to block FP8 vs. to bfloat16",
+    "codec_block_encode": "diff, packing and coding in blocks vs. without coding",
+    "codec_block_write": "decoding blocks, staging and writing vs. without decoding",
+    "codec_class": "coding and decoding by class vs. its goal",
+    "codec_fold": "folding eight deltas vs. apply_patch of one",
+    "codec_nvcomp_ans_block": "nvCOMP's ANS behind blocks: compressing vs. decompressing",
+    "codec_nvcomp_ans_gap": "the same behind the gaps of indices",
+    "codec_nvcomp_zstd_block": "nvCOMP's Zstd behind blocks: compressing vs. decompressing",
+    "codec_nvcomp_zstd_gap": "the same behind the gaps of indices",
     "adamw": "whole sync after an AdamW step vs. dense broadcast",
     "large": "whole sync of a large model",
     "large_over_dense": "whole sync of a large model vs. dense broadcast",
@@ -70,7 +78,8 @@ VERL_TITLES = {
 TYPICAL_DENSITY = 0.003
 _ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES | VERL_TITLES
 _SWEEPS = (
-    "sync_", "diff", "apply_", "engine_work", "engine_pause", "sharded_over", "sharded_pause",
+    "sync_", "diff", "apply_", "codec_", "engine_work", "engine_pause", "sharded_over",
+    "sharded_pause",
 )  # fmt: skip
 _SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
 WAYS = {  # the cases of the dense and of the sparse baseline: their names
@@ -176,6 +185,7 @@ def _alt(image: str) -> str:
     """What the image shows, by the end of its name."""
     return {
         "bytes": "Bytes per changed element by share of changed elements, with their bounds",
+        "codec": "Times with payloads in blocks and without, by share of changed elements",
         "commit": "Receiver commit time by model size",
         "lanes": "What the trainer, the engine and their GPUs do in one sync, and when",
         "kernels": "Kernel times by share of changed elements",

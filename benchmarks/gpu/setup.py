@@ -157,7 +157,7 @@ SCALES = {
         large=None,
     ),
     "tiny": Scale(
-        limit_s=100.0,
+        limit_s=480.0,
         densities=(0.01, 1.0),
         rounds=2,
         warm_ups=1,

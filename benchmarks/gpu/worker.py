@@ -20,7 +20,7 @@ from threading import Timer
 import torch
 
 from benchmarks import processes
-from benchmarks.gpu import cases, kernels, quant
+from benchmarks.gpu import cases, coding, kernels, quant
 from benchmarks.gpu.cases import Run
 from benchmarks.gpu.engine import FAILURES, free_memory
 from benchmarks.gpu.pair import EngineProcess, open_engine
@@ -33,6 +33,7 @@ GROUPS: dict[str, Callable[[Run], Iterator[Result]]] = {
     "commit": cases.commit,
     "diff": kernels.diff,
     "apply": kernels.apply,
+    "codec": coding.codec,
     "moe": cases.moe,
     "quant": quant.quant,
     "memory": cases.memory,
@@ -112,6 +113,8 @@ def main(text: str, *groups: str) -> None:
     """The worker: a record a line on stdout, progress on stderr."""
     setup = Setup.from_json(text)
     torch.set_num_threads(1)
+    if setup.device_type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it
     if setup.device_type == "cuda":
         torch.cuda.set_device(setup.device("trainer"))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

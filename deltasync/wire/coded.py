@@ -117,13 +117,13 @@ class CodedTable:
         """
         table, *rest = lengths.stored
         found = {"table": HEADER_BYTES + table}
-        codes = np.stack([self.rows[name] for name in ("index_codec", "value_codec")], axis=1)
+        codes = self.rows["index_codec"].astype(np.int64) << 8 | self.rows["value_codec"]
+        present = np.flatnonzero(np.bincount(codes))
         for name, stored in zip(("index_bytes", "value_bytes"), rest, strict=True):
-            pairs, which = np.unique(codes, axis=0, return_inverse=True)
-            ends = np.cumsum(np.bincount(which.ravel(), weights=self.rows[name]))
+            ends = np.cumsum(np.bincount(codes, weights=self.rows[name])[present])
             ends = np.rint(ends * (stored / max(1.0, float(ends[-1])))).astype(np.int64)
-            for pair, num_bytes in zip(pairs.tolist(), np.diff(ends, prepend=0), strict=True):
-                called = codec_name(*pair)
+            for code, num_bytes in zip(present.tolist(), np.diff(ends, prepend=0), strict=True):
+                called = codec_name(code >> 8, code & 0xFF)
                 found[called] = found.get(called, 0) + int(num_bytes)
         return found
 

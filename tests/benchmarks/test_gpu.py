@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -86,6 +86,8 @@ def test_every_case_is_measured(results: list[Result]) -> None:
         "large",
         "large_over_dense",
         "diff_host_snapshot",
+        "codec_class",
+        *(case for case in report.TITLES if case.startswith("codec_nvcomp")),
     }  # "large" needs two devices
     assert {r.case for r in results} | elsewhere == set(report.TITLES)
     assert {(r.model, r.numel) for r in results if r.case == "commit_growth"} == {
@@ -245,6 +247,14 @@ def test_the_page_gets_tables_and_images(results: list[Result], tmp_path: Path) 
         report.insert(page, "y", text)
     paths = draw_all(results, tmp_path, name="gpu-x")
     assert [path.name for path in paths] == ["gpu-x-sync.svg", "gpu-x-commit.svg"]
+
+
+def test_codecs_are_drawn_by_density(results: list[Result], tmp_path: Path) -> None:
+    rows = [r for r in results if r.case.startswith("codec_block")]
+    swept = [replace(r, density=density) for r in rows for density in (0.001, 0.01)]
+    assert [path.name for path in draw_all(swept, tmp_path, name="gpu-x")] == ["gpu-x-codec.svg"]
+    assert all({"encode_s", "decode_s"} & r.parts.keys() for r in rows)
+    assert all(r.bytes < r.bound_bytes / 2 for r in rows)
 
 
 def test_pages_hold_what_the_records_give(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What a codec is: rows of a bucket in, blocks of bytes out, and back.
 
 docs/wire-format.md, section 4. Codecs work on numpy arrays in host memory. They never see a
-parameter's number, a payload or a connection: `codecs.payload` puts rows and payloads together.
+parameter's number, a payload or a connection: `encoding` and `decoding` put rows and payloads
+together, and `device_base` says what a codec on a device is.
 """
 
 from __future__ import annotations
