@@ -18,7 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deltasync.delta.batched.decoding import DeviceDecoder
 from deltasync.delta.bits import Flat, Live, Run, as_bits, torch_dtype
+from deltasync.delta.bucket import BucketReader
+from deltasync.delta.codecs.blocks import HEADER_BYTES, Shape, encode_indices, field_bytes
 from deltasync.delta.codecs.coding import Coded
 from deltasync.delta.codecs.encoding import encode_payload
 from deltasync.delta.codecs.old import LiveOld
@@ -36,9 +39,10 @@ from deltasync.errors import (
 )
 from deltasync.testing.bits import random_bits
 from deltasync.testing.payloads import payloads
-from deltasync.wire.codecs import IndexCodec
+from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
-from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.messages import Bucket, ParameterSpec
+from deltasync.wire.table import ROW, RowKind, Rows, block_offsets
 from tests.delta.device_payloads import (
     DEVICE,
     Change,
@@ -49,6 +53,7 @@ from tests.delta.device_payloads import (
     near,
     on_device,
     specs_of,
+    weights_of,
 )
 from tests.delta.test_boxes import Held, bits_for, helds
 from tests.delta.test_shares import Rank, box_of
@@ -333,3 +338,76 @@ def test_shards_with_gaps_are_coded_in_the_coordinates_of_the_layout(
         sent = found.data.cpu().numpy().tobytes()
         got = decoded_alike(sent, bucket.num_rows, len(payload), (spec,), flats)
         assert got == payload.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("offset", [0, 0xFFFE, 0xFFFF])
+def test_rows_as_long_as_indices_can_count(offset: int) -> None:
+    """Nothing of the parameter is held here, so that it takes no memory."""
+    span, shape = (1 << 31) - 1, Shape(16, 1)
+    specs, blocks = specs_of((BY_NAME["uint8"], span)), shape.num_blocks(span)
+    indices = (np.arange(5, blocks, 20, dtype=np.int64) << 16).astype(np.int32)
+    indices[-1], count = span - 1, len(indices)
+    index = bytearray(encode_indices(indices, shape, span))
+    struct.pack_into("<H", index, HEADER_BYTES + field_bytes(blocks, 1) + 2 * (count - 1), offset)
+    rows: Rows = np.zeros(1, ROW)
+    rows["kind"], rows["index_codec"] = RowKind.SPARSE, IndexCodec.BLOCK
+    rows["value_codec"], rows["span"], rows["count"] = ValueCodec.BLOCK, span, count
+    value = np.zeros(field_bytes(count, 2), np.uint8)
+    rows["index_bytes"], rows["value_bytes"] = len(index), len(value)
+    sections = np.frombuffer(index, np.uint8), value
+    made = CodedPayload(rows, np.zeros(1, np.uint64), *sections).to_bytes(compressed=False)
+    raw = rows.copy()
+    raw["index_bytes"], raw["value_bytes"] = 4 * count, count
+    found = decoded_alike(made, 1, block_offsets(raw)[2], specs, {})
+    assert isinstance(found, InvalidIndices if offset == 0xFFFF else bytes)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 12])
+def test_payloads_may_begin_anywhere(shift: int) -> None:
+    here = typical()
+    made = coded(here)
+    memory = torch.frombuffer(bytearray(shift) + made, dtype=torch.uint8).to(DEVICE)
+    reader = reader_of(here)
+    found = reader.unpack(message_of(here), memory[shift:])
+    assert found.payload.cpu().numpy().tobytes() == here.raw
+
+
+def reader_of(here: Change) -> BucketReader:
+    decoder = DeviceDecoder(weights_of(here.specs, here.flats), here.flats)
+    return BucketReader(here.specs, 1, here.flats, decoder)
+
+
+def message_of(here: Change) -> Bucket:
+    return Bucket(
+        version=1,
+        sequence=0,
+        num_rows=here.num_rows,
+        raw_bytes=len(here.payload),
+        compression="coded",
+    )
+
+
+def test_w13_the_same_rows_twice_are_refused() -> None:
+    here = typical()
+    reader, sent = reader_of(here), torch.frombuffer(bytearray(coded(here)), dtype=torch.uint8)
+    reader.unpack(message_of(here), sent.to(DEVICE))
+    with pytest.raises(InvalidTable, match="out of order"):
+        reader.unpack(message_of(here), sent.to(DEVICE))
+
+
+def test_more_than_its_begin_declares_is_refused() -> None:
+    here = typical()
+    reader, sent = reader_of(here), torch.frombuffer(bytearray(coded(here)), dtype=torch.uint8)
+    reader.begin(1000)
+    with pytest.raises(LimitExceeded, match="begin"):
+        reader.unpack(message_of(here), sent.to(DEVICE))
+
+
+@pytest.mark.parametrize("codec", [IndexCodec.GAP, IndexCodec.BLOCK, IndexCodec.CLASS])
+def test_what_a_device_leaves_to_the_host_is_decoded_there(codec: IndexCodec) -> None:
+    here = typical()
+    raw, old = here.payload.cpu().numpy(), LiveOld(here.specs, here.flats)
+    data = encode_payload(raw, here.num_rows, old, codec).to_bytes(compressed=True)
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(DEVICE)
+    found = reader_of(here).unpack(message_of(here), sent)
+    assert found.payload.cpu().numpy().tobytes() == here.raw
