@@ -22,6 +22,7 @@ from deltasync.dtypes import BY_NAME
 from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.int4 import Int4
+from tests.delta import device_class_rows
 from tests.delta.device_payloads import use_every_kernel
 from tests.delta.device_rows import check
 from tests.delta.row_codec_contract import any_pair, row_of
@@ -33,14 +34,23 @@ _TYPES = {
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where they run")
-@pytest.mark.timeout(400)
-def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: dict[str, tuple[str, str, Mapping[str, Any]]] = {}
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where they run"),
+    pytest.mark.timeout(400),
+]
+
+Calls = dict[str, tuple[str, str, Mapping[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Every kernel that is interpreted, once for each way to compile it."""
+    found: Calls = {}
     run = InterpretedFunction.run
 
     def recorded(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -48,11 +58,15 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         described = {name: _described(given[name]) for name in self.arg_names}
         call = self.fn.__module__, self.fn.__name__, described
         is_of_form = described.get("READ", reads.AS_IS) >= reads.FORM
-        told_apart = described["READ"] if is_of_form else described
-        calls.setdefault(json.dumps((*call[:2], told_apart)), call)
+        told_apart = described["READ"] if is_of_form else _told_apart(self.fn, described)
+        found.setdefault(json.dumps((*call[:2], told_apart)), call)
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    return found
+
+
+def test_kernels_compile_for_gpus(calls: Calls, tmp_path: Path) -> None:
     own, wire, words = (BY_NAME[name] for name in ("float32", "bfloat16", "int32"))
     formats = frozenset({(wire, wire), (own, wire), (own, own), (words, words)})
     some = frozenset(
@@ -78,17 +92,37 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         new, old = any_pair(BY_NAME[name], 3000, 0.1, 0)
         check([row_of(new, old, BY_NAME[name], Needs.CHANGED)[0]])
     use_every_kernel()
+    assert_compiled(calls, tmp_path)
+
+
+def test_kernels_of_class_compile_for_gpus(calls: Calls, tmp_path: Path) -> None:
+    for name in ("bfloat16", "float64"):
+        new, old = any_pair(BY_NAME[name], 300, 0.3, 5)
+        device_class_rows.check([row_of(new, old, BY_NAME[name], Needs.SPAN)[0]])
+    assert_compiled(calls, tmp_path)
+
+
+def assert_compiled(calls: Calls, folder: Path) -> None:
     program = subprocess.run(
         [sys.executable, "-m", "tests.delta.compiled"],
         input=json.dumps(list(calls.values())),
         cwd=_ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert not program.returncode, program.stdout + program.stderr
+
+
+def _told_apart(kernel: Any, described: Mapping[str, Any]) -> dict[str, Any]:
+    """What a kernel is compiled for: numbers that are no constants are not told apart."""
+    hints = kernel.__annotations__
+    return {
+        name: value if "constexpr" in str(hints.get(name, "")) or isinstance(value, str) else ""
+        for name, value in described.items()
+    }
 
 
 def _described(value: Any) -> Any:

@@ -15,9 +15,23 @@ from deltasync.delta.codecs.bitstream import ByteReader, Words, varints
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable
 
-_MOST = 64  # steps that a row lists
-_LEAST_OFTEN = 4  # a step pays for its place in the list
+MOST = 64
+"""Steps that a row lists."""
+
+LEAST_OFTEN = 4
+"""A step that occurs so often pays for its place in the list."""
+
 _WIDEST = 4  # bytes: numbers of wider elements would not fit into 64 bits
+
+
+def most_listed(dtype: Dtype) -> int:
+    """How many steps a row of `dtype` may list."""
+    return MOST if dtype.item_size <= _WIDEST else 0
+
+
+def can_list(dtype: Dtype) -> bool:
+    """Whether an encoder looks for frequent steps in rows of `dtype`."""
+    return not dtype.is_floating and most_listed(dtype) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +47,17 @@ class Frequent:
     @classmethod
     def of(cls, steps: Bits, dtype: Dtype) -> Frequent:
         """Those that occur often among zigzag steps, unsigned[n]."""
-        if dtype.is_floating or dtype.item_size > _WIDEST:
+        if not can_list(dtype):
             return cls(steps[:0])
         found, counts = np.unique(steps, return_counts=True)
-        order = np.argsort(-counts, kind="stable")[:_MOST]
-        return cls(found[order[counts[order] >= _LEAST_OFTEN]])
+        order = np.argsort(-counts, kind="stable")[:MOST]
+        return cls(found[order[counts[order] >= LEAST_OFTEN]])
 
     @classmethod
     def read(cls, block: ByteReader, dtype: Dtype) -> Frequent:
         """Reads back what `to_bytes` made. Raises WireError."""
-        if (count := block.varint()) > (_MOST if dtype.item_size <= _WIDEST else 0):
-            raise InvalidTable(f"{count} frequent steps of {dtype.name}; {_MOST} are the most")
+        if (count := block.varint()) > most_listed(dtype):
+            raise InvalidTable(f"{count} frequent steps of {dtype.name}; {MOST} are the most")
         data = np.ascontiguousarray(block.take(count * dtype.item_size))
         return cls(data.view(unsigned_dtype(dtype)))
 

@@ -39,12 +39,17 @@ Keys = NDArray[Any]
 
 def num_keys(dtype: Dtype) -> int:
     """How many keys its elements can have."""
-    return 1 << _EXPONENTS.get(dtype.name, _NONE)[1]
+    return 1 << key_field(dtype)[1]
+
+
+def key_field(dtype: Dtype) -> tuple[int, int]:
+    """(the lowest bit of an element's key, how many bits it has)."""
+    return _EXPONENTS.get(dtype.name, _NONE)
 
 
 def keys(bits: Bits, dtype: Dtype) -> Keys:
     """uint8 or uint16[n]: the keys of unsigned[n] bits."""
-    low, high = _EXPONENTS.get(dtype.name, _NONE)
+    low, high = key_field(dtype)
     number = bits.dtype.type
     found: Keys = (bits >> number(low)) & number((1 << high) - 1)
     return found.astype(np.uint8 if high <= 8 else np.uint16)

@@ -29,18 +29,30 @@ from deltasync.errors import InvalidIndices, InvalidTable
 LANE_BITS = 18
 """Elements of a lane, as a power of two: much larger ones take long to sort."""
 
+COST_OF_CLASS = 24.0
+"""Bits that a class takes in the header, about."""
+
 _LANE_BITS = range(10, 21)  # that a block may have
 _SAMPLE = 1 << 17  # elements whose keys are counted to choose classes
 _GROUP = 1 << 22  # elements that are decoded at once
-_COST_OF_CLASS = 24.0  # bits in the header
 
 Order = NDArray[np.uint32]
 
 
-def encode(indices: Indices, old: Bits, dtype: Dtype, lane_bits: int = LANE_BITS) -> bytes:
-    """The block of int32[n] increasing positions in a row of which `old` are all bits before."""
+def encode(
+    indices: Indices,
+    old: Bits,
+    dtype: Dtype,
+    lane_bits: int = LANE_BITS,
+    firsts: list[int] | None = None,
+) -> bytes:
+    """The block of int32[n] increasing positions in a row of which `old` are all bits before.
+
+    `firsts` are the first keys of classes; None for those that make the block short.
+    """
     lane = 1 << lane_bits
-    firsts = _fit(indices, old, dtype, -(-len(old) // lane))
+    if firsts is None:
+        firsts = _fit(indices, old, dtype, -(-len(old) // lane))
     table, lanes = class_keys.table(firsts, dtype), range(0, len(old), lane)
     cuts = np.searchsorted(indices, [*lanes, len(old)])
     changed, sizes, counts, places = np.zeros(lane, np.bool_), [], [], []
@@ -142,6 +154,6 @@ def _fit(indices: Indices, old: Bits, dtype: Dtype, lanes: int) -> list[int]:
     few = class_keys.spans(chosen[begin:end].astype(np.float64))
     many = class_keys.spans(found[begin:end].astype(np.float64))
     per_lane = np.log2(1 + 4 * np.sqrt(np.maximum(np.minimum(few, many - few), 0) / lanes))
-    cost = class_keys.entropy(few, many) + _COST_OF_CLASS + lanes * per_lane
+    cost = class_keys.entropy(few, many) + COST_OF_CLASS + lanes * per_lane
     firsts = class_keys.divide(cost)
     return [0] + [first + begin for first in firsts[1:]]

@@ -28,16 +28,27 @@ from deltasync.delta.codecs.subsets import Segments
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidTable, TruncatedFrame
 
-_ESCAPE = 24  # the quotient of a length that is written as it is
-_COST_OF_CLASS = 40.0  # bits in the header
+COST_OF_CLASS = 40.0
+"""Bits that a class takes in the header, about."""
+
+ESCAPE = 24
+"""The quotient of a length that is written as it is."""
+
 _SAMPLE = 1 << 15  # lengths that parameters are chosen by
 
 
-def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
-    """The block of zigzag steps, unsigned[n], of elements with old bits, unsigned[n]."""
+Choice = tuple[list[int], Ints]
+"""The first keys of classes, and the Rice parameter of each."""
+
+
+def encode(steps: Bits, old: Bits, dtype: Dtype, choice: Choice | None = None) -> bytes:
+    """The block of zigzag steps, unsigned[n], of elements with old bits, unsigned[n].
+
+    `choice` None is the one that makes the block short.
+    """
     keys, frequent = class_keys.keys(old, dtype), Frequent.of(steps, dtype)
     moves = frequent.numbers(steps)
-    firsts, parameters = _fit(keys, _lengths(moves, dtype), dtype)
+    firsts, parameters = choice or _fit(keys, _lengths(moves, dtype), dtype)
     order, sizes = _order(keys, firsts, dtype)
     moves = moves[order]
     lengths, downwards = _lengths(moves, dtype), moves.astype(np.uint8) & 1
@@ -47,11 +58,11 @@ def encode(steps: Bits, old: Bits, dtype: Dtype) -> bytes:
     quotients, remainders, widths = Segments.of(sizes, chosen).coded(longer)
     excess, each = lengths[longer] - np.uint64(2), np.repeat(parameters, chosen)
     over = excess >> each.astype(np.uint64)
-    is_escaped = over >= _ESCAPE
+    is_escaped = over >= ESCAPE
     each = np.where(is_escaped, 0, each)
     low = excess & ((np.uint64(1) << each.astype(np.uint64)) - np.uint64(1))
     unary = pack_unary(
-        np.concatenate([quotients, np.minimum(over, np.uint64(_ESCAPE)).astype(np.int64)])
+        np.concatenate([quotients, np.minimum(over, np.uint64(ESCAPE)).astype(np.int64)])
     )
     fields = pack_fields(np.concatenate([remainders, low]), np.concatenate([widths, each]))
     numbers = np.stack([chosen, parameters], 1).ravel().tolist()
@@ -89,9 +100,9 @@ def _excess(
 ) -> Words:
     """uint64[n]: by how much lengths exceed 2. Raises WireError."""
     over = unary.take(len(parameters))
-    if (over > _ESCAPE).any():
-        raise InvalidTable(f"a quotient over {_ESCAPE}")
-    is_escaped = over == _ESCAPE
+    if (over > ESCAPE).any():
+        raise InvalidTable(f"a quotient over {ESCAPE}")
+    is_escaped = over == ESCAPE
     widths = np.where(is_escaped, 0, parameters)
     excess = (over << widths).astype(np.uint64) + fields.take(widths)
     unary.finish()
@@ -128,7 +139,7 @@ def _fit(keys: Keys, lengths: Words, dtype: Dtype) -> tuple[list[int], Ints]:
     sums = class_keys.spans(costs)
     few = class_keys.spans(np.bincount(at, minlength=end - begin).astype(np.float64))
     many = class_keys.spans(np.bincount(places, minlength=end - begin).astype(np.float64))
-    firsts = class_keys.divide(class_keys.entropy(few, many) + sums.min(2) + _COST_OF_CLASS)
+    firsts = class_keys.divide(class_keys.entropy(few, many) + sums.min(2) + COST_OF_CLASS)
     stops = [*firsts[1:], end - begin]
     parameters = [int(sums[i, j].argmin()) for i, j in zip(firsts, stops, strict=True)]
     return [0] + [first + begin for first in firsts[1:]], np.array(parameters, np.int64)
@@ -140,9 +151,9 @@ def _rice_costs(excess: Words, places: Ints, num_places: int, dtype: Dtype) -> N
     most = min(int(excess.max(initial=0)).bit_length(), MAX_WIDTH)
     excess, places = excess[::step], places[::step]
     costs = np.zeros((num_places, most + 1))
-    escaped = np.uint64(_ESCAPE + 1 + 8 * dtype.item_size)
+    escaped = np.uint64(ESCAPE + 1 + 8 * dtype.item_size)
     for k in range(most + 1):
         over = excess >> np.uint64(k)
-        bits = np.where(over < _ESCAPE, over + np.uint64(1 + k), escaped)
+        bits = np.where(over < ESCAPE, over + np.uint64(1 + k), escaped)
         costs[:, k] = np.bincount(places, bits.astype(np.float64), num_places)
     return costs * step

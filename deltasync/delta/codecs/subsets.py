@@ -69,7 +69,7 @@ class Segments:
         """int64[n]: the chosen places of the line, increasing. Raises WireError."""
         widths = np.repeat(self.parameters, self.written)
         quotients = unary.take(len(widths))
-        if (quotients > (self.sizes.max(initial=0) >> widths)).any():
+        if (quotients > (np.repeat(self.sizes, self.written) >> widths)).any():
             raise InvalidIndices("a gap between changed elements is longer than their class")
         gaps = (quotients << widths) + fields.take(widths).astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(gaps + 1)])
