@@ -18,12 +18,13 @@ from torch import Tensor
 from deltasync.delta.batched.old import SparseRows, read_old
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, device_of, upload
 from deltasync.delta.bits import Live, integer_dtype
+from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.decoding import Decoded, bad_indices, checked_rows, wrong_base
 from deltasync.delta.codecs.device_base import Checks, DeviceCodec, DeviceRows
 from deltasync.delta.codecs.device_known import DEVICE_CODECS
 from deltasync.delta.codecs.device_tiles import Copies, begins_of
 from deltasync.delta.digests import Ints
-from deltasync.errors import TruncatedFrame
+from deltasync.errors import TruncatedFrame, WireError, WrongBase
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.coded import HEADER_BYTES, ROW_BYTES, CodedTable, Lengths
 from deltasync.wire.table import RowKind
@@ -90,7 +91,14 @@ class DeviceDecoder:
         codes = np.unique(table.rows["index_codec"].astype(int) << 8 | table.rows["value_codec"])
         known = [IndexCodec.NONE << 8 | ValueCodec.RAW, IndexCodec.RAW << 8 | ValueCodec.RAW]
         known += [one.index_codec << 8 | one.value_codec for one in DEVICE_CODECS.values()]
-        return bool(np.isin(codes, known).all())
+        return bool(np.isin(codes, known).all()) and self._has_spans(table)
+
+    def _has_spans(self, table: CodedTable) -> bool:
+        """Whether all old bits that codecs need lie where they can read them."""
+        spans = [one.index_codec for one in DEVICE_CODECS.values() if one.needs is Needs.SPAN]
+        numbers = table.rows["parameter"][np.isin(table.rows["index_codec"], spans)]
+        is_there = self.is_whole & self.weights.in_runs
+        return bool((is_there | ~self.is_held)[numbers].all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,14 +206,18 @@ class _Decoding:
 
     def _group(self, which: Ints) -> _Group:
         dtype = self._decoder.weights.ledger.specs[self._number[which[0]]].dtype
-        rows = DeviceRows(self._count[which], self._span[which], dtype)
         index, value = (
             torch.empty(int(taken[which].sum()), dtype=torch.uint8, device=self._device)
             for taken in (self._index_bytes, self._value_bytes)
         )
-        total = int(rows.counts.sum()) if self._is_held[which[0]] else 0
+        total = int(self._count[which].sum()) if self._is_held[which[0]] else 0
         old = torch.zeros(total, dtype=integer_dtype(dtype), device=self._device)
         codec = DEVICE_CODECS[IndexCodec(int(self._table.rows["index_codec"][which[0]]))]
+        spans_at = None
+        if codec.needs is Needs.SPAN:
+            starts = self._decoded.rows["start"].astype(np.int64)[which]
+            spans_at = self._decoder.weights.spans_at(self._number[which], starts)
+        rows = DeviceRows(self._count[which], self._span[which], dtype, spans_at)
         return _Group(codec, which, rows, index, value, old)
 
     def _locate(self, groups: list[_Group]) -> None:
@@ -213,12 +225,35 @@ class _Decoding:
         copies, kept = Copies(), list[Tensor]()
         for group in groups:
             which, counts = group.which, group.rows.counts
-            lengths = self._index_bytes[which]
-            indices = group.codec.indices(group.rows, group.index, lengths, self._checks)
+            indices = self._indices(group)
             begins = indices.data_ptr() + INDEX_ITEM_BYTES * begins_of(counts)
             copies.add(begins, self._index_to[which], INDEX_ITEM_BYTES * counts)
             kept.append(indices)
         copies.launch(self._device)
+
+    def _indices(self, group: _Group) -> Tensor:
+        """int32[n]: those of a group's rows.
+
+        If their codec needs all old bits, nobody who holds others can read them, and of what is not
+        held here any will do.
+        """
+        lengths, codec = self._index_bytes[group.which], group.codec
+        if codec.needs is not Needs.SPAN:
+            return codec.indices(group.rows, group.index, lengths, self._checks)
+        if not self._is_held[group.which[0]]:
+            return _first_of(group.rows.counts, self._device)
+        names = [self._decoder.weights.ledger.specs[n].name for n in self._number[group.which]]
+
+        def refused(_: WireError) -> WrongBase:
+            return wrong_base(names[0] if len(names) == 1 else f"{names[0]}, or one after it")
+
+        checks = Checks()
+        try:
+            indices = codec.indices(group.rows, group.index, lengths, checks)
+        except WireError as error:
+            raise refused(error) from error
+        self._checks.take(checks, refused)
+        return indices
 
     def _read_old(self, groups: list[_Group]) -> None:
         """Read what is changed; have indices checked, and that it is what the sender had."""
@@ -247,6 +282,14 @@ class _Decoding:
                 raise bad_indices(specs[self._number[np.flatnonzero(bad)[0]]])
             differ = is_compared & (digests.view(np.uint64) != self._table.digests)
             if differ.any():
-                raise wrong_base(specs[self._number[np.flatnonzero(differ)[0]]])
+                raise wrong_base(specs[self._number[np.flatnonzero(differ)[0]]].name)
 
         self._checks.add(read_old(self._decoder.weights, rows), look)
+
+
+def _first_of(counts: Ints, device: torch.device) -> Tensor:
+    """int32[n]: 0, 1, 2 and so on for each row."""
+    begins, each = upload([begins_of(counts), counts], device)
+    total = int(counts.sum())
+    passed = torch.repeat_interleave(begins, each, output_size=total)
+    return (torch.arange(total, device=device) - passed).int()

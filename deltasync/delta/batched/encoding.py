@@ -16,6 +16,7 @@ from torch import Tensor
 from deltasync.delta.batched.old import SparseRows, read_old
 from deltasync.delta.batched.weights import BatchedWeights, upload
 from deltasync.delta.bits import integer_dtype
+from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.coding import LONGEST, Coded
 from deltasync.delta.codecs.device_base import DeviceBlocks, DeviceCodec, DeviceRows
 from deltasync.delta.codecs.device_tiles import Copies, begins_of
@@ -35,7 +36,8 @@ class Packed:
         weights: The sender's snapshot.
         number: int64[rows], which of its parameters each row is of.
         start: int64[rows], where the row begins in what is held of that.
-        is_known: bool[rows], which rows are sparse and find their old bits there.
+        is_known: bool[rows], which rows are sparse and find their old bits there; side by side, if
+            the codec needs SPAN.
     """
 
     payload: Tensor
@@ -116,7 +118,11 @@ class _Encoding:
         total, bits = int(counts.sum()), integer_dtype(dtype)
         new, old = (torch.empty(total, dtype=bits, device=self._device) for _ in range(2))
         indices = torch.empty(total, dtype=torch.int32, device=self._device)
-        return _Group(which, DeviceRows(counts, self._span[which], dtype), indices, new, old)
+        spans_at = None
+        if self._codec.needs is Needs.SPAN:
+            spans_at = packed.weights.spans_at(packed.number[which], packed.start[which])
+        rows = DeviceRows(counts, self._span[which], dtype, spans_at)
+        return _Group(which, rows, indices, new, old)
 
     def _read(self, groups: Sequence[_Group]) -> Tensor:
         """Bring indices, new and old bits together. int64[rows]: the digests of the old ones."""

@@ -28,6 +28,7 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
+from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.device_known import DEVICE_CODECS
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
@@ -367,9 +368,12 @@ class BatchedBucket:
         return SnapshotOld(backend.ledger.shares, backend.flats, self._numbers, self._is_known)
 
     def encoder(self, codec: IndexCodec) -> Encode | None:
-        """What codes it on the snapshot's device; None if the codec does not work there."""
+        """What codes it on the snapshot's device; None if the codec cannot code it there."""
         found = DEVICE_CODECS.get(codec)
         if found is None or (self._delta is None and codec is not IndexCodec.BLOCK):
+            return None
+        in_runs = self._snapshot.in_runs[self._numbers[self._is_known]]
+        if found.needs is Needs.SPAN and not (in_runs.any() and in_runs.all()):
             return None
         return lambda payload: encode(
             Packed(

@@ -147,10 +147,10 @@ def checked_rows(
     )
 
 
-def wrong_base(spec: ParameterSpec) -> WrongBase:
-    """Of a row that was made from other old values."""
+def wrong_base(name: str) -> WrongBase:
+    """Of a row of this parameter that was made from other old values."""
     return WrongBase(
-        f"{spec.name}: the delta was made from other values than those held here, or is damaged; "
+        f"{name}: the delta was made from other values than those held here, or is damaged; "
         "rejoin for a full sync"
     )
 
@@ -272,4 +272,4 @@ class _Decoding:
             raise self._wrong_base()
 
     def _wrong_base(self) -> WrongBase:
-        return wrong_base(self._spec)
+        return wrong_base(self._spec.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from deltasync.delta.batched.weights import Numbers
 from deltasync.delta.codecs.base import Needs
 from deltasync.dtypes import Dtype
+from deltasync.errors import WireError
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 
 Ints = NDArray[np.int64]
@@ -73,6 +75,18 @@ class Checks:
         """Have `look` see int64[n] `found` when `finish` is called. It raises what is wrong."""
         self._found.append(found.reshape(-1))
         self._looks.append(look)
+
+    def take(self, checks: Checks, instead: Callable[[WireError], Exception]) -> None:
+        """Have those of `checks` looked at here. What they raise becomes another error."""
+
+        def looked(look: Callable[[Ints], None], found: Ints) -> None:
+            try:
+                look(found)
+            except WireError as error:
+                raise instead(error) from error
+
+        self._found += checks._found
+        self._looks += [partial(looked, look) for look in checks._looks]
 
     def finish(self) -> None:
         """Wait for the device once, and look, in the order in which checks were added."""
