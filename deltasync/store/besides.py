@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import Field
 
+from deltasync.delta.backend import Plan
+from deltasync.delta.bits import Live
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import StoreError
-from deltasync.files.shards import ReadBits
 from deltasync.store import keys
 from deltasync.store.anchors import write_anchor
 from deltasync.store.catalogue import Published
-from deltasync.store.folding import FoldedDeltas
 from deltasync.store.manifest import Way
 from deltasync.store.spool import Spool
+from deltasync.store.undo import UndoLog
 from deltasync.store.writer import RunWriter
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
@@ -41,7 +44,8 @@ class PublishOptions(OptionsModel):
     fold_max_bytes: int = Field(
         default=4 << 30,
         ge=0,
-        description="host memory to fold with: larger deltas are not folded",
+        description="host memory for the old bits that folds are coded by; where more has changed, "
+        "nothing is folded",
     )
     writer: str | None = Field(
         default=None, max_length=200, description="names the writer to people; None for its host"
@@ -77,18 +81,23 @@ class BesidesWriter:
         self._writer, self._options = writer, options
         self._versions = self._num_bytes = 0  # since the last anchor
         self._has_anchor = False
-        self._recent: list[Spool] = []  # deltas since the last fold
+        self._undo = UndoLog(options.fold_max_bytes)  # since the last fold
+        self._unfolded_bytes = 0  # of the deltas since then
 
     def restart(self) -> None:
         """The newest version has an anchor, and a new snapshot."""
         self._versions = self._num_bytes = 0
         self._has_anchor = True
-        self.close()
+        self._begin_fold()
 
     def resume(self, head: Published) -> None:
-        """The chain goes on from here; look for its last anchor."""
+        """The chain goes on from here; look for its last anchor.
+
+        What was to be folded with the versions before is lost with the process that kept it.
+        """
         self._versions = self._num_bytes = 0
         self._has_anchor = False
+        self._begin_fold()
         at, run = head, self._writer.run
         while self._versions < self._options.anchor_every:
             ways = run.ways(at)
@@ -102,35 +111,33 @@ class BesidesWriter:
                 return
             at = found
 
-    def add(self, way: Way, spool: Spool | None) -> None:
-        """One more version, by this delta.
+    def watched(self, delta: Plan, layout: SentLayout) -> Plan:
+        """The delta, of which folds keep what it changes; to be packed instead of it."""
+        return self._undo.watched(delta, layout.specs)
+
+    def add(self, way: Way) -> None:
+        """One more version, by this delta, which was `watched`."""
+        self._count(way)
+        self._unfolded_bytes += way.num_bytes
+
+    def write(self, layout: SentLayout, flats: Mapping[int, Live], coding: Coding) -> Besides:
+        """Write what is due of the newest version.
 
         Args:
-            way: The delta.
-            spool: Its frames, owned from now on; None if they are gone, which leaves them out of
-                folds.
+            layout: Its parameters.
+            flats: Its weights, by parameter.
+            coding: What folds are coded with; those of "none" are compressed.
         """
-        self._count(way)
-        # A coded delta is decoded by the weights before it, which are gone.
-        if spool is None or spool.is_coded or self._options.fold_every < 2:
-            self.close()
-            if spool is not None:
-                spool.close()
-        else:
-            self._recent.append(spool)
-
-    def write(self, layout: SentLayout, read: ReadBits) -> Besides:
-        """Write what is due of the newest version, which `read` reads."""
-        fold, failed = None, list[str]()
-        anchor = None
+        fold = anchor = None
+        failed = list[str]()
         try:
-            if len(self._recent) >= max(self._options.fold_every, 2):
-                fold = self._fold(layout)
+            if self._is_fold_due():
+                fold = self._fold(flats, "zstd" if coding == "none" else coding)
         except StoreError as error:
             failed.append(f"fold: {type(error).__name__}: {error}")
         try:
             if self._is_anchor_due(layout):
-                anchor = self.write_anchor(self._writer.next_version - 1, layout, read)
+                anchor = self.write_anchor(self._writer.next_version - 1, layout, flats)
                 self._writer.add_way(anchor)
                 self._versions = self._num_bytes = 0
                 self._has_anchor = True
@@ -142,14 +149,14 @@ class BesidesWriter:
             logger.warning("v%d was published, but: %s", self._writer.next_version - 1, postponed)
         return Besides(anchor, fold, postponed)
 
-    def write_anchor(self, version: int, layout: SentLayout, read: ReadBits) -> Way:
+    def write_anchor(self, version: int, layout: SentLayout, flats: Mapping[int, Live]) -> Way:
         """Write the objects of an anchor."""
         self._writer.put_layout(layout)
         return write_anchor(
             self._writer.run.objects,
             version,
             layout.specs,
-            read,
+            lambda parameter, start, stop: flats[parameter].read(start, stop),
             max_file_bytes=self._options.anchor_file_bytes,
         )
 
@@ -158,38 +165,48 @@ class BesidesWriter:
             return True
         return self._num_bytes > layout.num_bytes
 
-    def _fold(self, layout: SentLayout) -> Way | None:
-        """One delta in place of the recent ones; None if it would not be smaller, or not fit."""
-        recent = self._recent
-        try:
-            if sum(spool.raw_bytes for spool in recent) > self._options.fold_max_bytes:
-                return None
-            folded = FoldedDeltas()
-            for spool in recent:
-                folded.take(spool.frames())
-            return self._write_fold(folded, layout, sum(spool.num_bytes for spool in recent))
-        finally:
-            self.close()
+    def _is_fold_due(self) -> bool:
+        """Whether enough versions can be folded; if what they changed is not known, begin anew."""
+        head, base = self._writer.head, self._undo.base
+        assert head is not None
+        if base is None:
+            self._begin_fold()
+            return False
+        return head.version - base.version >= self._options.fold_every
 
-    def _write_fold(self, folded: FoldedDeltas, layout: SentLayout, limit: int) -> Way | None:
-        objects, version, codecs = self._writer.run.objects, folded.version, dict[str, int]()
+    def _begin_fold(self) -> None:
+        """Fold what follows the newest version."""
+        self._unfolded_bytes = 0
+        self._undo.begin(self._writer.head if self._options.fold_every > 1 else None)
+
+    def _fold(self, flats: Mapping[int, Live], coding: Coding) -> Way | None:
+        """One delta in place of the recent ones; None if it would not be smaller.
+
+        If that fails, it is due again with the next version, and leads there.
+        """
+        objects, head, base = self._writer.run.objects, self._writer.head, self._undo.base
+        assert head is not None
+        assert base is not None
+        codecs = dict[str, int]()
         with Spool() as spool:
             spool.take(
                 one_way_frames(
-                    folded.plan(),
-                    layout.specs,
+                    self._undo.fold(flats, int(head.manifest.digest, 16)),
+                    self._undo.specs,
                     stream_id=self._writer.run.name,
-                    version=version,
-                    digest=folded.base_digest,
-                    compression="zstd",
+                    version=head.version,
+                    digest=int(base.manifest.digest, 16),
+                    compression=coding,
                     counts=codecs,
                 )
             )
-            if spool.num_bytes >= limit:
+            if spool.num_bytes >= self._unfolded_bytes:
+                self._begin_fold()
                 return None
-            file = spool.write(objects, keys.frames_key(version, "fold"))
-        way = Way(kind="fold", base=folded.base_version, files=(file,), codecs=codecs)
+            file = spool.write(objects, keys.frames_key(head.version, "fold"))
+        way = Way(kind="fold", base=base.version, files=(file,), codecs=codecs)
         self._writer.add_way(way)
+        self._begin_fold()
         return way
 
     def _count(self, way: Way) -> None:
@@ -198,6 +215,4 @@ class BesidesWriter:
 
     def close(self) -> None:
         """Release what is kept for folds."""
-        for spool in self._recent:
-            spool.close()
-        self._recent.clear()
+        self._undo.begin(None)

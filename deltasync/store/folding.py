@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.bucket import ReadBucket
+from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.fold import fold_runs
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
 from deltasync.delta.region import Region
-from deltasync.delta.shard import whole
+from deltasync.delta.shard import Share, whole
 from deltasync.dtypes import Dtype
 from deltasync.errors import DigestMismatch, LayoutMismatch, VersionGap, WrongStream
 from deltasync.files.checkpoint import Checkpoint
@@ -108,15 +110,8 @@ class FoldedDeltas:
 
     def plan(self) -> FoldedPlan:
         """All of them as one delta, for `one_way_frames`."""
-        shares = whole(self.specs)
-        sizes = [bytes_of(shares[parameter], run) for parameter, run in self.all_runs()]
-        return FoldedPlan(
-            base_version=self.base_version,
-            sparse_bytes=sum(sparse for sparse, _ in sizes),
-            dense_bytes=sum(dense for _, dense in sizes),
-            ledger=_Total(self._digest),
-            deltas=self,
-        )
+        runs = list(self.all_runs())
+        return FoldedPlan.of(self.specs, runs, base_version=self.base_version, digest=self._digest)
 
     def all_runs(self) -> Iterator[tuple[int, Run]]:
         """(parameter, run) of all that is written, in layout order."""
@@ -155,12 +150,12 @@ class FoldedDeltas:
 
 
 @dataclass(frozen=True, slots=True)
-class _OverlaidFlat:
-    """A parameter as it is after some deltas, to read; what is not held stays unknown.
+class OverlaidFlat:
+    """A parameter with other bits where some runs write, to read; what is not held stays unknown.
 
     Attributes:
-        flat: The parameter before them.
-        runs: What they write, on the host.
+        flat: The parameter itself.
+        runs: What would be written, on the host.
     """
 
     flat: Live
@@ -246,7 +241,7 @@ class _Overlaid(Mapping[int, Live]):
 
     def __getitem__(self, number: int) -> Live:
         flat, runs = self._flats[number], self._deltas.runs(number)
-        return _OverlaidFlat(flat, runs) if runs else flat
+        return OverlaidFlat(flat, runs) if runs else flat
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._flats)
@@ -257,18 +252,57 @@ class _Overlaid(Mapping[int, Live]):
 
 @dataclass(slots=True)
 class FoldedPlan:
-    """What `FoldedDeltas` have become, as a plan. See `delta.backend.Plan`."""
+    """Changes of several versions as one delta. See `delta.backend.Plan`."""
 
     base_version: int | None
     sparse_bytes: int
     dense_bytes: int
     ledger: _Total
-    deltas: FoldedDeltas
+    _shares: Sequence[Share]
+    _runs: Sequence[tuple[int, Run]]
+    _filled: Callable[[int, Run], Run]
+    _old: OldRows | None
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[ParameterSpec],
+        runs: Sequence[tuple[int, Run]],
+        *,
+        base_version: int | None,
+        digest: int,
+        filled: Callable[[int, Run], Run] = lambda parameter, run: run,
+        old: OldRows | None = None,
+    ) -> Self:
+        """Plan.
+
+        Args:
+            specs: The layout.
+            runs: (parameter, run) of all that is written, in layout order.
+            base_version: What it fits on.
+            digest: State digest of the weights after it.
+            filled: Called with each of the runs when it is packed: returns it with its new bits.
+            old: What it changes; None if that is not known.
+        """
+        shares = whole(tuple(specs))
+        sizes = [bytes_of(shares[parameter], run) for parameter, run in runs]
+        return cls(
+            base_version,
+            sum(sparse_bytes for sparse_bytes, _ in sizes),
+            sum(dense_bytes for _, dense_bytes in sizes),
+            _Total(digest),
+            shares,
+            runs,
+            filled,
+            old,
+        )
 
     def buckets(self) -> Iterator[Bucket]:
         """Payloads."""
-        shares = whole(self.deltas.specs)
-        return buckets(self.deltas.all_runs(), shares, bucket_bytes=_BUCKET_BYTES)
+        filled = ((parameter, self._filled(parameter, run)) for parameter, run in self._runs)
+        return buckets(
+            filled, self._shares, bucket_bytes=_BUCKET_BYTES, old_of=lambda numbers: self._old
+        )
 
     def decided(self) -> None:
         """Nothing waits for the decision."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from deltasync.delta.backend import Delta
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
@@ -187,22 +186,16 @@ class StoreSender(Closing):
         self._writer.check_there()
         delta = self._weights.delta(head.version)
         compared = time.perf_counter()
-        spool = Spool()
-        try:
-            way = self._write_delta(delta, head, spool)
-            changed = _digests_of(delta.ledger, delta.changed)
-            published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
-        except BaseException:
-            spool.close()
-            raise
-        self._besides.add(way, spool)
-        more = self._besides.write(self._layout, self._read)
-        return self._stats(published, "delta", way, more, began, compared)
+        way = self._write_delta(delta, head)
+        changed = _digests_of(delta.ledger, delta.changed)
+        published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
+        self._besides.add(way)
+        return self._stats(published, "delta", way, self._write_besides(), began, compared)
 
-    def _write_delta(self, delta: Delta, head: Published, spool: Spool) -> Way:
+    def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
         frames = one_way_frames(
-            delta,
+            self._besides.watched(delta, self._layout),
             self._layout.specs,
             stream_id=self.run,
             version=version,
@@ -210,10 +203,11 @@ class StoreSender(Closing):
             compression=self._weights.options.compression,
             counts=codecs,
         )
-        spool.take(frames)
-        self._weights.release()
-        self._writer.put_layout(self._layout)
-        file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
+        with Spool() as spool:
+            spool.take(frames)
+            self._weights.release()
+            self._writer.put_layout(self._layout)
+            file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
         return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
     def _begin(self, began: float) -> PublishStats:
@@ -226,10 +220,10 @@ class StoreSender(Closing):
             self._weights.release()
             self._holds_head = True
             self._besides.resume(head)
-            more = self._besides.write(self._layout, self._read)
-            return self._stats(head, "unchanged", None, more, began, compared)
+            return self._stats(head, "unchanged", None, self._write_besides(), began, compared)
         self._weights.release()
-        way = self._besides.write_anchor(self._writer.next_version, self._layout, self._read)
+        flats = self._weights.snapshot.flats
+        way = self._besides.write_anchor(self._writer.next_version, self._layout, flats)
         ledger = self._weights.digests
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
@@ -269,16 +263,17 @@ class StoreSender(Closing):
         if pending.delta is None:
             self._besides.restart()
         else:
-            self._besides.add(pending.manifest.ways[0], None)
+            self._besides.add(pending.manifest.ways[0])
 
     def _is_same(self, head: Published) -> bool:
         """Whether the version of the store is what was captured."""
         is_layout = head.manifest.layout_hash == self._layout.hash
         return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
 
-    def _read(self, parameter: int, start: int, stop: int) -> Tensor:
-        """Of the snapshot, which is the version just published."""
-        return self._weights.snapshot.flats[parameter].read(start, stop)
+    def _write_besides(self) -> Besides:
+        """Anchors and folds of the version just published, which the snapshot has."""
+        coding = self._weights.options.compression
+        return self._besides.write(self._layout, self._weights.snapshot.flats, coding)
 
     @property
     def _layout(self) -> SentLayout:

@@ -11,14 +11,10 @@ from tempfile import SpooledTemporaryFile
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from deltasync.errors import StoreRefused
 from deltasync.store.manifest import StoredFile
 from deltasync.store.objects import Objects
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import HEADER_BYTES, decode, message_bytes_of, split_header
-from deltasync.wire.messages import Bucket
 
 _IN_MEMORY_BYTES = 16 << 20  # the rest is in a temporary file
 
@@ -28,23 +24,19 @@ class Spool:
 
     Attributes:
         num_bytes: So far.
-        raw_bytes: Of its payloads, before they were compressed.
-        is_coded: Whether payloads among them need the weights before.
     """
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - closed below
         weakref.finalize(self, self._file.close)  # whoever forgets it leaves no file behind
         self._sha256 = hashlib.sha256()
-        self.num_bytes = self.raw_bytes = 0
-        self.is_coded = False
+        self.num_bytes = 0
 
     def take(self, frames: Iterable[Frame]) -> None:
         """Add frames, each as it is made. Raises StoreRefused if there is no room for them."""
         for frame in frames:
             self._add(frame.header)
             if frame.payload is not None:
-                self._count(frame)
                 self._add(frame.payload.cpu().numpy().data)
 
     def write(self, objects: Objects, key: str) -> StoredFile:
@@ -58,18 +50,6 @@ class Spool:
 
         objects.write(key, parts)
         return StoredFile(key=key, bytes=self.num_bytes, sha256=self._sha256.hexdigest())
-
-    def frames(self) -> Iterator[Frame]:
-        """What was taken, from the beginning."""
-        self._file.seek(0)
-        while start := self._file.read(HEADER_BYTES):
-            header = start + self._file.read(message_bytes_of(start))
-            _, payload_bytes = split_header(header)
-            payload = None
-            if payload_bytes:
-                data = bytearray(self._file.read(payload_bytes))
-                payload = torch.frombuffer(data, dtype=torch.uint8)
-            yield Frame(header, payload)
 
     def close(self) -> None:
         """Release its memory."""
@@ -85,13 +65,6 @@ class Spool:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _count(self, frame: Frame) -> None:
-        assert frame.payload is not None
-        message, _ = decode(frame.header)
-        if isinstance(message, Bucket):
-            self.is_coded |= message.compression == "coded"
-            self.raw_bytes += message.raw_bytes
 
     def _add(self, data: bytes | memoryview) -> None:
         try:
