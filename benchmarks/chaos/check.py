@@ -17,22 +17,25 @@ from deltasync.store.receiver import StoreReceiver
 
 
 def faults_of_versions(setting: Setting) -> Iterator[str]:
-    """What is wrong with the versions of a store: each is fetched, by two models.
+    """What is wrong with the versions of a store: each is fetched, by two models, some by a third.
 
-    One goes from version to version; the other is new. Versions before the oldest anchor are there
-    for readers that hold the oldest version.
+    One goes from version to version; one is new; one skips versions, and so takes folds. Versions
+    before the oldest anchor are there for readers that hold the oldest version.
     """
     run = Run.open(setting.url, RUN, setting.store)
     versions, truth = run.versions(), Truth(setting.seed)
     if versions != list(range(versions[0], setting.versions + 1)):
         yield f"the chain has gaps, or another end: {versions}"
-    walking, is_anchored = Model(), False
+    walking, leaping, is_anchored = Model(), Model(), False
     truth.go(versions[0])
-    truth.write(walking)
+    for model in (walking, leaping):
+        truth.write(model)
     for version in versions:
         truth.go(version)
-        is_anchored |= any(way.kind == "anchor" for way in run.ways(run.require(version)))
-        for model in (walking, Model()) if is_anchored else (walking,):
+        ways = {way.kind for way in run.ways(run.require(version))}
+        is_anchored |= "anchor" in ways
+        models = [walking] + [leaping] * ("fold" in ways) + [Model() for _ in range(is_anchored)]
+        for model in models:
             if _fetched(model, version, setting) != truth.fingerprint():
                 yield f"v{version} is not what was published"
         yield from _faults_of_anchors(run, version, truth)
