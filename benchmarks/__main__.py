@@ -21,6 +21,7 @@ from benchmarks.cases import GROUPS
 from benchmarks.codec import command as codec_command
 from benchmarks.codec import record as codec_record
 from benchmarks.codec import report as codec_report
+from benchmarks.codec.costs import codec_costs
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
@@ -62,6 +63,7 @@ _MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command()(codec_command.codec)
+app.command()(codec_costs)
 app.command()(store_command.store)
 app.command()(scale_command.scale)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
