@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from deltasync.delta.backend import Delta
+from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.errors import ConfigError
 from deltasync.store import keys
@@ -33,6 +34,8 @@ from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
+_HASHING_S = 1e-9  # a byte of an anchor, about, while it is uploaded
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
@@ -49,6 +52,9 @@ class PublishStats:
         delta_bytes, anchor_bytes, fold_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
         codecs: Payload bytes by codec.
+        compression: What deltas were coded with last: what `compression="auto"` has chosen.
+        link_gbit_s: The speed by which "auto" chooses the next one, in Gbit/s: as given, or of the
+            uploads; None before the first.
         diff_s: To compare.
         upload_s: To pack and to write.
         total_s: The whole call.
@@ -70,6 +76,8 @@ class PublishStats:
     upload_s: float
     total_s: float
     codecs: dict[str, int] = field(default_factory=dict)
+    compression: Coding = "none"
+    link_gbit_s: float | None = None
     postponed: str = ""
 
     @property
@@ -136,6 +144,9 @@ class StoreSender(Closing):
         self._caller = OneCaller("a version is being published; a StoreSender is for one thread")
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
+        self._weights.coding.last = "gap"  # until a speed is known
+        asked = self._weights.options.compression
+        self._coding: Coding = "gap" if asked == "auto" else asked
         self._besides = BesidesWriter(self._writer, self.publishing)
 
     @property
@@ -194,20 +205,23 @@ class StoreSender(Closing):
 
     def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
+        self._coding = self._weights.coding.choose(self._weights, delta)
         frames = one_way_frames(
             self._besides.watched(delta, self._layout),
             self._layout.specs,
             stream_id=self.run,
             version=version,
             digest=self._weights.digests.total,
-            compression=self._weights.options.compression,
+            compression=self._coding,
             counts=codecs,
         )
         with Spool() as spool:
             spool.take(frames)
             self._weights.release()
             self._writer.put_layout(self._layout)
+            began = time.perf_counter()
             file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
+            self._weights.coding.took(file.bytes, time.perf_counter() - began)
         return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
     def _begin(self, began: float) -> PublishStats:
@@ -223,7 +237,10 @@ class StoreSender(Closing):
             return self._stats(head, "unchanged", None, self._write_besides(), began, compared)
         self._weights.release()
         flats = self._weights.snapshot.flats
+        written = time.perf_counter()
         way = self._besides.write_anchor(self._writer.next_version, self._layout, flats)
+        took_s = time.perf_counter() - written
+        self._weights.coding.took(way.num_bytes, took_s, expected_s=_HASHING_S * way.num_bytes)
         ledger = self._weights.digests
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
@@ -272,8 +289,7 @@ class StoreSender(Closing):
 
     def _write_besides(self) -> Besides:
         """Anchors and folds of the version just published, which the snapshot has."""
-        coding = self._weights.options.compression
-        return self._besides.write(self._layout, self._weights.snapshot.flats, coding)
+        return self._besides.write(self._layout, self._weights.snapshot.flats, self._coding)
 
     @property
     def _layout(self) -> SentLayout:
@@ -303,6 +319,8 @@ class StoreSender(Closing):
             fold_bytes=0 if more.fold is None else more.fold.num_bytes,
             dense_bytes=self._layout.num_bytes,
             codecs={} if delta is None else dict(delta.codecs),
+            compression=self._coding,
+            link_gbit_s=self._weights.coding.gbit_s(self._weights.options),
             diff_s=compared - began,
             upload_s=now - compared,
             total_s=now - began,

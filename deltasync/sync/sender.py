@@ -21,7 +21,7 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
-from deltasync.sync.options import SenderOptions, check_replaceable
+from deltasync.sync.options import SenderOptions, check_group, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, reason_of
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
@@ -77,6 +77,7 @@ class WeightSender(Closing):
         own = self._own = _local(source, options)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
+        own.coding.is_in_memory = self._link.is_in_memory
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session = SenderSession()
         self._group = None if group is None else GroupCalls(group)
@@ -114,6 +115,8 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
+        if self._peer_ranks is not None:
+            check_group(options)
         self._own.options = options
 
     @property
@@ -261,6 +264,7 @@ class WeightSender(Closing):
             lost=self._lost,
             capture_s=self._capture_s,
             total_s=time.perf_counter() - began,
+            link_gbit_s=self._own.coding.gbit_s(self.options),
         )
 
     def close(self) -> None:
@@ -367,18 +371,22 @@ class WeightSender(Closing):
 
     def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
         """One round; remembers who was lost in it."""
+        coding = self._own.coding
         work = Round(
             self._link,
             self._session,
             plan,
             self._captured_layout(),
-            compression=self.options.compression,
+            compression=coding.choose(self._own, plan),
             on_phase=self._on_phase,
             packed=self._own.release,
             peer_ranks=self._peer_ranks,
         )
         try:
-            return work.run(participants, version=version, stream_id=self.stream_id)
+            result = work.run(participants, version=version, stream_id=self.stream_id)
+            if self._peer_ranks is None:
+                coding.learn(self._own, plan, result)
+            return result
         finally:
             for peer, why in self._session.failures.items():
                 self._lost[str(self._session.participants[peer])] = why
@@ -479,4 +487,5 @@ def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -
 def _with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
     if not isinstance(own, OwnWeights):
         raise ConfigError("a rank of a group needs a source of what it holds")
+    check_group(own.options)
     return GroupWeights(own, group)

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from deltasync.delta.backend import Delta
+from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import ReceiversLost
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.source.weights import Weights
@@ -45,6 +46,9 @@ class SyncStats:
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
         bytes_by_codec: `payload_bytes` by what took them: rows by their codecs ("gap+ulp", "raw",
             "dense"), "table" for what describes them, "zstd" and "none" for whole payloads.
+        compression: What payloads were coded with: what `compression="auto"` has chosen.
+        link_gbit_s: The speed of the link by which "auto" chooses the next one; None if it is not
+            known, or has no limit since payloads stay in memory.
         num_buckets: Payloads of the delta, or of the full sync.
         diff_s: Time to compare the source with the snapshot, digests included; of a delta that is
             packed meanwhile, the time that was waited for it.
@@ -80,6 +84,8 @@ class SyncStats:
     lost: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
+    compression: Coding = "none"
+    link_gbit_s: float | None = None
 
     @property
     def density(self) -> float:
@@ -130,6 +136,7 @@ def stats_of(
     lost: Mapping[str, str],
     capture_s: float,
     total_s: float,
+    link_gbit_s: float | None = None,
 ) -> SyncStats:
     """Count a sync.
 
@@ -137,7 +144,7 @@ def stats_of(
         weights: What was sent.
         synced: What members got; None if there were none.
         joined: What newcomers got.
-        version, receivers, lost, total_s: As of `SyncStats`.
+        version, receivers, lost, total_s, link_gbit_s: As of `SyncStats`.
         capture_s: What the last snapshot took.
     """
     layout = weights.layout
@@ -160,6 +167,8 @@ def stats_of(
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
         bytes_by_codec=dict(result.sent.bytes_by_codec),
+        compression=result.coding,
+        link_gbit_s=link_gbit_s,
         num_buckets=result.sent.num_buckets,
         diff_s=synced.diff_s if synced else capture_s,
         transfer_s=result.transfer_s,

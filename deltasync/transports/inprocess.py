@@ -38,7 +38,7 @@ class Sender(SendTransport):
     ) -> None:
         """Payloads live on `device`; larger ones than `max_payload_bytes` are refused."""
         self._device = torch.device(device)
-        self._capabilities = Capabilities((self._device.type,), max_payload_bytes)
+        self._capabilities = Capabilities((self._device.type,), max_payload_bytes, in_memory=True)
         self._changed = threading.Condition()
         self._closed = ""  # why it is
         self._links: list[_Link] = []

@@ -104,7 +104,8 @@ class SlotSender(SendTransport):
         """
         self._slots = slots
         self._empty = slots[0].memory[:0]
-        self._capabilities = Capabilities((self._empty.device.type,), max_payload_bytes)
+        devices = (self._empty.device.type,)
+        self._capabilities = Capabilities(devices, max_payload_bytes, in_memory=True)
         self._path = private_path() if path is None else Path(path)
         listener = listen(self._path)
         self._inode = self._path.lstat().st_ino
@@ -308,7 +309,7 @@ class SlotReceiver(ReceiveTransport, ABC):
         So is a sender of another user, unless that is root.
         """
         self._path = Path(path)
-        self._capabilities = Capabilities((device_type,), max_payload_bytes)
+        self._capabilities = Capabilities((device_type,), max_payload_bytes, in_memory=True)
         self._gate = Gate(BUSY_S[device_type])
         self._client = Client(self._dial, self._gate, kinds={Kind.FRAME, Kind.SEGMENT})
 

@@ -20,16 +20,21 @@ class LaneSender:
 
     Args:
         transport: The sender's end of a link. Owned: `close` closes it.
-        compression: Of payloads.
     """
 
-    def __init__(self, transport: SendTransport, compression: Coding) -> None:
+    def __init__(self, transport: SendTransport) -> None:
         self._link = SenderLink(transport)
-        self._compression = for_parts(compression)
         self._peers: dict[str, int] = {}
 
     def send(
-        self, plan: Plan, *, attempt: int, version: int, receivers: Sequence[str], timeout_s: float
+        self,
+        plan: Plan,
+        *,
+        attempt: int,
+        version: int,
+        receivers: Sequence[str],
+        compression: Coding,
+        timeout_s: float,
     ) -> SentBuckets:
         """Send all of a plan. If receivers are lost, none gets all; the result names them."""
         self._link.limit = CallTimeout(timeout_s)
@@ -39,7 +44,7 @@ class LaneSender:
         if failed := self._link.open(list(by_peer)):
             return SentBuckets(lost={by_peer[peer]: str(why) for peer, why in failed.items()})
         try:
-            return self._send_all(plan, attempt, version)
+            return self._send_all(plan, attempt, version, for_parts(compression))
         except TransportError as error:
             gone = {by_peer[p]: str(error) for p in by_peer if not self._link.is_connected(p)}
             if not gone:
@@ -58,9 +63,9 @@ class LaneSender:
         """End every connection."""
         self._link.close()
 
-    def _send_all(self, plan: Plan, attempt: int, version: int) -> SentBuckets:
+    def _send_all(self, plan: Plan, attempt: int, version: int, compression: Coding) -> SentBuckets:
         """Send the frames of a plan, or an abort, so that receivers do not wait in vain."""
-        emitter = Emitter(plan, version, compression=self._compression, buffer=self._link.buffer)
+        emitter = Emitter(plan, version, compression=compression, buffer=self._link.buffer)
         self._link.send(Attempt(number=attempt))
         try:
             emitter.send_buckets(self._link.send)

@@ -21,7 +21,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
-from deltasync.sync.options import SenderOptions
+from deltasync.sync.options import SenderOptions, check_group
 from deltasync.sync.protocol.links import CallTimeout, OneCaller
 from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
@@ -68,9 +68,10 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
+        check_group(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
-        self._lanes = LaneSender(transport, options.compression)
+        self._lanes = LaneSender(transport)
         self._address = Address.of(transport)
         self._link = link
         self._is_connected = False
@@ -296,6 +297,7 @@ class TrainerRank(Closing):
             attempt=order.attempt,
             version=order.version,
             receivers=order.receivers,
+            compression=self._weights.coding.choose(self._weights, plan),
             timeout_s=order.timeout_s,
         )
         self._weights.release()

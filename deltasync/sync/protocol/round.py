@@ -38,6 +38,8 @@ class RoundResult:
     """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out.
 
     A version that `is_too_large` was aborted since the plan has more than was announced.
+    `answer_s` is the time from when the first payload was on its way until all have prepared:
+    before, receivers may have been elsewhere.
     """
 
     decided: bool = False
@@ -45,6 +47,8 @@ class RoundResult:
     left: set[int] = field(default_factory=set)
     asleep: set[int] = field(default_factory=set)
     sent: SentBuckets = field(default_factory=SentBuckets)
+    coding: Coding = "none"
+    answer_s: float = 0.0
     transfer_s: float = 0.0
     commit_s: float = 0.0
     receiver_commit_s: float = 0.0
@@ -123,6 +127,7 @@ class Round:
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = False
+        self._first_sent: float | None = None  # when the first payload was on its way
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -148,6 +153,7 @@ class Round:
         compression = self._compression
         if self._peer_ranks is not None or self._are_parts_held():
             compression = for_parts(compression)
+        self._result.coding = compression
         emitter = Emitter(
             self._plan, self._version, compression=compression, buffer=self._link.buffer
         )
@@ -173,6 +179,8 @@ class Round:
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
+            if self._first_sent is not None:
+                self._result.answer_s = time.perf_counter() - self._first_sent
         self._result.transfer_s = time.perf_counter() - began
 
     def _are_parts_held(self) -> bool:
@@ -192,7 +200,7 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         try:
-            emitter.send_buckets(self._link.send if self._on_phase is None else self._send_bucket)
+            emitter.send_buckets(self._send_bucket)
             self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
             self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
@@ -212,6 +220,7 @@ class Round:
     def _send_bucket(self, bucket: Message, payload: Tensor) -> None:
         self._report_begun()
         self._link.send(bucket, payload)
+        self._first_sent = self._first_sent or time.perf_counter()
 
     def _report_begun(self) -> None:
         """Once."""

@@ -18,7 +18,6 @@ from deltasync.delta.bits import (
     dtype_of,
     torch_dtype,
 )
-from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
@@ -150,7 +149,7 @@ class StreamedWeights(LocalWeights):
             snapshot,
             found,
             ledger,
-            policy_for(self.options.policy, self.options.compression),
+            self.coding.policy(self.options),
             (),
             bucket_bytes=self._bucket_bytes(snapshot),
             base_version=0,
@@ -167,7 +166,7 @@ class StreamedWeights(LocalWeights):
         """How a parameter differs. What goes dense is in the snapshot then."""
         limit = self.options.max_inflight_bytes
         room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
-        policy = policy_for(self.options.policy, self.options.compression)
+        policy = self.coding.policy(self.options)
         change = snapshot.change(number, reader, policy, ledger=ledger, room=room)
         if change is not None and change.runs is None:
             whole = Run(0, reader.numel)

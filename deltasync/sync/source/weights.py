@@ -19,7 +19,6 @@ from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
-from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
 from deltasync.delta.shard import (
     ShardSpec,
@@ -32,6 +31,7 @@ from deltasync.delta.shard import (
     whole,
 )
 from deltasync.errors import ConfigError, SourceChanged
+from deltasync.sync.chosen_coding import ChosenCoding
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
@@ -110,6 +110,7 @@ class LocalWeights(Weights):
 
     Attributes:
         options: Sizes, policy, dtypes.
+        coding: What payloads are coded with.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
         version: The version that the source holds, if it has a number already; else None.
@@ -121,7 +122,7 @@ class LocalWeights(Weights):
     snapshot_bytes: int = 0
 
     def __init__(self, options: SenderOptions) -> None:
-        self.options = options
+        self.options, self.coding = options, ChosenCoding()
         self.stream: OwnStream | None = None
         self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
@@ -263,7 +264,7 @@ class OwnWeights(LocalWeights):
         snapshot, inflight = self._held, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
-            policy=policy_for(self.options.policy, self.options.compression),
+            policy=self.coding.policy(self.options),
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
