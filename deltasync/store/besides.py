@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -24,6 +24,8 @@ from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
 
 logger = logging.getLogger(__name__)
+
+Choose = Callable[[Plan], Coding]
 
 
 class PublishOptions(OptionsModel):
@@ -120,19 +122,19 @@ class BesidesWriter:
         self._count(way)
         self._unfolded_bytes += way.num_bytes
 
-    def write(self, layout: SentLayout, flats: Mapping[int, Live], coding: Coding) -> Besides:
+    def write(self, layout: SentLayout, flats: Mapping[int, Live], choose: Choose) -> Besides:
         """Write what is due of the newest version.
 
         Args:
             layout: Its parameters.
             flats: Its weights, by parameter.
-            coding: What folds are coded with; those of "none" are compressed.
+            choose: Returns what a fold is coded with; "none" is compressed.
         """
         fold = anchor = None
         failed = list[str]()
         try:
             if self._is_fold_due():
-                fold = self._fold(flats, "zstd" if coding == "none" else coding)
+                fold = self._fold(flats, choose)
         except StoreError as error:
             failed.append(f"fold: {type(error).__name__}: {error}")
         try:
@@ -179,7 +181,7 @@ class BesidesWriter:
         self._unfolded_bytes = 0
         self._undo.begin(self._writer.head if self._options.fold_every > 1 else None)
 
-    def _fold(self, flats: Mapping[int, Live], coding: Coding) -> Way | None:
+    def _fold(self, flats: Mapping[int, Live], choose: Choose) -> Way | None:
         """One delta in place of the recent ones; None if it would not be smaller.
 
         If that fails, it is due again with the next version, and leads there.
@@ -188,15 +190,17 @@ class BesidesWriter:
         assert head is not None
         assert base is not None
         codecs = dict[str, int]()
+        plan = self._undo.fold(flats, int(head.manifest.digest, 16))
+        coding = choose(plan)
         with Spool() as spool:
             spool.take(
                 one_way_frames(
-                    self._undo.fold(flats, int(head.manifest.digest, 16)),
+                    plan,
                     self._undo.specs,
                     stream_id=self._writer.run.name,
                     version=head.version,
                     digest=int(base.manifest.digest, 16),
-                    compression=coding,
+                    compression="zstd" if coding == "none" else coding,
                     counts=codecs,
                 )
             )

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from deltasync.delta.backend import Delta
+from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.errors import ConfigError
@@ -205,7 +205,7 @@ class StoreSender(Closing):
 
     def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
-        self._coding = self._weights.coding.choose(self._weights, delta)
+        self._coding = self._choose(delta)
         frames = one_way_frames(
             self._besides.watched(delta, self._layout),
             self._layout.specs,
@@ -289,7 +289,11 @@ class StoreSender(Closing):
 
     def _write_besides(self) -> Besides:
         """Anchors and folds of the version just published, which the snapshot has."""
-        return self._besides.write(self._layout, self._weights.snapshot.flats, self._coding)
+        flats = self._weights.snapshot.flats
+        return self._besides.write(self._layout, flats, self._choose)
+
+    def _choose(self, plan: Plan) -> Coding:
+        return self._weights.coding.choose(self._weights, plan)
 
     @property
     def _layout(self) -> SentLayout:

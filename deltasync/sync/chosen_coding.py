@@ -68,7 +68,7 @@ class ChosenCoding:
         if options.compression != "auto":
             return options.compression
         speed, is_full = self.speed(options), plan.base_version is None
-        if speed is None:
+        if speed is None or not plan.sparse_bytes + plan.dense_bytes:
             return "none" if is_full else self.last
         device_type = _device_type_of(weights)
         self._tell(device_type)

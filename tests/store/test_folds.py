@@ -409,6 +409,41 @@ def test_s11_folds_go_with_their_versions_and_stay_with_them(place: Place) -> No
     assert num_bytes == sum(run.require(to).manifest.ways[0].num_bytes for to in range(6, 10))
 
 
+@pytest.mark.parametrize("inflight", [None, 0])
+def test_kernels_keep_the_old_bits_that_they_have(inflight: int | None) -> None:
+    """They overwrite those of dense rows, and of all rows beyond the memory for changes."""
+    place, states = memory_place(), large_states(4, numel=3000)
+    for number, state in enumerate(states):
+        state["d"] = torch.full((40,), number, dtype=torch.uint8)
+    options = SenderOptions(
+        stream_id="run", compression="gap", kernels="triton", max_inflight_bytes=inflight
+    )
+    model = Bag(states[0])
+    sender = StoreSender(
+        ModuleSource(model), place.url, options=options, publishing=PublishOptions(fold_every=3)
+    )
+    publish(sender, model, states)
+    (way,) = folds(run_of(place)).values()
+    assert ("gap+ulp" in way.codecs) == (inflight is None), way.codecs
+    engine, num_bytes = fetch_from(place, states[0], 4)
+    assert engine.holds(states[3])
+    assert num_bytes == way.num_bytes
+
+
+def test_the_codec_of_a_fold_is_chosen_for_the_fold() -> None:
+    """Also if nothing has changed in the last version."""
+    place, states = memory_place(), large_states(3)
+    options = SenderOptions(stream_id="run", compression="auto", link_gbit_s=0.1)
+    model = Bag(states[0])
+    sender = StoreSender(
+        ModuleSource(model), place.url, options=options, publishing=PublishOptions(fold_every=3)
+    )
+    stats = publish(sender, model, [*states, states[-1]])
+    (way,) = folds(run_of(place)).values()
+    assert any(name.startswith("gap") for name in way.codecs), way.codecs
+    assert [one.compression for one in stats[1:]] == ["gap"] * 3
+
+
 def test_a_fold_that_is_damaged_is_not_the_only_way() -> None:
     place, states = memory_place(), large_states(4)
     model = Bag(states[0])
