@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from deltasync.transports.base import Capabilities, Frame
 from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal, fleet, step
 from tests.sync.test_coded import model, nudged
 from tests.sync.test_parts import CHECKPOINT, rank_of, trainer
+from tests.sync.test_relay_regions import Process, thin_links
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -155,6 +159,30 @@ def test_the_speed_of_a_link_is_learnt_and_the_coding_is_near_the_best(gbit_s: f
         assert bits_equal(source, target)
     finally:
         made.close()
+
+
+@pytest.mark.slow
+def test_the_speed_of_a_network_is_learnt(tmp_path: Path) -> None:
+    """Over gloo, whose broadcasts end at the root when socket buffers have them."""
+    syncs, speed = 4, 2.5e6
+    with thin_links("rate 20mbit burst 64kb latency 400ms") as names, ExitStack() as stack:
+        words = "10.77.0.1", "29512", str(syncs)
+
+        def start(role: str, namespace: str) -> Process:
+            there = "ip", "netns", "exec", namespace, sys.executable, "-m", "tests.sync.thin"
+            return stack.enter_context(Process(*there, role, *words, errors=tmp_path / role))
+
+        sender = start("send", names["t"])
+        assert sender.hear() == {"listens": True}
+        start("receive", names["a"])
+        found = [sender.hear() for _ in range(syncs)]
+    assert [one["kind"] for one in found] == ["full", *["delta"] * (syncs - 1)]
+    assert found[0]["gbit_s"] < 0.03
+    for one in found[1:]:
+        nnz = one["nnz"]
+        work = Work(nnz, one["numel"], 6 * nnz, 6 * nnz, is_full=False)
+        best = min(predicted_s(coding, work, speed, CPU) for coding in CPU.deltas)
+        assert predicted_s(one["coding"], work, speed, CPU) <= 1.1 * best, found
 
 
 def test_a_link_that_becomes_slow_is_noticed() -> None:
