@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Digests, Payload, Plan
+from deltasync.delta.backend import Digests, Encode, Payload, Plan
 from deltasync.delta.bits import Live, Run, integer_dtype
 from deltasync.delta.codecs.coding import DENSE_ABOVE
 from deltasync.delta.codecs.old import LiveOld, OldRows
 from deltasync.delta.fold import fold_runs
 from deltasync.store.catalogue import Published
 from deltasync.store.folding import FoldedPlan, OverlaidFlat
+from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import MAX_SPARSE_SPAN, ROW, RowKind, Rows, block_offsets
 
@@ -173,7 +174,11 @@ class _WatchedPayload:
     def __init__(self, payload: Payload, show: Show) -> None:
         self._payload, self._show = payload, show
         self.num_bytes, self.num_rows = payload.num_bytes, payload.num_rows
-        self.old = payload.old
+        self.device, self.old = payload.device, payload.old
+
+    def encoder(self, codec: IndexCodec) -> Encode | None:
+        """That of the payload."""
+        return self._payload.encoder(codec)
 
     def write(self, payload: Tensor, written: Callable[[], None] | None = None) -> None:
         """Write it, and show it before what it changes is overwritten."""
