@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deltasync.store.objects import StoreOptions
     from deltasync.store.receiver import StoreReceiver
     from deltasync.store.sender import PublishStats, StoreSender
+    from deltasync.sync.events import ReceiveStats, Subscription, SyncEvent, SyncFailed, subscribe
     from deltasync.sync.group.group import TrainerGroup
     from deltasync.sync.group.rank import TrainerRank
     from deltasync.sync.hook import StepHook, SupportsSendWeights, sync_after_step
@@ -60,6 +61,7 @@ __all__ = [
     "Policy",
     "PublishOptions",
     "PublishStats",
+    "ReceiveStats",
     "ReceiverOptions",
     "ReceiverState",
     "Relay",
@@ -74,7 +76,10 @@ __all__ = [
     "StoreOptions",
     "StoreReceiver",
     "StoreSender",
+    "Subscription",
     "SupportsSendWeights",
+    "SyncEvent",
+    "SyncFailed",
     "SyncPhase",
     "SyncStats",
     "TrainerGroup",
@@ -90,6 +95,7 @@ __all__ = [
     "match_parameters",
     "refuse_overlap",
     "sparsity",
+    "subscribe",
     "sync_after_step",
 ]
 
@@ -112,6 +118,7 @@ _HOMES = {
         "store.objects": "StoreOptions",
         "store.receiver": "StoreReceiver",
         "store.sender": "PublishStats StoreSender",
+        "sync.events": "ReceiveStats Subscription SyncEvent SyncFailed subscribe",
         "sync.group.group": "TrainerGroup",
         "sync.group.rank": "TrainerRank",
         "sync.hook": "StepHook SupportsSendWeights sync_after_step",

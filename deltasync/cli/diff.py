@@ -51,7 +51,6 @@ class Codec(StrEnum):
 
 _AsCodec = Annotated[Codec, typer.Option(help="How the patch becomes short.")]
 _SHOWN, _SHOWN_LAYERS = 10, 200  # unless all are asked for
-_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 
 
 def diff(
@@ -115,12 +114,6 @@ def diff(
         console.print(f"{out}: {size(patch.num_bytes)}, apply it with deltasync apply")
 
 
-def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name up to the first number, or to the last dot."""
-    found = _LAYER.match(name)
-    return found["layer"] if found else name.rpartition(".")[0] or name
-
-
 def _sizes(found: Mapping[str, Sparsity], old: Checkpoint) -> dict[str, int]:
     """The sizes that can be computed from counts."""
     specs = old.specs
@@ -129,6 +122,8 @@ def _sizes(found: Mapping[str, Sparsity], old: Checkpoint) -> dict[str, int]:
 
 
 def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
+    from deltasync.sync.watching import layer_of
+
     layers: dict[str, Sparsity] = {}
     for name, one in found.items():
         layer = layer_of(name)

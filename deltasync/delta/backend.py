@@ -145,6 +145,10 @@ class Delta(Plan, Protocol):
         """int64[n], increasing: numbers of the parameters that differ."""
         ...
 
+    def counts(self) -> Ints:
+        """int64[n]: elements that differ, of each of `changed`."""
+        ...
+
 
 class Applier(Protocol):
     """Brings one sync into the weights: staged, or in place."""

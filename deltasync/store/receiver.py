@@ -27,11 +27,12 @@ from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
 from deltasync.store.routes import Route, find_route
-from deltasync.store.staging import StoredSync, check_digests, join
+from deltasync.store.staging import StoredSync, check_digests, is_version, join
 from deltasync.sync.arguments import check_options, check_target
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.records import ReceiverRecord
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
@@ -97,15 +98,14 @@ class StoreReceiver(Closing):
         self.progress = Progress()
         self._session = ReceiverSession("store", dirty=half_written, half_written=half_written)
         self._weights = BoundWeights(target, options or ReceiverOptions(), on=self._session.on)
+        self._record = ReceiverRecord(self.name, self._session)
         self._bound: str | None = None  # hash of the layout that the weights are bound to
         self._held: Published | None = None
         self._staged: StoredSync | None = None
         self._stream: OwnStream | None = None
         self._scrub_is_due = self._is_closed = False
         self._poll = Poll(str(url), self._check_open)
-        self._caller = OneCaller(
-            "a version is being fetched; a StoreReceiver is used by one thread"
-        )
+        self._caller = OneCaller("a version is being fetched; a StoreReceiver is for one thread")
         self._attached = threading.Event()
         self._attached.set()
         self._lock = threading.RLock()  # held while weights are looked at or written
@@ -117,6 +117,7 @@ class StoreReceiver(Closing):
         self._attached.set()
         self._caller.forked()
         self._leave()
+        self._record = ReceiverRecord(self.name, self._session)
 
     @property
     def version(self) -> int | None:
@@ -172,7 +173,7 @@ class StoreReceiver(Closing):
             TransportTimeout: It was not fetched in time. The old version is held.
             DeltaSyncError: As of `commit`.
         """
-        with self._caller.call():
+        with self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
                 if self._stage(to, timeout_s, wants_newer=False):
@@ -198,7 +199,7 @@ class StoreReceiver(Closing):
             StoreError: As of `fetch`.
             CallOrderError: A version is staged: commit it first, or call `discard`.
         """
-        with self._caller.call():
+        with self._caller.call(), self._record.watched():
             return self._stage(to, timeout_s, wants_newer=True)
 
     def commit(self) -> int:
@@ -211,7 +212,7 @@ class StoreReceiver(Closing):
             TargetMoved: Storage was replaced. Nothing staged was written; in place, it is dirty.
             DigestMismatch: What was read back is not what was written.
         """
-        with self._caller.call():
+        with self._caller.call(), self._record.watched(pauses=True, defers=True):
             return self._commit()
 
     def discard(self) -> None:
@@ -271,6 +272,7 @@ class StoreReceiver(Closing):
         with self._lock:
             self._session.on("lost")
             self._drop()
+        self._record.flush()
         if self._lease is not None:
             self._lease.drop()
 
@@ -331,6 +333,7 @@ class StoreReceiver(Closing):
     def _bring(self, target: Published, deadline: float) -> bool:
         """Stage a version over the cheapest way that turns out to be in order."""
         run = self._opened()
+        self._record.begin(None, phase="fetch")
         with self._lock:
             self._bind(run, target)
         objects = Fetched(run.objects, self._spool_folder)
@@ -391,16 +394,14 @@ class StoreReceiver(Closing):
             return False
         if self._held is not None:
             return self._held.sha256 == published.sha256
-        backend = self._weights.backend
-        is_whole = len(backend.flats) == len(backend.ledger.specs)
-        is_whole &= all(flat.held(0, 0) is None for flat in backend.flats.values())
-        return is_whole and backend.ledger.total == int(published.manifest.digest, 16)
+        return is_version(self._weights, published)
 
     def _join(self, target: Published) -> None:
         """The weights are a version already."""
         with self._lock:
             join(self._session, target, self._weights, is_full=False)
             self._held = target
+        self._record.joined()
         logger.info("%s holds v%d: same digest", self.name, target.version)
 
     def _take(self, sync: StoredSync) -> None:
@@ -411,8 +412,10 @@ class StoreReceiver(Closing):
             is_full = route.base is None
             join(self._session, route.base or route.target, self._weights, is_full=is_full)
             sync.begin(self._session)
+            self._record.begin(self._session.begun, route.num_bytes)
             self._staged = sync
-        if not self._is_in_place:
+        staging = self._weights.staging
+        if staging is None or not staging.in_place:
             self._replay(sync)
 
     def _check_attached(self) -> None:
@@ -429,15 +432,11 @@ class StoreReceiver(Closing):
             self._check_begun()
             check_digests(sync.route, self._weights, sync.reached)
             self._session.on(messages.Commit(version=sync.route.target.version))
+        self._record.note("ready")
 
     def _check_begun(self) -> None:
         if self._session.begun is None:
             raise TransportTimeout("detached, or invalidated, while a version was staged")
-
-    @property
-    def _is_in_place(self) -> bool:
-        staging = self._weights.staging
-        return self._staged is not None and staging is not None and staging.in_place
 
     def _commit(self) -> int:
         sync = self._staged
@@ -451,6 +450,7 @@ class StoreReceiver(Closing):
             with self._lock:
                 self._check_begun()
                 _, commit_s = self._weights.write(heals=self._session.heals)
+                self._record.committed(commit_s, self._weights.staging)
                 self._weights.staging, self._held = None, sync.route.target
                 self._scrub_is_due = True
         self._drop()
@@ -466,7 +466,7 @@ class StoreReceiver(Closing):
             if (name := self._weights.scrub()) is not None:
                 self._session.on("corrupted")
                 self._bound = None
-                raise DirtyReceiver(f"{name}: weights changed that no sync touched; fetch to heal")
+                raise self._record.corrupted(name, "fetch to heal")
 
     def _drop(self) -> None:
         staged, self._staged = self._staged, None

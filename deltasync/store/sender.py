@@ -24,12 +24,14 @@ from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.spool import Spool
 from deltasync.store.writer import Changed, RunWriter
 from deltasync.sync.arguments import check_options, check_source
+from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import OneCaller
 from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
+from deltasync.sync.watching import DeltaWatch
 from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ _HASHING_S = 1e-9  # a byte of an anchor, about, while it is uploaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishStats:
+class PublishStats(SyncEvent):
     """One call of `publish`.
 
     Attributes:
@@ -58,6 +60,10 @@ class PublishStats:
         diff_s: To compare.
         upload_s: To pack and to write.
         total_s: The whole call.
+        run: The run's id.
+        ended_at: When the call ended, in seconds since the Unix epoch.
+        phases: Parts of the call: "compare", "upload".
+        density_by, warnings: As of `SyncStats`.
         postponed: What was to be written besides and could not be, and why. The next call tries it
             again; the version itself is complete.
     """
@@ -79,6 +85,11 @@ class PublishStats:
     compression: Coding = "none"
     link_gbit_s: float | None = None
     postponed: str = ""
+    run: str = ""
+    ended_at: float = 0.0
+    phases: tuple[Phase, ...] = ()
+    density_by: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def density(self) -> float:
@@ -148,6 +159,7 @@ class StoreSender(Closing):
         asked = self._weights.options.compression
         self._coding: Coding = "gap" if asked == "auto" else asked
         self._besides = BesidesWriter(self._writer, self.publishing)
+        self._watch = DeltaWatch()
 
     @property
     def run(self) -> str:
@@ -177,13 +189,28 @@ class StoreSender(Closing):
             WriterConflict: Another writer publishes to this run. This object is of no more use.
             SourceChanged: The source is no longer the same model; make a new StoreSender.
         """
-        with self._caller.call(), self._weights.one_call(on_source_read):
-            began = time.perf_counter()
+        began = time.perf_counter()
+        with (
+            self._caller.call(),
+            reporting(lambda error: self._failed(error, began)),
+            self._weights.one_call(on_source_read),
+        ):
             self._writer.check_alone()
             self._settle()
             stats = self._publish_next(began)
         logger.info("published %s", stats)
+        report(stats)
         return stats
+
+    def _failed(self, error: BaseException, began: float) -> SyncFailed:
+        return SyncFailed(
+            role="publisher",
+            error=error,
+            stream_id=self.run,
+            version=self._writer.next_version,
+            total_s=time.perf_counter() - began,
+            ended_at=time.time(),
+        )
 
     def close(self) -> None:
         """Release what is kept of the last versions. They stay published."""
@@ -201,7 +228,8 @@ class StoreSender(Closing):
         changed = _digests_of(delta.ledger, delta.changed)
         published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
         self._besides.add(way)
-        return self._stats(published, "delta", way, self._write_besides(), began, compared)
+        more = self._write_besides()
+        return self._stats(published, "delta", way, more, began, compared, delta)
 
     def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
@@ -309,10 +337,13 @@ class StoreSender(Closing):
         more: Besides,
         began: float,
         compared: float,
+        found: Delta | None = None,
     ) -> PublishStats:
-        now, manifest = time.perf_counter(), published.manifest
+        version, manifest, options = published.version, published.manifest, self._weights.options
+        noticed = self._watch.look(self._weights, found, options, version=version)
+        now = time.perf_counter()
         return PublishStats(
-            version=published.version,
+            version=version,
             base_version=None if delta is None else delta.base,
             kind=kind,
             digest=int(manifest.digest, 16),
@@ -329,6 +360,11 @@ class StoreSender(Closing):
             upload_s=now - compared,
             total_s=now - began,
             postponed=more.postponed,
+            run=self.run,
+            ended_at=time.time(),
+            phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
+            density_by=noticed.density_by,
+            warnings=noticed.warnings,
         )
 
 

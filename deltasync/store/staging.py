@@ -20,6 +20,14 @@ from deltasync.wire import messages
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
 
 
+def is_version(weights: BoundWeights, published: Published) -> bool:
+    """Whether weights are all there, and are a version by their digest."""
+    flats, ledger = weights.backend.flats, weights.backend.ledger
+    is_whole = len(flats) == len(ledger.specs)
+    is_whole &= all(flat.held(0, 0) is None for flat in flats.values())
+    return is_whole and ledger.total == int(published.manifest.digest, 16)
+
+
 class StoredSync:
     """A route that was fetched, replayed as one sync.
 

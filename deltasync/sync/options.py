@@ -63,6 +63,23 @@ class SenderOptions(OptionsModel):
     stream_id: str | None = Field(
         default=None, description="names the training run; None for a new one"
     )
+    report_density: Literal["layer", "parameter"] | None = Field(
+        default=None,
+        description="what stats have the density of, besides that of the model; on all ranks of a "
+        "group. A layer is what names have in common up to the first number",
+    )
+    warn_unchanged_syncs: int | None = Field(
+        default=50,
+        ge=1,
+        description="warn once of parameters that require grad and have not changed in so many "
+        "deltas; None for never",
+    )
+    warn_density_factor: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="warn of a delta whose density is so many times the median of the last 50; "
+        "None for never",
+    )
 
 
 def check_group(options: SenderOptions) -> None:

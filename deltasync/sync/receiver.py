@@ -28,6 +28,7 @@ from deltasync.sync.arguments import check_receiver
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller, ReceiverLinks
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
+from deltasync.sync.records import ReceiverRecord
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights, Follower
 from deltasync.transports import forks
@@ -79,6 +80,7 @@ class WeightReceiver(Closing):
         self._session = ReceiverSession(
             engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
         )
+        self._record = ReceiverRecord(self.name, self._session)
         self._stream: OwnStream | None = None  # on a GPU, what stages
         self._weights = BoundWeights(target, self._options, on=self._session.on)
         self._scrub_is_due = False
@@ -98,6 +100,7 @@ class WeightReceiver(Closing):
         self._caller.forked()
         self._session.on("lost")
         self._weights.staging = None
+        self._record = ReceiverRecord(self.name, self._session)
 
     @property
     def version(self) -> int | None:
@@ -148,7 +151,7 @@ class WeightReceiver(Closing):
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to rejoin.
         """
-        with self._caller.call():
+        with self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
                 while self._stage(timeout_s):
@@ -168,7 +171,7 @@ class WeightReceiver(Closing):
         memory than `max_staged_bytes`, returns True at once: `commit` then receives and writes it
         in place, and if that breaks off, the receiver is dirty.
         """
-        with self._caller.call():
+        with self._caller.call(), self._record.watched():
             return self._stage(timeout_s)
 
     def _stage(self, timeout_s: float) -> bool:
@@ -188,6 +191,7 @@ class WeightReceiver(Closing):
                     self._deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and self.state != ReceiverState.WAITING:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)
+                    self._record.joined()
                     return False
             return True
 
@@ -205,7 +209,7 @@ class WeightReceiver(Closing):
             DigestMismatch: What was read back is not what was written.
         """
         self._check_staged()
-        with self._caller.call():
+        with self._caller.call(), self._record.watched(pauses=True, defers=True):
             version = self._commit()
         if version is None:
             raise SyncAborted("given up before anything was written; stage again", may_follow=True)
@@ -226,9 +230,10 @@ class WeightReceiver(Closing):
                 begun, state = self._session.begun, self._session.state
                 if state is not ReceiverState.COMMITTING or begun is None:
                     raise CallOrderError(f"commit while {state.name}; call stage first")
-                self._write(begun)
+                commit_s = self._write(begun)
             if self._world > 1:
                 self._wait_for_engine()
+            self._record.committed(commit_s, self._weights.staging)
             self._weights.staging, self._scrub_is_due = None, True
             return begun.version
 
@@ -284,6 +289,7 @@ class WeightReceiver(Closing):
         self._is_closed = True
         self._attached.set()
         self._links.close()
+        self._record.flush()
 
     @property
     def _is_in_place(self) -> bool:
@@ -345,7 +351,7 @@ class WeightReceiver(Closing):
             name = self._weights.scrub()
             if name is not None:
                 self._session.on("corrupted")
-                raise DirtyReceiver(f"{name}: weights changed that no sync touched; rejoin to heal")
+                raise self._record.corrupted(name, "rejoin to heal")
 
     def _take_next(self) -> messages.Message:
         """Receive one message, act on it, and return it."""
@@ -374,6 +380,8 @@ class WeightReceiver(Closing):
                 self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
+            case messages.Commit():
+                self._record.note("ready")
             case messages.Abort():
                 self._weights.staging = None
 
@@ -388,17 +396,19 @@ class WeightReceiver(Closing):
         # The sender may itself be waiting for others.
         theirs = 2 * min(begin.timeout_s, _MAX_SENDER_TIMEOUT_S)
         self._silence_s = max(self._options.stall_timeout_s, theirs)
+        self._record.begin(begin, begin.sparse_bytes + begin.dense_bytes)
         self._weights.begin(begin)
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         digest, staged_bytes = self._weights.predict()
+        self._record.note("wait")
         text = digest_text(digest)
         self._reply(
             messages.Prepared(version=prepare.version, digest=text, staged_bytes=staged_bytes)
         )
 
-    def _write(self, begun: messages.Begin) -> None:
-        """The pause: write, read back, answer."""
+    def _write(self, begun: messages.Begin) -> float:
+        """The pause: write, read back, answer. Returns the seconds of the first two."""
         digest, commit_s = self._weights.write(heals=self._session.heals)
         text = digest_text(digest)
         with suppress(TransportError):  # the version is decided, and the next receive will tell
@@ -407,6 +417,7 @@ class WeightReceiver(Closing):
         num_bytes = begun.sparse_bytes + begun.dense_bytes
         what = (self.name, begun.version, kind, num_bytes, commit_s * 1e3)
         logger.info("%s wrote v%d: %s, %d bytes of patches, %.1f ms", *what)
+        return commit_s
 
     def _wait_for_engine(self) -> None:
         """Learn whether the engine's other ranks have committed too."""

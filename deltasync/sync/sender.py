@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import (
@@ -19,6 +19,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
+from deltasync.sync.events import report
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
@@ -26,10 +27,12 @@ from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, re
 from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.sender_session import Member, SenderSession
+from deltasync.sync.records import SenderCall
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
 from deltasync.sync.stats import Joined, OnLost, Synced, SyncStats, judged, reasons, stats_of
+from deltasync.sync.watching import DeltaWatch
 from deltasync.transports import forks
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
@@ -89,8 +92,9 @@ class WeightSender(Closing):
         self.were_asleep = False
         self._lost: dict[str, str] = {}
         self._lost_between: dict[str, str] = {}  # syncs: the next one says so
-        self._capture_s = 0.0
         self._done: SyncStats | None = None
+        self._watch = DeltaWatch()
+        self._call = SenderCall(self.stream_id, 0, lambda: self._lost)
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
@@ -220,12 +224,15 @@ class WeightSender(Closing):
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
         logger.info("sent %s", stats)
+        report(stats)
         return judged(stats, on_lost)
+
+    def _outcome(self) -> tuple[int, SyncStats | None]:
+        return self.version, self._done
 
     def _send_weights(
         self, limit: CallTimeout, on_source_read: Callable[[], None] | None
     ) -> SyncStats:
-        began = time.perf_counter()
         self._link.limit = limit
         self._lobby.listen(timeout_s=0)
         self._part_with_lost_members()
@@ -255,15 +262,14 @@ class WeightSender(Closing):
         joined = self._join(engines)
         if not self._session.members:
             raise self._nobody()
+        found = delta.delta if delta else None
         return stats_of(
             self._weights,
             delta,
             joined,
-            version=self.version,
-            receivers=self.num_receivers,
-            lost=self._lost,
-            capture_s=self._capture_s,
-            total_s=time.perf_counter() - began,
+            self._call,
+            session=self._session,
+            noticed=self._watch.look(self._weights, found, self.options, version=self.version),
             link_gbit_s=self._own.coding.gbit_s(self.options),
         )
 
@@ -291,9 +297,11 @@ class WeightSender(Closing):
                 began = time.perf_counter()
                 room = min(member.max_staged_bytes for member in members)
                 done.delta = self._weights.delta(self.version, max_staged_bytes=room)
+                self._call.note("compare", began)
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
             done.result = self._run(done.delta, members, version=version)
+            done.attempts += 1
             done.diff_s += done.delta.waited_s - waited_s
             done.result.transfer_s -= done.delta.waited_s - waited_s
             asleep = self._asleep(done.result.asleep)
@@ -333,7 +341,7 @@ class WeightSender(Closing):
             is_captured = True
             break
         self._lost |= self._lobby.refused()
-        self._capture_s = time.perf_counter() - began
+        self._call.note("capture", began)
         return is_captured
 
     def _join(self, engines: list[dict[int, Hello]]) -> Joined:
@@ -388,6 +396,7 @@ class WeightSender(Closing):
                 coding.learn(self._own, plan, result)
             return result
         finally:
+            self._call.phases += work.phases
             for peer, why in self._session.failures.items():
                 self._lost[str(self._session.participants[peer])] = why
 
@@ -438,15 +447,21 @@ class WeightSender(Closing):
         return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
 
 
-def one_call(sender: WeightSender, limit: CallTimeout) -> AbstractContextManager[None]:
-    """Everything inside counts as one call of `send_weights` for the trainer's other ranks.
+@contextmanager
+def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
+    """Everything inside counts as one call of `send_weights`: what it raises is reported once.
 
-    They take part until it ends, and learn how. Raises SyncAborted if one does not come.
+    The trainer's other ranks take part until it ends, and learn how. Raises SyncAborted if one does
+    not come.
     """
-    if sender._group is None:
-        return nullcontext()
-    sender._done = None
-    return sender._group.one_call(lambda: (sender.version, sender._done), limit)
+    sender._done, sender._lost, group = None, {}, sender._group
+    is_relayed = sender._own.version is not None
+    version, lost = sender._next_version, lambda: sender._lost
+    record = SenderCall(sender.stream_id, version, lost, is_relayed=is_relayed)
+    ranks = group.one_call(sender._outcome, limit) if group else nullcontext()
+    with record.reported() as sender._call, ranks:
+        yield
+    sender._lost = {}  # which the stats have
 
 
 def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta
 from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.digests import Ints
 from deltasync.errors import ReceiversLost
+from deltasync.sync.events import Phase, SyncEvent
 from deltasync.sync.protocol.round import RoundResult
+from deltasync.sync.protocol.sender_session import SenderSession
+from deltasync.sync.records import SenderCall
 from deltasync.sync.source.weights import Weights
+from deltasync.sync.watching import Noticed
 
 _NOTHING = np.zeros(0, np.int64)
 
@@ -26,7 +33,7 @@ def reasons(lost: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncStats:
+class SyncStats(SyncEvent):
     """One call of `send_weights`.
 
     Attributes:
@@ -59,6 +66,18 @@ class SyncStats:
         sender_bytes: Memory of the sync besides the snapshot: patches held and two buckets.
         receiver_bytes: The most memory that a receiver used for staging.
         snapshot_bytes: Size of the sender's snapshot.
+        wait_s: Of `transfer_s`, the time after everything was sent: receivers stage and predict.
+        attempts: Rounds that the delta took; more than 1 if a receiver was lost before the
+            decision, or if more had changed than was announced.
+        stream_id: The training run.
+        engines: Names of the engines that hold the version, in order.
+        ended_at: When the call ended, in seconds since the Unix epoch.
+        phases: Parts of the call, of each attempt: "capture", "compare", "send", "wait", "commit".
+        density_by: Share of the elements that changed, by layer or by parameter, of a delta, if
+            `SenderOptions.report_density` asks for it.
+        warnings: What an operator should look at, see `SenderOptions.warn_unchanged_syncs` and
+            `warn_density_factor`. Each is logged too.
+        is_relayed: Whether a relay has sent it, whose trainer has numbered the version.
     """
 
     version: int
@@ -86,6 +105,15 @@ class SyncStats:
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
     link_gbit_s: float | None = None
+    wait_s: float = 0.0
+    attempts: int = 1
+    stream_id: str = ""
+    engines: tuple[str, ...] = ()
+    ended_at: float = 0.0
+    phases: tuple[Phase, ...] = ()
+    density_by: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    is_relayed: bool = False
 
     @property
     def density(self) -> float:
@@ -115,6 +143,7 @@ class Synced:
     delta: Delta | None = None
     result: RoundResult = field(default_factory=RoundResult)
     diff_s: float = 0.0
+    attempts: int = 0
 
 
 @dataclass(slots=True)
@@ -130,12 +159,10 @@ def stats_of(
     weights: Weights,
     synced: Synced | None,
     joined: Joined,
+    call: SenderCall,
     *,
-    version: int,
-    receivers: int,
-    lost: Mapping[str, str],
-    capture_s: float,
-    total_s: float,
+    session: SenderSession,
+    noticed: Noticed,
     link_gbit_s: float | None = None,
 ) -> SyncStats:
     """Count a sync.
@@ -144,8 +171,10 @@ def stats_of(
         weights: What was sent.
         synced: What members got; None if there were none.
         joined: What newcomers got.
-        version, receivers, lost, total_s, link_gbit_s: As of `SyncStats`.
-        capture_s: What the last snapshot took.
+        call: The call, which ends now.
+        session: Who holds the version.
+        noticed: What is noticed of the delta.
+        link_gbit_s: As of `SyncStats`.
     """
     layout = weights.layout
     assert layout is not None
@@ -153,16 +182,18 @@ def stats_of(
     result = synced.result if synced else joined.result
     full_numel = layout.numel if joined.full_synced else 0
     return SyncStats(
-        version=version,
+        version=session.version,
         base_version=found.base_version if found else None,
         kind="delta" if synced else "full",
-        receivers=receivers,
+        receivers=len(session.members),
         joined=joined.joined,
         full_synced=joined.full_synced,
-        lost=dict(lost),
+        lost=dict(call.lost()),
         numel=layout.numel,
         nnz=found.nnz if found else full_numel,
-        parameters=weights.coverage(found.changed if found else _NOTHING, full=not found),
+        parameters=coverage_of(
+            weights.trained, found.changed if found else _NOTHING, full=not found
+        ),
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
@@ -170,12 +201,36 @@ def stats_of(
         compression=result.coding,
         link_gbit_s=link_gbit_s,
         num_buckets=result.sent.num_buckets,
-        diff_s=synced.diff_s if synced else capture_s,
+        diff_s=synced.diff_s if synced else call.seconds_of("capture"),
         transfer_s=result.transfer_s,
         commit_s=result.commit_s,
         receiver_commit_s=result.receiver_commit_s,
-        total_s=total_s,
+        total_s=call.seconds,
         sender_bytes=(found.held_bytes if found else 0) + 2 * result.sent.bucket_bytes,
         receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
         snapshot_bytes=weights.snapshot_bytes,
+        wait_s=result.wait_s,
+        attempts=synced.attempts if synced else 1,
+        stream_id=call.stream_id,
+        engines=tuple(sorted({member.engine for member in session.members.values()})),
+        ended_at=time.time(),
+        phases=call.timeline(),
+        density_by=noticed.density_by,
+        warnings=noticed.warnings,
+        is_relayed=call.is_relayed,
     )
+
+
+def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:
+    """How many parameters are "changed", "unchanged", "frozen".
+
+    Args:
+        trained: bool[parameters], whether each is trained.
+        changed: int64[n], those that differ.
+        full: Whether all of them count as changed.
+    """
+    is_changed = np.full(len(trained), full)
+    is_changed[changed] = True
+    count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
+    frozen = len(trained) - count - unchanged
+    return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}

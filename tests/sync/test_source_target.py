@@ -27,6 +27,7 @@ from deltasync.sync.source.layout import check_engine, source_specs, specs_of
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import Index, NamedTensor, WeightSource, parts_of
 from deltasync.sync.source.weights import SourceLayout
+from deltasync.sync.stats import coverage_of
 from deltasync.sync.target.base import WeightTarget, match_parameters
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.testing.target import TargetContract
@@ -169,7 +170,11 @@ def test_a_stacked_parameter_goes_by_the_names_of_its_parts() -> None:
         assert entry.tensor.requires_grad
     layout = SourceLayout(source, source_specs(tensors))
     assert [spec.shape for spec in layout.specs] == [(2, 5)] * 6 + [(2,)]
-    assert layout.coverage(numbers(), full=False) == {"changed": 0, "unchanged": 6, "frozen": 1}
+    assert coverage_of(layout.trained, numbers(), full=False) == {
+        "changed": 0,
+        "unchanged": 6,
+        "frozen": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -409,12 +414,12 @@ def test_another_part_of_memory_that_is_not_contiguous_is_seen(strides: tuple[in
 def test_what_is_trained_is_seen_as_it_was_at_the_last_look() -> None:
     model = Model()
     layout = layout_of(model)
-    assert layout.coverage(numbers(), full=False)["frozen"] == 1  # a buffer
+    assert coverage_of(layout.trained, numbers(), full=False)["frozen"] == 1  # a buffer
     model.norm.requires_grad_(False)
-    assert layout.coverage(numbers(), full=False)["frozen"] == 1
+    assert coverage_of(layout.trained, numbers(), full=False)["frozen"] == 1
     assert layout.glance()
     layout.refresh()
-    assert layout.coverage(numbers(), full=False)["frozen"] == 3
+    assert coverage_of(layout.trained, numbers(), full=False)["frozen"] == 3
 
 
 class Listing(WeightSource):
@@ -480,13 +485,21 @@ def test_coverage_counts_every_parameter() -> None:
     model.norm.requires_grad_(False)
     layout = layout_of(model)
     number = next(n for n, spec in enumerate(layout.specs) if spec.name == "norm.weight")
-    assert layout.coverage(numbers(), full=False) == {"changed": 0, "unchanged": 1, "frozen": 3}
-    assert layout.coverage(numbers(number), full=False) == {
+    assert coverage_of(layout.trained, numbers(), full=False) == {
+        "changed": 0,
+        "unchanged": 1,
+        "frozen": 3,
+    }
+    assert coverage_of(layout.trained, numbers(number), full=False) == {
         "changed": 1,
         "unchanged": 1,
         "frozen": 2,
     }
-    assert layout.coverage(numbers(), full=True) == {"changed": 4, "unchanged": 0, "frozen": 0}
+    assert coverage_of(layout.trained, numbers(), full=True) == {
+        "changed": 4,
+        "unchanged": 0,
+        "frozen": 0,
+    }
 
 
 def test_missing_and_extra_names_are_named() -> None:

@@ -168,6 +168,11 @@ class BatchedDelta:
         parameters = self._snapshot.table.parameter[self._written > 0]
         return np.flatnonzero(np.bincount(parameters))
 
+    def counts(self) -> Ints:
+        """int64[n]: elements that differ, of each of `changed`, likewise."""
+        found = np.bincount(self._snapshot.table.parameter, self._written)
+        return found[found > 0].astype(np.int64)
+
     def buckets(self) -> Iterator[BatchedBucket]:
         """The payloads, in order; each has to be written before the next is asked for.
 

@@ -276,8 +276,13 @@ class DeltaPlan:
         self.sparse_bytes = sum(change.sparse_bytes for change in changes)
         self.dense_bytes = sum(change.dense_bytes for change in changes)
         self.held_bytes = sum(change.held_bytes for change in changes)
-        self.changed = np.array([change.parameter for change in changes], np.int64)
+        numbers = [(change.parameter, change.nnz) for change in changes]
+        self.changed, self._counts = np.array(numbers, np.int64).reshape(-1, 2).T
         self._not_held = {change.parameter for change in changes if change.runs is None}
+
+    def counts(self) -> Ints:
+        """int64[n]: elements that differ, of each of `changed`."""
+        return self._counts
 
     def buckets(self) -> Iterator[Bucket]:
         is_held = self.held_bytes == self.sparse_bytes + self.dense_bytes

@@ -127,7 +127,9 @@ class Compare(_Order):
 
 
 class Compared(_Said):
-    """What differs. A parameter has a copy in `changed` if it does."""
+    """What differs. A parameter has a copy in `changed` if it does; with `report_density`, one for
+    each element that does.
+    """
 
     kind: Literal["compared"] = "compared"
     sparse_bytes: Count

@@ -75,7 +75,7 @@ class TrainerRank(Closing):
         self._address = Address.of(transport)
         self._link = link
         self._is_connected = False
-        self._call = self._num_parameters = 0
+        self._call = 0
         self._next: orders.Order | None = None  # of a later call, and already received
         self._declared: Declaration | None = None
         self._agreement = Agreement()
@@ -253,7 +253,6 @@ class TrainerRank(Closing):
             raise SyncAborted("this rank was restarted, and has not declared what it holds")
         self._captured = self._delta = self._base = None
         specs, boxes = share_of_rank(order, self._rank, self._declared)
-        self._num_parameters = len(specs)
         agreed = words_of(order.agreed)
         self._weights.capture_as(specs, boxes, lambda now: self._agreement.give(agreed, now))
         self._captured = order.capture
@@ -275,14 +274,15 @@ class TrainerRank(Closing):
             raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
         self._delta = (base_version + 1, self._weights.delta(base_version))
         delta = self._delta[1]
-        changed = np.zeros(self._num_parameters, np.uint64)
-        changed[self._weights.changed_by(delta)] = 1
+        counts = self._weights.counts_by(delta).astype(np.uint64)
+        if self._weights.options.report_density is None:
+            counts = np.minimum(counts, 1)
         return orders.Compared(
             sparse_bytes=delta.sparse_bytes,
             dense_bytes=delta.dense_bytes,
             held_bytes=delta.held_bytes,
             nnz=delta.nnz,
-            changed=orders.runs_of(changed),
+            changed=orders.runs_of(counts),
         )
 
     def _send(self, order: orders.Send) -> orders.Sent:

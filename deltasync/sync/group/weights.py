@@ -28,7 +28,7 @@ from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.tensors import Maxima, maxima_of
-from deltasync.sync.source.weights import OwnWeights, coverage_of
+from deltasync.sync.source.weights import OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -69,12 +69,15 @@ class GroupPlan:
 
 
 class GroupDelta(GroupPlan):
-    """What differs on all ranks; on rank 0 the parameters `changed` do."""
+    """What differs on all ranks; on rank 0 `counts` elements of each parameter do.
+
+    Counts of the other ranks are 1 unless `report_density` asks for them.
+    """
 
     def __init__(
         self,
         own: Delta,
-        changed: Ints,
+        counts: Ints,
         others: OtherRanks,
         found: Collection[orders.Compared],
         decide: Callable[[], None],
@@ -83,8 +86,13 @@ class GroupDelta(GroupPlan):
         self.nnz = own.nnz + sum(one.nnz for one in found)
         self.waited_s = own.waited_s
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
-        theirs = (np.flatnonzero(orders.copies_of(one.changed)) for one in found)
-        self.changed = np.unique(np.concatenate([changed, *theirs]))
+        total = counts + sum(orders.copies_of(one.changed).astype(np.int64) for one in found)
+        self.changed = np.flatnonzero(total)
+        self._counts = total[self.changed]
+
+    def counts(self) -> Ints:
+        """int64[n]: elements that differ, of each of `changed`."""
+        return self._counts
 
 
 class GroupWeights:
@@ -97,6 +105,8 @@ class GroupWeights:
         own: What this rank compares and sends itself.
         group: The other ranks.
     """
+
+    knows_trained = True
 
     def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
         self._own, self._group = own, group
@@ -187,9 +197,9 @@ class GroupWeights:
         if self._agreement.runs:
             self._agreement.give(agreed, self._own.maxima())
         own = self._own.delta(base_version)
-        changed = self._own.changed_by(own)
+        counts = self._own.counts_by(own)
         found = self._group.answers(orders.Compared).values()
-        return GroupDelta(own, changed, self._others, found, self._decided)
+        return GroupDelta(own, counts, self._others, found, self._decided)
 
     def _agreed(
         self,
@@ -212,8 +222,9 @@ class GroupWeights:
         own = self._own.full(ways=self._group.world)
         return GroupPlan(own, self._others, self._others.snapshots.values(), self._decided)
 
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
-        return coverage_of(self._trained, changed, full=full)
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        return self._trained
 
     def next_attempt(self) -> int:
         """See `round.PeerRanks`."""

@@ -14,6 +14,7 @@ from deltasync.delta.backend import MoreThanAnnounced, Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.codecs.coding import Coding, for_parts
 from deltasync.errors import DeltaSyncError, TransportError
+from deltasync.sync.events import Phase
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED
@@ -50,6 +51,7 @@ class RoundResult:
     coding: Coding = "none"
     answer_s: float = 0.0
     transfer_s: float = 0.0
+    wait_s: float = 0.0
     commit_s: float = 0.0
     receiver_commit_s: float = 0.0
     receiver_bytes: int = 0
@@ -106,6 +108,9 @@ class Round:
     Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
     after it leaves alone. In both cases the session then knows why, and they have been dropped.
     `packed` is called when nothing of the plan is read from the source any more.
+
+    Attributes:
+        phases: "send", "wait" and "commit", by `time.perf_counter`.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class Round:
         self._link, self._session, self._plan = link, session, plan
         self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
-        self._result = RoundResult()
+        self._result, self.phases = RoundResult(), list[Phase]()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = False
@@ -174,6 +179,7 @@ class Round:
                 receivers, self._version, self._plan.base_version, timeout_s=self._link.timeout_s
             )
         self._send_buckets(emitter)
+        sent = time.perf_counter()
         if not (self._session.failures or self._result.is_too_large):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
@@ -181,7 +187,9 @@ class Round:
             self._collect_prepared()
             if self._first_sent is not None:
                 self._result.answer_s = time.perf_counter() - self._first_sent
-        self._result.transfer_s = time.perf_counter() - began
+        now = time.perf_counter()
+        self._result.transfer_s, self._result.wait_s = now - began, now - sent
+        self.phases += [("send", began, sent), ("wait", sent, now)]
 
     def _are_parts_held(self) -> bool:
         """Whether a participant holds a part of a parameter."""
@@ -260,7 +268,9 @@ class Round:
                 self._session.committed(peer)
                 self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
         self._send_decided(Finish(version=self._version, undo=self._session.undone()))
-        self._result.commit_s = time.perf_counter() - began
+        now = time.perf_counter()
+        self._result.commit_s = now - began
+        self.phases.append(("commit", began, now))
         self._drop(self._session.finish())
 
     def _abort(self, reason: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.bits import Run
@@ -16,7 +17,7 @@ from deltasync.sync.options import SenderOptions
 from deltasync.sync.receiver import Proved
 from deltasync.sync.relay.kept import KeptDeltas, runs_of
 from deltasync.sync.source.layout import SentLayout, specs_of
-from deltasync.sync.source.weights import LocalWeights, coverage_of
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -87,9 +88,9 @@ class RelayedWeights(LocalWeights):
     def full(self) -> Plan:
         return self._held.full(bucket_bytes=self._bucket_bytes(self._held))
 
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
-        trained = np.ones(len(self._held.ledger.specs), np.bool_)
-        return coverage_of(trained, changed, full=full)
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        return np.ones(len(self._held.ledger.specs), np.bool_)
 
     def _decided(self) -> None:
         """Members hold what is shown."""
@@ -148,7 +149,13 @@ class RelayedPlan:
         self.dense_bytes = sum(dense for _, dense in sizes)
         self.held_bytes = self.sparse_bytes + self.dense_bytes
         self.nnz = sum(run.count for _, run in runs)
-        self.changed = np.unique(np.array([parameter for parameter, _ in runs], np.int64))
+        numbers = np.array([(parameter, run.count) for parameter, run in runs], np.int64)
+        self.changed, place = np.unique(numbers.reshape(-1, 2)[:, 0], return_inverse=True)
+        self._counts = np.bincount(place, numbers.reshape(-1, 2)[:, 1]).astype(np.int64)
+
+    def counts(self) -> Ints:
+        """int64[n]: elements that are written, of each of `changed`."""
+        return self._counts
 
     def buckets(self) -> Iterator[Bucket]:
         """All runs, as they have come or folded."""

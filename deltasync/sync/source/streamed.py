@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.backend import Delta, Plan
@@ -18,13 +19,13 @@ from deltasync.delta.bits import (
     dtype_of,
     torch_dtype,
 )
-from deltasync.delta.digests import DigestLedger, Ints
+from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.source.layout import SentLayout, specs_of
-from deltasync.sync.source.weights import LocalWeights, coverage_of
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.messages import ParameterSpec
 
 _STEP = 1 << 22  # elements converted at once
@@ -97,9 +98,9 @@ class StreamedWeights(LocalWeights):
     def full(self) -> Plan:
         return self._held.full(bucket_bytes=self._bucket_bytes(self._held))
 
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
-        trained = np.ones(len(self._held.ledger.specs), np.bool_)
-        return coverage_of(trained, changed, full=full)
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        return np.ones(len(self._held.ledger.specs), np.bool_)
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""

@@ -100,8 +100,14 @@ class Weights(Protocol):
         """All of the snapshot."""
         ...
 
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
-        """See `SyncStats.parameters`; `changed` are the numbers of those that differ."""
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
+        ...
+
+    @property
+    def knows_trained(self) -> bool:
+        """Whether it is known which they are."""
         ...
 
 
@@ -120,6 +126,7 @@ class LocalWeights(Weights):
     is_lost: bool = False
     version: int | None = None
     snapshot_bytes: int = 0
+    knows_trained: bool = False
 
     def __init__(self, options: SenderOptions) -> None:
         self.options, self.coding = options, ChosenCoding()
@@ -187,6 +194,7 @@ class OwnWeights(LocalWeights):
     """
 
     layout: SourceLayout | None = None
+    knows_trained = True
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
@@ -278,14 +286,17 @@ class OwnWeights(LocalWeights):
         bucket_bytes = max(self._bucket_bytes(snapshot) // ways, MIN_BUCKET_BYTES)
         return snapshot.full(bucket_bytes=bucket_bytes)
 
-    def changed_by(self, delta: Delta) -> Ints:
-        """int64[n]: numbers of the parameters of which something differs."""
-        numbers: Ints = np.unique(self._held.ledger.numbers[delta.changed])
-        return numbers
-
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
+    def counts_by(self, delta: Delta) -> Ints:
+        """int64[parameters]: elements of each parameter of the layout that differ here."""
         assert self.layout is not None
-        return self.layout.coverage(changed, full=full)
+        counts = np.zeros(len(self.layout.specs), np.int64)
+        np.add.at(counts, self._held.ledger.numbers[delta.changed], delta.counts())
+        return counts
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        assert self.layout is not None
+        return self.layout.trained
 
     def _new_snapshot(self, layout: SourceLayout) -> Backend:
         device = self.options.snapshot_device
@@ -449,10 +460,6 @@ class SourceLayout(SentLayout):
         """Types of the devices that the source lives on."""
         return {reader.device.type for reader in self.readers}
 
-    def coverage(self, changed: Ints, *, full: bool) -> dict[str, int]:
-        """What became of the parameters: "changed", "unchanged", "frozen"; adds up to all."""
-        return coverage_of(self.trained, changed, full=full)
-
 
 def _are_same(one: list[Reader], other: list[Reader]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
@@ -482,18 +489,3 @@ class _Kept:
         if self._all is None or last is not self._tensors:
             return None
         return self._source.glance(self._all) if isinstance(self._source, GlancedSource) else None
-
-
-def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:
-    """How many parameters are "changed", "unchanged", "frozen".
-
-    Args:
-        trained: bool[parameters], whether each is trained.
-        changed: int64[n], those that differ.
-        full: Whether all of them count as changed.
-    """
-    is_changed = np.full(len(trained), full)
-    is_changed[changed] = True
-    count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
-    frozen = len(trained) - count - unchanged
-    return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
