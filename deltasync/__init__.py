@@ -145,6 +145,7 @@ _MODULES = {
     "errors",
     "files",
     "integrations",
+    "observe",
     "store",
     "sync",
     "transports",

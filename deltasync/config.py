@@ -12,3 +12,8 @@ def network_secret() -> bytes | None:
     """
     secret = os.environ.get("DELTASYNC_SECRET")
     return None if secret is None else secret.encode()
+
+
+def wants_metrics() -> bool:
+    """Whether workers of engines measure their syncs: DELTASYNC_METRICS is 1."""
+    return os.environ.get("DELTASYNC_METRICS") == "1"

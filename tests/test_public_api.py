@@ -16,7 +16,10 @@ from tests.public_api import FILE, Name, lines, public
 
 ROOT = Path(__file__).parents[1]
 OWN = {"TYPE_CHECKING", "annotations", "import_module"}  # what the package itself uses
-OPTIONAL = ["matplotlib", "pydantic_settings", "rich", "safetensors", "triton", "typer"]
+OPTIONAL = [
+    *("matplotlib", "opentelemetry", "prometheus_client", "pydantic_settings", "rich"),
+    *("safetensors", "triton", "typer"),
+]
 
 
 def test_all_is_sorted() -> None:

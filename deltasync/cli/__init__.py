@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": ("deltasync.files.inspection",),
     "log": ("deltasync.store.history",),
     "relay": ("deltasync.sync.relay.relay",),
+    "report": ("deltasync.observe.report.page",),
     "verify": ("deltasync.files.comparing",),
 }
 """By name: each command is a function in a module of this name; these modules it needs first."""

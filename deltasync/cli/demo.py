@@ -31,7 +31,8 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object per version, nothing else.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for records, a plot, and first and last weights.")
+        Path | None,
+        typer.Option(help="Folder for records, a run log, a plot, and first and last weights."),
     ] = None,
     store: Annotated[
         Path | None,
@@ -50,7 +51,12 @@ def demo(
     from deltasync.errors import DeltaSyncError
 
     make_config = DemoConfig.quick if quick else DemoConfig
-    config = make_config(steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store)
+    log = None if out is None else out / "run.jsonl"
+    if log is not None:
+        log.unlink(missing_ok=True)
+    config = make_config(
+        steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store, log=log
+    )
     try:
         bit_identical = _run(config, as_json=as_json, out=out)
     except (DeltaSyncError, LinkError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
-from deltasync import ModuleSource, SenderOptions, SyncStats, WeightSender, sync_after_step
+from deltasync import (
+    ModuleSource,
+    SenderOptions,
+    SyncStats,
+    WeightSender,
+    subscribe,
+    sync_after_step,
+)
 from deltasync import Policy as SendPolicy
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.link import Link, LinkError, Message
@@ -20,13 +28,14 @@ from deltasync.demo.policy import Policy, PolicySize, has_fast_bf16
 from deltasync.demo.processes import TransportName, rollout_process, send_transport, use_few_threads
 from deltasync.demo.records import Checkpoint, Evaluation, Score, Summary, VersionRecord, WarmUpStep
 from deltasync.demo.task import SortTask
+from deltasync.observe.run_log import RunLog
 from deltasync.store.sender import PublishStats, StoreSender
 from deltasync.transports.address import Address
 
 START_TIMEOUT_S = 120.0
 # Index and value of a changed element take as many bytes as three elements of a dense patch. The
 # default policy sends dense patches sooner, to save time, which hardly matters for a small model.
-FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3))
+FEWEST_BYTES = SenderOptions(policy=SendPolicy(dense_above=1 / 3), report_density="layer")
 BETAS = (0.9, 0.95)
 NUM_SEEDS = 2**32  # torch's CPU generator ignores higher bits
 EVALUATION_SEED = NUM_SEEDS - 1  # not a --seed: its prompts are not those of the training
@@ -43,6 +52,7 @@ class DemoConfig:
         num_prompts: Prompts of one GRPO step, each answered `group_size` times.
         num_evaluation_prompts: Prompts of the evaluation, the same before and after.
         store: Folder to which each version is published, as bf16, besides; None for none.
+        log: File to which a `RunLog` writes; None for none.
     """
 
     steps: int
@@ -58,6 +68,7 @@ class DemoConfig:
     group_size: int = 8
     num_evaluation_prompts: int = 512
     store: Path | None = None
+    log: Path | None = None
 
     @classmethod
     def quick(cls, **changes: Any) -> Self:
@@ -215,7 +226,11 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord
     """Run the whole demo and yield its events. Close it to end both processes."""
     use_few_threads()
     started = time.perf_counter()
-    with send_transport(config.transport) as (transport, address), rollout_process() as link:
+    with (
+        _logged(config.log),
+        send_transport(config.transport) as (transport, address),
+        rollout_process() as link,
+    ):
         client = RolloutClient(link, config, address)
         trainer = Trainer(config, client)
         yield from trainer.warm_up()
@@ -238,6 +253,16 @@ def run(config: DemoConfig) -> Generator[WarmUpStep | Checkpoint | VersionRecord
             warm_up_s=warm - started,
             training_s=time.perf_counter() - warm,
         )
+
+
+@contextmanager
+def _logged(path: Path | None) -> Iterator[None]:
+    """Inside, every sync of this process is logged."""
+    if path is None:
+        yield
+        return
+    with RunLog(path) as log, subscribe(log):
+        yield
 
 
 def _publisher(source: ModuleSource, config: DemoConfig) -> Callable[[], PublishStats | None]:

@@ -18,6 +18,7 @@ from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
+from deltasync.observe.environment import subscribe_metrics
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.options import ReceiverOptions, SenderOptions
@@ -120,6 +121,7 @@ class Rollout:
             self._receiver.close()
             self._receiver = None
         self._addresses = tuple(addresses)
+        subscribe_metrics()
 
     def weights(self) -> AsyncIterator[tuple[str, Tensor]]:
         """Receive, then yield (name, tensor) of all that the engine lacks; do not write to them.

@@ -24,6 +24,7 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
+from deltasync.observe.environment import subscribe_metrics
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.proving import Proof, Upkeep
@@ -83,6 +84,7 @@ class Worker:
             world: Number of workers in the replica.
             replica: Number of the replica in a data-parallel engine.
         """
+        subscribe_metrics()
         if world == 1 and isinstance(target, RoutedTarget):
             refuse_parts(target)
         first, *lanes = [a.receiver(device, secret=network_secret()) for a in trainer.addresses]

@@ -1,0 +1,61 @@
+"""`deltasync report`: a page of the log of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltasync.cli.signals import tell
+from deltasync.cli.terminal import AsJson, make_console, print_json, printable, size
+
+_TOLD = 5  # lines that were skipped
+
+
+def report(
+    log: Annotated[
+        Path,
+        typer.Argument(help="What a RunLog has written.", metavar="LOG", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write.", show_default="that of the log, as .html"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the log of a run: bytes, density by layer, pauses and failures, on one page of HTML.
+
+    The page needs no network, and nothing beside it. An existing page is replaced.
+    """
+    from deltasync.errors import ConfigError
+    from deltasync.observe.report.page import make_page
+    from deltasync.observe.run_lines import read_run
+
+    out = log.with_suffix(".html") if out is None else out
+    if out.resolve() == log.resolve():
+        raise ConfigError(f"{out} is the log itself: give another --out")
+    run = read_run(log)
+    page = make_page(run, log.name).encode()
+    _write(out, page)
+    if as_json:
+        skipped = [{"line": line, "why": why} for line, why in run.skipped]
+        num_lines = len(run.lines)
+        print_json({"out": str(out), "bytes": len(page), "lines": num_lines, "skipped": skipped})
+        return
+    for line, why in run.skipped[:_TOLD]:
+        tell(printable(f"line {line} was skipped: {why}"))
+    if len(run.skipped) > _TOLD:
+        tell(f"so were {len(run.skipped) - _TOLD} others")
+    make_console().print(f"{printable(str(out))}: {len(run.lines)} lines, {size(len(page))}")
+
+
+def _write(path: Path, page: bytes) -> None:
+    """Whole or not at all. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(page)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""A log of a run: one line of JSON for each sync, which `deltasync report` draws."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from deltasync import __version__
+from deltasync.errors import ConfigError
+from deltasync.observe.run_lines import FORMAT
+from deltasync.store.sender import PublishStats
+from deltasync.sync.events import ReceiveStats, SyncEvent, SyncFailed
+from deltasync.sync.stats import SyncStats
+from deltasync.transports import forks
+from deltasync.transports.base import Closing
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {SyncStats: "sync", ReceiveStats: "receive", PublishStats: "publish"}
+_LEFT_OUT = {"ended_at", "engines"}
+_LONGEST = 2000  # characters of a message
+
+
+class RunLog(Closing):
+    """A listener that appends one JSON line for each event to a file, in one write.
+
+    A process that is killed leaves at most a last line that is torn; `deltasync report` skips it,
+    and a later `RunLog` on the same file begins a new line. If a line cannot be written, as on a
+    full disk, that is logged once and no sync is affected. A failure that repeats is written the
+    first, second, fourth, eighth ... time, with its count. Threads may share one; give each process
+    a file of its own; a forked child writes nothing.
+
+    Args:
+        path: The file. It is made if it is missing, otherwise it is continued.
+
+    Raises:
+        ConfigError: The file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from error
+        self._path, self._lock = path, threading.Lock()
+        self._last_failure, self._repeated = "", 0
+        self._has_failed = self._is_closed = False
+        self._is_torn = not _ends_a_line(self._file)
+        run = {"event": "run", "time": time.time(), "format": FORMAT, "deltasync": __version__}
+        self._write(run | {"process": os.getpid()})
+        forks.inert_in_children(self._forked)
+
+    def _forked(self) -> None:
+        """The file is the parent's."""
+        self._lock, self._is_closed = threading.Lock(), True
+
+    def __call__(self, event: SyncEvent) -> None:
+        """Append a line."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if isinstance(event, SyncFailed):
+                self._write_failure(event)
+            elif (kind := _KINDS.get(type(event))) is not None:
+                self._last_failure = ""
+                self._write({"event": kind, **_fields(event)})
+
+    def close(self) -> None:
+        """Write no more. Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._file)
+
+    def _write_failure(self, event: SyncFailed) -> None:
+        why = f"{event.role} {event.name} {event.reason}"
+        self._repeated = self._repeated + 1 if why == self._last_failure else 1
+        self._last_failure = why
+        if self._repeated & (self._repeated - 1):
+            return
+        self._write(
+            {
+                "event": "failed",
+                "time": event.ended_at,
+                "role": event.role,
+                "name": event.name,
+                "stream_id": event.stream_id,
+                "version": event.version,
+                "error": type(event.error).__name__,
+                "message": str(event.error)[:_LONGEST],
+                "repeated": self._repeated,
+                "lost": event.lost,
+                "is_dirty": event.is_dirty,
+                "corrupted": event.corrupted,
+                "total_s": event.total_s,
+                "phases": event.phases,
+            }
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        if self._is_torn:
+            line = b"\n" + line
+        try:
+            self._is_torn = os.write(self._file, line) < len(line)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s: %s; lines are missing from now on", self._path, error.strerror)
+            self._has_failed = True
+
+
+def _ends_a_line(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size == 0 or os.pread(file, 1, size - 1) == b"\n"
+
+
+def _fields(event: SyncEvent) -> dict[str, Any]:
+    """Its fields, and when it was."""
+    found = {each.name: getattr(event, each.name) for each in fields(event)}  # type: ignore[arg-type]
+    return {"time": found["ended_at"]} | {n: v for n, v in found.items() if n not in _LEFT_OUT}

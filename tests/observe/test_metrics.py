@@ -1,0 +1,193 @@
+"""Prometheus metrics: what is counted, under which names, and that labels stay few."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import subscribe
+from deltasync.errors import ConfigError, DirtyReceiver
+from tests.observe.made import failed, published, received, sync
+from tests.sync.harness import fleet, random_model, step, until
+
+pytest.importorskip("prometheus_client")
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from deltasync.observe.metrics import OTHER, Metrics, reason_class
+
+pytestmark = pytest.mark.timeout(60)
+
+UNITS = ("_seconds", "_bytes", "_ratio", "_elements")
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def value(registry: CollectorRegistry) -> Callable[..., float]:
+    def found(name: str, **labels: str) -> float:
+        sample = registry.get_sample_value(f"deltasync_{name}", labels)
+        return -1.0 if sample is None else sample
+
+    return found
+
+
+def test_real_syncs_are_counted_at_both_ends(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    source = random_model({"w": (64, 4)}, 0)
+    with subscribe(Metrics(registry)), fleet(source) as here:
+        here.add(random_model({"w": (64, 4)}, 1), engine="x")
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        step(source, torch.Generator().manual_seed(0), 0.1)
+        stats = here.sender.send_weights(timeout_s=5)
+        until(lambda: value("receiver_syncs_total", kind="delta") == 1)
+    assert value("syncs_total", kind="full") == value("syncs_total", kind="delta") == 1
+    assert value("version") == value("engine_version", engine="x") == 2
+    assert value("receiver_version", receiver="x[0/1]") == 2
+    assert value("receiver_dirty", receiver="x[0/1]") == 0
+    assert value("density_ratio") == pytest.approx(stats.density)
+    assert value("changed_elements_total") == stats.nnz
+    assert value("dense_bytes_total") == 2 * stats.dense_bytes
+    assert value("full_syncs_total") == value("joined_receivers_total") == 1
+    for name in ("sync", "commit", "receiver_pause", "receiver_commit", "receiver_stage"):
+        assert value(f"{name}_seconds_count") == 2, name
+    assert 0 < value("receiver_commit_seconds_sum") <= value("receiver_pause_seconds_sum")
+
+
+def test_each_field_goes_where_it_belongs(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    metrics = Metrics(registry)
+    lost = {"b[0/1]": "PeerLost: gone", "c": "no such type: x", "d[0/1]": "Detached: asleep"}
+    metrics(sync(lost=lost, attempts=3, warnings=("one",), joined=2, full_synced=1))
+    metrics(failed(lost={"b[0/1]": "PeerLost: gone"}))
+    metrics(failed(ValueError("x"), role="publisher"))
+    metrics(
+        failed(DirtyReceiver("x"), role="receiver", name="a[0/1]", is_dirty=True, corrupted="w")
+    )
+    metrics(received(is_in_place=True, name="b[0/1]"))
+    metrics(published())
+    assert value("payload_bytes_total", codec="gap+ulp") == 500
+    assert value("lost_receivers_total", reason="PeerLost") == 2
+    assert value("lost_receivers_total", reason=OTHER) == 1
+    assert value("lost_receivers_total", reason="Detached") == 1
+    assert value("retried_attempts_total") == 2
+    assert value("warnings_total") == 1
+    assert value("sync_failures_total", error="SyncAborted") == 1
+    assert value("publish_failures_total", error="ValueError") == 1
+    assert value("receiver_failures_total", error="DirtyReceiver") == 1
+    assert value("receiver_scrub_findings_total") == 1
+    assert value("receiver_dirty", receiver="a[0/1]") == 1
+    assert value("receiver_dirty", receiver="b[0/1]") == 0
+    assert value("receiver_in_place_total") == 1
+    assert value("receiver_staged_bytes") == 700
+    assert value("published_bytes_total", object="anchor") == 2000
+    assert value("published_versions_total", kind="delta") == 1
+    assert value("last_sync_timestamp_seconds") == 1.7e9
+    assert value("commit_seconds_bucket", le="0.001") == 1
+    assert value("commit_seconds_bucket", le="0.0005") == 0
+
+
+def test_names_follow_the_conventions_of_prometheus(
+    registry: CollectorRegistry,
+) -> None:
+    """https://prometheus.io/docs/practices/naming/."""
+    Metrics(registry)
+    for metric in registry.collect():
+        assert re.fullmatch(r"deltasync_[a-z_]+", metric.name)
+        assert metric.documentation
+        if metric.type == "histogram":
+            assert metric.name.endswith("_seconds")
+        if re.search(r"bytes|seconds|ratio", metric.name):
+            assert metric.name.endswith(UNITS), metric.name
+
+
+def test_labels_stay_few_whatever_peers_are_called(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    metrics = Metrics(registry, max_names=3)
+    for turn in range(400):
+        metrics(sync(engines=(f"made-up-{turn}",), lost={"x": f"Error{turn}: y"}))
+        metrics(received(name=f"made-up-{turn}[0/1]"))
+    assert len(metrics._engines._known) <= 3 * 16 + 1
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    for label in ("engine", "receiver"):
+        assert len({s.labels[label] for s in samples if label in s.labels}) == 4
+    assert value("engine_version", engine=OTHER) == 2
+    assert {s.labels["reason"] for s in samples if "reason" in s.labels} == {OTHER}
+
+
+def test_names_that_are_made_at_each_connect_share_a_label(
+    value: Callable[..., float], registry: CollectorRegistry
+) -> None:
+    metrics = Metrics(registry)
+    metrics(sync(engines=("engine-0123abcd-0", "engine-0123abcd-1")))
+    metrics(sync(engines=("engine-89abcdef-0", "relay-00000000"), version=7))
+    metrics(received(name="engine-0123abcd-1[0/2]"))
+    metrics(received(name="relay-0123abcd[0/1]"))
+    assert value("engine_version", engine="engine-0") == 7
+    assert value("engine_version", engine="engine-1") == 2
+    assert value("engine_version", engine="relay") == 7
+    assert value("receiver_version", receiver="engine-1[0/2]") == 2
+    assert value("receiver_version", receiver="relay[0/1]") == 2
+
+
+def test_a_second_one_for_a_registry_is_refused(registry: CollectorRegistry) -> None:
+    Metrics(registry)
+    with pytest.raises(ConfigError, match="one Metrics is enough for a registry"):
+        Metrics(registry)
+    with pytest.raises(ConfigError, match="max_names is 0"):
+        Metrics(CollectorRegistry(), max_names=0)
+
+
+@pytest.mark.parametrize(
+    ("why", "name"),
+    [("PeerLost: x", "PeerLost"), ("MemoryError: x", "MemoryError"), ("<script>: x", OTHER)],
+)
+def test_reasons_are_classes_that_exist(why: str, name: str) -> None:
+    assert reason_class(why) == name
+
+
+def worker(number: int) -> None:
+    """A process in multiprocess mode, and a child that it forks."""
+    metrics = Metrics(CollectorRegistry())
+    name = f"engine-0[{number}/2]"
+    metrics(received(name=name, version=5 + number))
+    pid = os.fork()
+    if pid == 0:
+        metrics(failed(DirtyReceiver("x"), role="receiver", name=name))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    metrics(received(name=name, version=7 + number))
+
+
+def test_processes_and_their_forks_add_up_in_multiprocess_mode(
+    tmp_path: Path,
+) -> None:
+    """PROMETHEUS_MULTIPROC_DIR is read as prometheus_client is imported: in new processes."""
+    code = "import sys; from tests.observe.test_metrics import worker; worker(int(sys.argv[1]))"
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for number in range(2):
+        command = [sys.executable, "-c", code, str(number)]
+        subprocess.run(command, env=environment, check=True, timeout=60)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]
+    value = registry.get_sample_value
+    assert value("deltasync_receiver_syncs_total", {"kind": "delta"}) == 4
+    assert value("deltasync_receiver_failures_total", {"error": "DirtyReceiver"}) == 2
+    assert value("deltasync_receiver_pause_seconds_count") == 4
+    for number in range(2):
+        labels = {"receiver": f"engine-0[{number}/2]"}
+        assert value("deltasync_receiver_version", labels) == 7 + number

@@ -1,0 +1,199 @@
+"""The log of a run: whole lines, whatever happens to the process and the disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltasync import subscribe
+from deltasync.errors import ConfigError, PeerLost, SyncAborted
+from deltasync.observe.run_lines import FailedLine, RunLine, SyncLine, read_run
+from deltasync.observe.run_log import RunLog
+from deltasync.testing.processes import Child
+from tests.observe.made import failed, published, received, sync
+from tests.programs import run
+from tests.sync.harness import fleet, random_model
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    lost = {"x[0/1]": "PeerLost: gone"}
+    with RunLog(path) as log:
+        log(sync(lost=lost, density_by={"layers.0": 0.5}, warnings=("look",)))
+        log(received(was_dirty=True))
+        log(published())
+        log(failed(PeerLost("gone"), role="receiver", name="a[0/1]", is_dirty=True, lost=lost))
+    log(sync())  # closed
+    found = read_run(path)
+    assert found.skipped == ()
+    first, sent, got, made, broken = found.lines
+    assert isinstance(first, RunLine)
+    assert isinstance(sent, SyncLine)
+    assert (sent.version, sent.lost, sent.density_by) == (2, lost, {"layers.0": 0.5})
+    assert (got.event, made.event) == ("receive", "publish")
+    assert isinstance(broken, FailedLine)
+    assert (broken.error, broken.message, broken.is_dirty) == ("PeerLost", "gone", True)
+    for line in path.read_text(encoding="ascii").splitlines():
+        assert json.loads(line)["time"] > 1e9
+
+
+def test_real_syncs_are_logged(tmp_path: Path) -> None:
+    path, source = tmp_path / "run.jsonl", random_model({"w": (64,)}, 0)
+    with RunLog(path) as log, subscribe(log), fleet(source) as here:
+        here.add(random_model({"w": (64,)}, 1))
+        here.wait(1)
+        for _ in range(3):
+            source.get_parameter("w").data[:2] += 1
+            here.sender.send_weights(timeout_s=5)
+    kinds = [line.event for line in read_run(path).lines]
+    assert kinds.count("sync") == 3
+    assert kinds[0] == "run"
+
+
+def test_a_failure_that_repeats_is_written_ever_more_seldom(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+        for _ in range(9):
+            log(failed())
+        log(failed(SyncAborted("another")))
+        log(sync())
+        log(failed())
+    told = [line.repeated for line in read_run(path).lines if isinstance(line, FailedLine)]
+    assert told == [1, 2, 4, 8, 1, 1]
+
+
+@given(cut=st.integers(1, 400))
+@settings(max_examples=30, deadline=None)
+def test_a_torn_line_is_reported_and_skipped_and_what_follows_is_read(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "run.jsonl"
+    with RunLog(path) as log:
+        log(sync())
+        log(sync(version=3))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    torn = read_run(path)
+    assert len(torn.lines) == (3 if cut == 1 else 2)
+    assert torn.skipped == (() if cut == 1 else ((3, "torn"),))
+    with RunLog(path) as log:
+        log(sync(version=4))
+    found = read_run(path)
+    assert [line.version for line in found.lines if isinstance(line, SyncLine)][-1] == 4
+    assert len(found.skipped) == len(torn.skipped)
+
+
+def write_for_ever(path: Path) -> None:
+    with RunLog(path) as log:
+        for version in range(1, 1 << 40):
+            log(sync(version=version, density_by={f"layers.{n}": 0.5 for n in range(200)}))
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Child(write_for_ever, path) as child:
+        deadline = time.monotonic() + 30
+        while not path.exists() or path.stat().st_size < 1 << 18:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        child.kill()
+    found = read_run(path)
+    assert len(found.skipped) <= 1
+    versions = [line.version for line in found.lines if isinstance(line, SyncLine)]
+    assert versions == list(range(1, len(versions) + 1))
+
+
+def test_threads_share_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+
+        def write(start: int) -> None:
+            for version in range(start, start + 100):
+                log(sync(version=version))
+
+        threads = [threading.Thread(target=write, args=(1000 * n + 1,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = read_run(path)
+    assert found.skipped == ()
+    assert len({line.version for line in found.lines if isinstance(line, SyncLine)}) == 400
+
+
+_FORKED = """
+import os, sys
+from deltasync.observe.run_log import RunLog
+from tests.observe.made import sync
+
+with RunLog(sys.argv[1]) as log:
+    pid = os.fork()
+    log(sync(version=2 if pid else 77))
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    done = run(_FORKED, path)
+    assert done.returncode == 0, done.stderr
+    lines = read_run(path).lines
+    assert [line.version for line in lines if isinstance(line, SyncLine)] == [2]
+
+
+def test_a_full_disk_is_said_once_and_costs_no_sync(caplog: pytest.LogCaptureFixture) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with RunLog("/dev/full") as log:
+        for _ in range(3):
+            log(sync())
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in warned] == [
+        "/dev/full: No space left on device; lines are missing from now on"
+    ]
+
+
+def test_what_cannot_be_opened_or_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        RunLog(tmp_path / "gone" / "run.jsonl")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_run(tmp_path)
+    (tmp_path / "other").write_text('{"event": "stranger", "time": 1}\nnot json\n\n')
+    with pytest.raises(ConfigError, match="no line of it is of a log"):
+        read_run(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe",
+        b"[]",
+        b'{"event": "sync"}',
+        b'{"event": "run", "time": 1e999, "format": 1, "deltasync": "1"}',
+        b'{"event": "run", "time": 1, "format": 2, "deltasync": "1"}',
+        b'{"event": "failed", "time": 1, "role": 3}',
+        b"[" * 100_000,
+    ],
+)
+def test_lines_that_are_none_are_skipped_with_a_reason(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+        log(sync())
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    found = read_run(path)
+    assert len(found.lines) == 2
+    ((number, why),) = found.skipped
+    assert number == 1
+    assert why
