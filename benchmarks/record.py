@@ -27,12 +27,14 @@ RatioIs = Literal[
     "seconds / baseline_seconds",
     "bytes / bound_bytes",
     "microseconds / parameter",
+    "microseconds / sync",
 ]
 SPEED_UP: RatioIs = "baseline_seconds / seconds"
 SLOW_DOWN: RatioIs = "seconds / baseline_seconds"
 MEMORY: RatioIs = "bytes / bound_bytes"
 GOAL_NUMEL = 16 << 20  # goals are for models; below this, costs that do not grow stand out
 PER_PARAMETER: RatioIs = "microseconds / parameter"
+PER_SYNC: RatioIs = "microseconds / sync"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,9 @@ TITLES = {
     "parameter_receiver": "the receiver's CPU time for it",
     "memory_sender": "sender's memory beyond weights and snapshot vs. its bound",
     "memory_receiver": "receiver's memory beyond weights vs. its bound",
+    "metrics_sender": "CPU time of Prometheus metrics, of a sync to eight engines at its sender",
+    "metrics_receiver": "the same, at a receiver",
+    "run_log": "CPU time of a line of a run log",
     "files": "diff of two checkpoint files vs. numpy reading and comparing them",
     "memory_files": "memory of the same command vs. its bound",
 }
@@ -121,6 +124,8 @@ def ratio(result: Result, value: float) -> str:
     match result.ratio_is:
         case "microseconds / parameter":
             return f"{value:.3g} us per parameter"
+        case "microseconds / sync":
+            return f"{value:.3g} us per sync"
         case "baseline_seconds / seconds":
             return f"{value:.2f}x as fast"
         case "seconds / baseline_seconds":

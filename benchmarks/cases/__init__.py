@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from benchmarks.cases.files import files
 from benchmarks.cases.kernels import apply, commit, diff
 from benchmarks.cases.memory import memory
+from benchmarks.cases.observing import observing
 from benchmarks.cases.syncs import crossover, small, sync
 from benchmarks.record import Result
 from benchmarks.workload import Scale
@@ -22,4 +23,5 @@ GROUPS: dict[str, Group] = {
     "small": small,
     "memory": memory,
     "files": files,
+    "observing": observing,
 }
