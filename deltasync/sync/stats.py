@@ -172,15 +172,14 @@ def stats_of(
         synced: What members got; None if there were none.
         joined: What newcomers got.
         call: The call, which ends now.
-        session: Who holds the version.
-        noticed: What is noticed of the delta.
+        session, noticed: Who holds the version, and what is noticed of the delta.
         link_gbit_s: As of `SyncStats`.
     """
     layout = weights.layout
     assert layout is not None
     found = synced.delta if synced else None
     result = synced.result if synced else joined.result
-    full_numel = layout.numel if joined.full_synced else 0
+    changed = found.changed if found else _NOTHING
     return SyncStats(
         version=session.version,
         base_version=found.base_version if found else None,
@@ -190,10 +189,8 @@ def stats_of(
         full_synced=joined.full_synced,
         lost=dict(call.lost()),
         numel=layout.numel,
-        nnz=found.nnz if found else full_numel,
-        parameters=coverage_of(
-            weights.trained, found.changed if found else _NOTHING, full=not found
-        ),
+        nnz=found.nnz if found else layout.numel * bool(joined.full_synced),
+        parameters=coverage_of(weights.trained, changed, full=not found),
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,

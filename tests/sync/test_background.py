@@ -627,7 +627,9 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
 
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(train, range(2)))
-        assert trainer.calls.call == trainer.ranks[1]._call + 1  # type: ignore[union-attr]
+        other = trainer.ranks[1]
+        assert isinstance(other, TrainerRank)
+        assert trainer.calls.call == other._call + 1
         for name, tensor in replica.named_parameters():
             parts = [source.held[name].detach() for source in trainer.sources]
             assert torch.equal(tensor, torch.cat(parts))
