@@ -208,25 +208,26 @@ def _grid(frame: Frame, scale: LogScale, text: Text) -> str:
 def _line(
     frame: Frame, bins: Bins, scale: LogScale, style: str, spreads: Sequence[Spread | None]
 ) -> str:
-    """The median as a line, with dots if they are few; least and largest as an area behind it."""
-    parts, dots = [], list[str]()
-    for run in _runs(spreads):
-        points = [(_x(frame, bins, n), *(_y(frame, scale, end) for end in s)) for n, s in run]
-        if any(low != high for _, low, _, high in points):
-            upper = "L".join(f"{x:.1f} {high:.1f}" for x, _, _, high in points)
-            lower = "L".join(f"{x:.1f} {low:.1f}" for x, low, _, _ in reversed(points))
-            parts.append(f'<path class="area {style}" d="M{upper}L{lower}Z"/>')
-        path = "L".join(f"{x:.1f} {middle:.1f}" for x, _, middle, _ in points)
-        parts.append(f'<path class="line {style}" d="M{path}"/>')
-        if len(points) == 1 or bins.number <= 60:
-            dots += [f"M{x:.1f} {middle:.1f}h0" for x, _, middle, _ in points]
-    return "".join(parts) + f'<path class="dots {style}" d="{"".join(dots)}"/>'
+    """The median as a line, with dots if they are few; least and largest as an area behind it.
 
-
-def _runs(spreads: Sequence[Spread | None]) -> list[list[tuple[int, Spread]]]:
-    """Runs of bins that have something; what is missing between rows of a kind is passed over."""
-    found = [(number, spread) for number, spread in enumerate(spreads) if spread is not None]
-    return [found] if found else []
+    Bins without a value are passed over.
+    """
+    points = [
+        (_x(frame, bins, number), *(_y(frame, scale, end) for end in spread))
+        for number, spread in enumerate(spreads)
+        if spread is not None
+    ]
+    area = ""
+    if any(low != high for _, low, _, high in points):
+        upper = "L".join(f"{x:.1f} {high:.1f}" for x, _, _, high in points)
+        lower = "L".join(f"{x:.1f} {low:.1f}" for x, low, _, _ in reversed(points))
+        area = f'<path class="area {style}" d="M{upper}L{lower}Z"/>'
+    path = "L".join(f"{x:.1f} {middle:.1f}" for x, _, middle, _ in points)
+    drawn = f'{area}<path class="line {style}" d="M{path}"/>'
+    if bins.number > 60 and len(points) > 1:
+        return drawn
+    dots = "".join(f"M{x:.1f} {middle:.1f}h0" for x, _, middle, _ in points)
+    return f'{drawn}<path class="dots {style}" d="{dots}"/>'
 
 
 def _spread_text(spread: Spread | None, text: Text) -> str:
