@@ -34,7 +34,7 @@ from tests.strategies import DTYPES, SEEDS
 
 BF16 = BY_NAME["bfloat16"]
 ON_HOST = DEVICE.type == "cpu"
-few = settings(max_examples=6 if ON_HOST else 200, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=3 if ON_HOST else 200, suppress_health_check=[HealthCheck.too_slow])
 
 
 def row(new: Bits, old: Bits, dtype: Dtype) -> SparseRow:
@@ -51,7 +51,7 @@ def pairs(dtype: Dtype, spans: list[int], densities: list[float], seed: int) -> 
 @few
 @given(
     dtype=DTYPES,
-    spans=st.lists(st.integers(1, 30) | st.integers(1, 1500), min_size=1, max_size=3),
+    spans=st.lists(st.integers(1, 30) | st.integers(1, 600), min_size=1, max_size=2),
     densities=st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.9, 1.0]), min_size=3, max_size=3),
     seed=SEEDS,
 )
@@ -68,7 +68,7 @@ def test_every_dtype(dtype: Dtype) -> None:
 def test_rows_of_several_stretches_and_lanes() -> None:
     """The last lane is short, and so are its stretch and its block; one row has one element."""
     rng, rows = np.random.default_rng(3), list[SparseRow]()
-    for span, count in (((1 << 18) + (1 << 15) + 700, 90), (1, 1), (70_001, 7)):
+    for span, count in (((1 << 18) + 700, 40), (1, 1), (33_000, 7)):
         old = weights(span, 0.0, rng)[0]
         new = old.copy()
         new[np.append(rng.integers(0, span, count - 1), span - 1)] += 1
@@ -176,7 +176,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     dtype=st.sampled_from(["bfloat16", "float8_e5m2", "uint8", "int32", "float64"]).map(
         BY_NAME.get
     ),
-    span=st.sampled_from([20, 400, 1300]),
+    span=st.sampled_from([20, 300, 900]),
     density=st.sampled_from([0.0, 0.03, 0.3, 0.8, 1.0]),
     seed=SEEDS,
     cut=st.integers(-9, 9),
@@ -216,10 +216,10 @@ def test_large_rows_on_a_gpu(density: float) -> None:
 
 def test_memory_follows_from_classes_and_changes() -> None:
     """Nothing has the size of the weights: 2 bytes for each class of 512 elements, and changes."""
-    numel = 1 << 18
+    numel = 1 << 16
     old = np.full(numel, 0x3F80, np.uint16)
     new = old.copy()
-    new[[5, 70_000, numel - 1]] += 1
+    new[[5, 40_000, numel - 1]] += 1
     one, peak = row(new, old, BF16), list[int]()
     make = torch.empty
 

@@ -31,7 +31,7 @@ from tests.delta.device_payloads import (
 from tests.delta.test_device_launches import counted
 from tests.strategies import DTYPES, SEEDS
 
-few = settings(max_examples=4 if DEVICE.type == "cpu" else 200)
+few = settings(max_examples=2 if DEVICE.type == "cpu" else 200)
 BF16 = BY_NAME["bfloat16"]
 DENSITIES = st.sampled_from([0.0, 0.002, 0.05, 0.4, 1.0])
 
