@@ -37,6 +37,7 @@ from deltasync.sync.sender import (
     one_call,
 )
 from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
@@ -56,12 +57,10 @@ class EngineSync(Closing):
     engine's weight version. A `OneCallServer` does this in one call. Full syncs, and deltas too
     large to stage, are received and written within the update; if that breaks off, the weights are
     a mixture of versions. Generation stays paused after that, and after each update that raises,
-    until a later update repairs the weights.
-
-    Use it as a context manager, or `close` it.
+    until a later update repairs the weights. Use it as a context manager, or `close` it.
 
     Args:
-        source: The trainer's parameters, by checkpoint name.
+        source: The trainer's parameters, by checkpoint name, or `StreamedWeights` of them.
         server: Reaches the engine. While `send_weights` runs, a thread of this object calls it.
         transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
         workers: Number of engine processes that hold weights: tensor times pipeline times data
@@ -86,7 +85,7 @@ class EngineSync(Closing):
 
     def __init__(
         self,
-        source: WeightSource,
+        source: WeightSource | LocalWeights,
         server: Server,
         transport: SendTransport,
         *,

@@ -20,6 +20,7 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.delta.bits import as_bits
+from deltasync.dtypes import BY_NAME
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
@@ -32,6 +33,7 @@ from deltasync.errors import (
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess
+from deltasync.wire.messages import ParameterSpec
 from tests.sync.harness import Serving, until
 
 Weights = dict[str, Tensor]
@@ -314,3 +316,83 @@ def test_what_the_options_leave_out_does_not_travel() -> None:
 def test_one_pattern_is_no_list_of_patterns() -> None:
     with pytest.raises(ValueError, match="leave_out"):
         SenderOptions(leave_out="lm_head.weight")
+
+
+def spec(name: str, dtype: str, *shape: int) -> ParameterSpec:
+    return ParameterSpec((name,), shape, BY_NAME[dtype])
+
+
+ANNOUNCED = [spec(name, "float32", *shape) for name, shape in SHAPES.items()]
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_masters_are_sent_in_the_dtypes_that_the_first_engine_holds(is_announced: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(s, generator=random) for n, s in SHAPES.items()}
+    replica = torch.nn.ParameterDict({n: torch.zeros(s).bfloat16() for n, s in SHAPES.items()})
+    stream = StreamedWeights(announced=ANNOUNCED if is_announced else ())
+    link = inprocess.Sender()
+    with WeightSender(stream, link) as sender:
+        serving = Serving(WeightReceiver(ModuleTarget(replica), link.receiver())).start()
+        sender.wait_for_receivers(1)
+        for factor in (1.0, 1.001, 3.0):
+            for tensor in weights.values():
+                tensor *= factor
+            stream.take(weights.items())
+            stats = sender.send_weights(timeout_s=10)
+            assert list(stream.declared()) == ANNOUNCED  # in the trainer's own dtypes
+            until(lambda: all(torch.equal(replica[n], w.bfloat16()) for n, w in weights.items()))
+        assert (stats.kind, stats.dense_bytes) == (
+            "delta",
+            2 * sum(w.numel() for w in weights.values()),
+        )
+        serving.stop()
+
+
+def test_an_engine_of_other_dtypes_than_the_first_is_refused() -> None:
+    stream, link = StreamedWeights(), inprocess.Sender()
+    with WeightSender(stream, link) as sender:
+
+        def sync_with(dtype: torch.dtype) -> None:
+            replica = torch.nn.ParameterDict({"a": torch.zeros(5, dtype=dtype)})
+            serving = Serving(WeightReceiver(ModuleTarget(replica), link.receiver())).start()
+            try:
+                sender.wait_for_receivers(1)
+                stream.take([("a", torch.ones(5))])
+                sender.send_weights(timeout_s=10)
+            finally:
+                serving.stop()
+            until(lambda: sender.wait_for_receivers(0) or sender.num_receivers == 0)  # type: ignore[func-returns-value]
+
+        sync_with(torch.bfloat16)
+        with pytest.raises(SyncAborted, match="other dtypes than earlier ones"):
+            sync_with(torch.float32)
+        sync_with(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("came", "problem"),
+    [
+        ({"a": torch.ones(2, 3)}, r"a: float32\[3, 2\] was announced, and a: float32\[2, 3\] came"),
+        ({"a": torch.ones(3, 2).half()}, r"float32\[3, 2\] was announced, and a: float16"),
+        ({"b": torch.ones(1)}, r"a: float32\[3, 2\] was announced, and b: float32\[1\] came"),
+        ({"a": torch.ones(3, 2)}, r"b: float32\[1\] was announced, and nothing came"),
+        (
+            {"a": torch.ones(3, 2), "b": torch.ones(1), "c": torch.ones(())},
+            r"nothing was announced, and c: float32\[\] came",
+        ),
+    ],
+)
+def test_what_comes_otherwise_than_it_was_announced_is_refused(came: Weights, problem: str) -> None:
+    announced = [
+        spec("a", "float32", 3, 2),
+        spec("left.out", "float32", 9),
+        spec("b", "float32", 1),
+    ]
+    stream = StreamedWeights(SenderOptions(leave_out=["left.*"]), announced=announced)
+    right = {"a": torch.ones(3, 2), "b": torch.ones(1)}
+    with pytest.raises(SourceChanged, match=problem):
+        stream.take(came.items())
+    assert [one.name for one in stream.declared()] == ["a", "b"]
+    stream.take(right.items())
+    assert [one.name for one in stream.declared()] == ["a", "b"]

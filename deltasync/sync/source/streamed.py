@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -47,12 +48,19 @@ class StreamedWeights(LocalWeights):
             `max_inflight_bytes` bounds what is kept beside the snapshot; parameters beyond are
             sent whole. None for no bound: what goes sparse is about half of the model at most.
             `snapshot_device` is also where tensors are compared.
+        announced: What `take` will bring, in this order and in the dtypes that it comes in, if
+            that is known: then engines can connect before the first `take`. Empty if it is not.
     """
 
     _snapshot: HostBackend | None
 
-    def __init__(self, options: SenderOptions | None = None) -> None:
+    def __init__(
+        self, options: SenderOptions | None = None, *, announced: Sequence[ParameterSpec] = ()
+    ) -> None:
         super().__init__(options or SenderOptions())
+        self._announced = [s for s in announced if not leaves_out(self.options, s.name)]
+        self._taken: list[ParameterSpec] = []  # what came first, in the dtypes that it came in
+        self._flats: dict[int, Flat] = {}  # of the snapshot
         self._found: _Found | None = None
 
     def take(self, weights: NamedWeights) -> None:
@@ -61,7 +69,7 @@ class StreamedWeights(LocalWeights):
         The first time says which there are, in any order; later ones bring the same.
 
         Raises:
-            SourceChanged: A name or a shape is new, or one is missing.
+            SourceChanged: A name or a shape is new, one is missing, or they are not as announced.
             ConfigError: A name came twice, or a tensor cannot be sent.
         """
         self._found = None
@@ -76,17 +84,28 @@ class StreamedWeights(LocalWeights):
                 pass
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        return self._held.ledger.specs
+        known = self._taken or self._announced
+        if not known:
+            raise ConfigError("no weights were taken yet")
+        return tuple(known)
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
-        """Start from what was taken last."""
-        specs = self._held.ledger.specs
-        if specs_of(specs, held, {}) != specs:
-            raise ConfigError("receivers hold other dtypes than come: give `wire_dtypes`")
+        """Start from what was taken last.
+
+        The first time the snapshot is cast to the dtypes that receivers hold; both are in memory
+        then. `wire_dtypes` avoids that.
+        """
+        before = self._held.ledger.specs
+        specs = specs_of(self._taken, held, self.options.wire_dtypes)
+        if specs != before != tuple(self._taken):
+            raise ConfigError("receivers hold other dtypes than earlier ones: give `wire_dtypes`")
         if self._found is not None:
             self._found.decided()
         elif self._snapshot is not None and self._snapshot.ahead:
             raise ConfigError("the weights that were taken last are not complete: take them again")
+        if specs != before:
+            tensors = [flat.tensor for flat in self._flats.values()]
+            self._begin(specs, dict(enumerate(map(self._copy, specs, tensors))))
 
     def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
         """What was taken last, also if it is asked for again."""
@@ -104,25 +123,39 @@ class StreamedWeights(LocalWeights):
 
     def _fill(self, weights: NamedWeights) -> None:
         """Make the snapshot."""
-        specs: dict[str, ParameterSpec] = {}
+        taken: dict[str, ParameterSpec] = {}
+        specs: list[ParameterSpec] = []
         flats: dict[int, Flat] = {}
         for name, tensor in weights:
-            if name in specs:
+            if name in taken:
                 raise ConfigError(f"{name!r} came twice")
             check_plain(tensor, name)
-            own = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
-            (spec,) = specs_of([own], (), self.options.wire_dtypes)
-            flats[len(specs)] = self._copy(spec, tensor)
-            specs[name] = spec
+            taken[name] = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
+            specs += specs_of([taken[name]], (), self.options.wire_dtypes)
+            flats[len(flats)] = self._copy(specs[-1], tensor)
         if not specs:
             raise ConfigError("no weights came")
+        if self._announced:
+            self._check_announced(list(taken.values()))
+        self._begin(specs, flats)
+        self._taken = list(taken.values())
+
+    def _begin(self, specs: Sequence[ParameterSpec], flats: dict[int, Flat]) -> None:
+        """Take these as the snapshot."""
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = self.options.policy.chunk_numel_on(*devices)
-        self.layout = SentLayout(tuple(specs.values()))
-        ledger = DigestLedger(whole(self.layout.specs), chunk_numel=chunk_numel)
-        self._snapshot = HostBackend(flats, ledger)
-        self.snapshot_bytes = self._snapshot.num_bytes
-        ledger.sums[:] = self._snapshot.measure(np.arange(len(ledger.sums)))
+        layout = SentLayout(specs)
+        ledger = DigestLedger(whole(layout.specs), chunk_numel=chunk_numel)
+        snapshot = HostBackend(flats, ledger)
+        ledger.sums[:] = snapshot.measure(np.arange(len(ledger.sums)))
+        self.layout, self._snapshot, self._flats = layout, snapshot, flats
+        self.snapshot_bytes = snapshot.num_bytes
+
+    def _check_announced(self, taken: Sequence[ParameterSpec]) -> None:
+        """Raises SourceChanged, by the first name, if something else was announced."""
+        for came, announced in zip_longest(taken, self._announced):
+            if came != announced:
+                raise SourceChanged(f"{_words(announced)} was announced, and {_words(came)} came")
 
     def _copy(self, spec: ParameterSpec, tensor: Tensor) -> Flat:
         device = self.options.snapshot_device or tensor.device
@@ -201,3 +234,7 @@ def _reader(spec: ParameterSpec, tensor: Tensor) -> WireReader:
     if tuple(tensor.shape) != spec.shape:
         raise SourceChanged(f"{spec.name}: shape {spec.shape} became {tuple(tensor.shape)}")
     return WireReader.of(tensor.detach().contiguous(), spec.dtype, name=spec.name)
+
+
+def _words(spec: ParameterSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.name}: {spec.dtype.name}{list(spec.shape)}"
