@@ -465,12 +465,13 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
 
 
 def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
-    """What all ranks of the trainer hold, in the dtypes of the source.
+    """What all ranks of the trainer hold, in the dtypes of the source, or those of `wire_dtypes`.
 
     Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
     """
     with sender._caller.call():
-        return sender._weights.declared(timeout_s=timeout_s)
+        specs = sender._weights.declared(timeout_s=timeout_s)
+        return specs_of(specs, (), sender.options.wire_dtypes)
 
 
 def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:

@@ -14,7 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deltasync import CheckpointTensor, ModuleSource, ModuleTarget, sync_after_step
+from deltasync import (
+    CheckpointTensor,
+    ModuleSource,
+    ModuleTarget,
+    SenderOptions,
+    sync_after_step,
+)
 from deltasync.config import network_secret
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted, TransportTimeout
@@ -113,6 +119,14 @@ def test_an_update_is_asked_for_once_a_version_is_decided(tmp_path: Path) -> Non
             assert sync.send_weights().kind == "delta"
             assert (server.calls, server.version) == (UPDATE, version)
             assert bits_equal(source, server.module)
+
+
+def test_an_engine_is_told_the_dtypes_in_which_tensors_travel(tmp_path: Path) -> None:
+    source, server = model(0).float(), Server(model(1))
+    options = SenderOptions(wire_dtypes={"*": "bfloat16"})
+    with connected(source, server, tmp_path, options=options) as sync:  # which looks at them
+        sync.send_weights()
+        assert bits_equal(source.bfloat16(), server.module)
 
 
 def test_an_engine_follows_an_optimizer_that_goes_on(tmp_path: Path) -> None:
