@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -80,6 +81,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = Worker()
         self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
+        self._name = _name_of_engine()
         self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
         self._reached = _reached_of(self.model)  # before there are caches
 
@@ -113,7 +115,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.device,
             rank=parallel.rank,
             world=parallel.world_size,
-            replica=parallel.data_parallel_index,
+            replica=f"{self._name}-{parallel.data_parallel_index}",
         )
 
     def _target(self, trainer: TrainerInfo) -> WeightTarget:
@@ -266,6 +268,18 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """See `Worker.reloaded`."""
         self._trainer = None
         self._worker.reloaded()
+
+
+def _name_of_engine() -> str:
+    """The same for all workers that communicate with each other, and for no others.
+
+    One trainer may send to the workers of several engines: see `VllmServer`.
+    """
+    own = uuid.uuid4().hex[:8]
+    if not torch.distributed.is_initialized():
+        return own
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return str(store.compare_set("deltasync-engine", "", own).decode())
 
 
 def _reached_of(model: nn.Module) -> set[str]:

@@ -72,7 +72,7 @@ class Worker:
         *,
         rank: int,
         world: int,
-        replica: int = 0,
+        replica: str = "0",
     ) -> None:
         """Connect to a trainer; `disconnect` first.
 
@@ -82,7 +82,7 @@ class Worker:
             device: The device of the weights.
             rank: Rank of this worker in its replica.
             world: Number of workers in the replica.
-            replica: Number of the replica in a data-parallel engine.
+            replica: Names the replica among those that were let connect at once.
         """
         subscribe_metrics()
         if world == 1 and isinstance(target, RoutedTarget):
