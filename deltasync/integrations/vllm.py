@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from deltasync.errors import ConfigError, EngineFailed, TransportTimeout
 from deltasync.integrations import vllm_core
@@ -26,12 +26,20 @@ _SCHEDULING = ["scheduling"]  # resumes, unless a part of the engine sleeps
 def register() -> None:
     """Register the backend with vLLM in this process. vLLM's plugin loader may call this twice.
 
-    Engine cores that are created in this process then also take updates in one call.
+    Engine cores that are created in this process then also take updates in one call. Both halves
+    are loaded when they are used.
     """
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
+    from vllm.distributed.weight_transfer import (
+        WeightTransferEngineFactory as Factory,
+    )
+    from vllm.distributed.weight_transfer import (
+        WeightTransferTrainerFactory as Trainers,
+    )
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, "deltasync.integrations.vllm_engine", "DeltaSyncEngine")
+    if BACKEND not in Trainers._registry:
+        Trainers.register_engine(BACKEND, "deltasync.integrations.vllm_trainer", "DeltaSyncTrainer")
     vllm_core.register()
 
 
@@ -212,7 +220,8 @@ class VllmServer:
     """vLLM as a `Server`. An update is one call, or several that do not pause; see `reach`.
 
     Args:
-        client: One of the clients above, or one of vLLM's own, which have no `clear_cache`.
+        client: One of the clients above, or one of vLLM's own, which have no `clear_cache`. If it
+            reaches several engines, each of its calls has to reach them at the same time.
         caches: "clear" drops in each update what the old weights computed: cached prefixes, keys
             and values of requests that are kept (vLLM recomputes them), and encodings of images.
             "version" gives each request the version at which it begins as (a part of) its
@@ -229,6 +238,9 @@ class VllmServer:
         self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
         self._is_stale = False  # caches may hold results of older weights
         self._clear_cache: Callable[[], object] | None = None
+        if caches not in get_args(Caches):
+            known = ", ".join(get_args(Caches))
+            raise ConfigError(f"caches is {caches!r}, which is none of {known}")
         if caches == "version" and self._call is None:
             raise ConfigError(f"{type(client).__name__} has no collective_rpc: {_ONE_CALL}")
         if caches == "clear":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -118,6 +118,8 @@ def listen(
         path: Of the others: the socket; None for one of this user's that nothing else has.
         device: Where payloads live; None for the link's default.
         secret: See `Address.receiver`.
+
+    Raises ConfigError for another link.
     """
     from deltasync.transports import collective, cuda_ipc, shared_memory
 
@@ -129,6 +131,8 @@ def listen(
             sender = cuda_ipc.Sender(path, device=device)
         case "shared_memory":
             sender = shared_memory.Sender(path)
+        case _:
+            raise ConfigError(f"{link!r} is no link: give one of {', '.join(get_args(LinkName))}")
     address = Address.of(sender)
     assert address is not None  # each of these links has one
     return sender, address

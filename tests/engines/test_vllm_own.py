@@ -13,8 +13,11 @@
 - `TestDeferredProcessingContract`: what holds for any engine; not the engine that defers;
 - `TestTrainerClients`: that ours are clients; not how theirs write messages of other backends;
 - an update before the engine is connected: no, ours raises ConfigError and not RuntimeError;
-- `TestTrainerFactory`, `TestTrainerEngineBase`, `TestModuleSource`, `trainer_init`, `send_weights`,
-  `TestWeightSourceGroupContract`: no, a trainer uses an `EngineSync`, and our sources;
+- `trainer_init` without a source, and on a rank that does not send: that ours refuses, and asks
+  the engine for nothing; not how NCCL's sends, and what its errors say (`test_vllm_trainer.py`
+  has the same cases);
+- `TestTrainerFactory`, `TestTrainerEngineBase`, `TestModuleSource`,
+  `TestWeightSourceGroupContract`: no, there is nothing of ours in them;
 - IPC, sparse NCCL, ModelExpress, between processes: no, other backends, with GPUs and Ray.
 
 `tests/entrypoints/rl/weight_transfer/test_offline.py`: in `test_vllm_own_offline.py`.
@@ -43,6 +46,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, register
 from deltasync.integrations.vllm_engine import DeltaSyncEngine
+from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from tests.engines.checkpoints import write_config, write_model
 from tests.engines.models import vllm_models
 from tests.engines.vllm_own import own
@@ -92,13 +96,38 @@ def ours_for_theirs(worker: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
     registry = WeightTransferEngineFactory._registry
     monkeypatch.setitem(registry, "nccl", registry["deltasync"])
     monkeypatch.setattr(TRANSFER, "NCCLWeightTransferEngine", DeltaSyncEngine)
-    monkeypatch.setattr(TRANSFER, "RecordingClient", lambda: OfflineClient(MagicMock()))
+    monkeypatch.setattr(TRANSFER, "RecordingClient", OursForTheirs)
+    monkeypatch.setattr(TRANSFER, "NCCLTrainerInitInfo", own_init_info)
+    monkeypatch.setattr(TRANSFER, "NCCLTrainerWeightTransferEngine", DeltaSyncTrainer)
+    monkeypatch.setattr(DeltaSyncTrainer, "model_update_group", None, raising=False)
     monkeypatch.setattr(TRANSFER, "HTTPVLLMWeightSyncClient", HttpClient)
     monkeypatch.setattr(
         TRANSFER, "RayVLLMWeightSyncClient", lambda handle: AsyncClient(handle, MagicMock())
     )
 
 
+class OursForTheirs(OfflineClient):
+    """Of an LLM of which every call would be noted."""
+
+    def __init__(self) -> None:
+        super().__init__(MagicMock())
+
+    @property
+    def order(self) -> list[Any]:
+        return list(self._llm.mock_calls)
+
+
+def own_init_info(*, rank: int, **_: object) -> DeltaSyncTrainerInitInfo:
+    return DeltaSyncTrainerInitInfo("shared_memory", settings={"workers": 1}, rank=rank)
+
+
+globals().update(
+    own.tests(
+        TRANSFER,
+        "test_nccl_trainer_init_non_sender_skips_rendezvous_and_client",
+        "test_nccl_trainer_init_requires_source",
+    )
+)
 globals().update(
     own.tests(
         WORKER,

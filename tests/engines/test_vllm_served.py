@@ -135,6 +135,18 @@ def answer(url: str, model: Path, **options: object) -> str:
     return str(Http(url).post("v1/completions", asked | options)["choices"][0]["text"])
 
 
+def test_the_example_with_the_trainers_half_of_vllm(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(model, monkeypatch, packs=True) as url:
+        text = output_of(EXAMPLES / "vllm_trainer.py", model, url)
+        changed = re.findall(r"v(\d): ([\d.]+)% changed", text)
+        assert [version for version, _ in changed] == ["1", "2", "3"], text
+        assert [share == "0.0000" for _, share in changed] == [True, False, False], text
+        assert Http(url).get("weight_info") == {"weight_version": "3"}
+        assert Http(url).get("is_paused") == {"is_paused": False}
+
+
 def test_the_http_example(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(model, monkeypatch, packs=True) as url:
         server, text = Http(url), output_of(EXAMPLES / "vllm_http.py", model, url)

@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 
 from tests.integrations.vllm_interface import noted
-from tests.integrations.vllm_uses import BASE, arguments, methods, our_engine, uses
+from tests.integrations.vllm_uses import (
+    BASE,
+    TRAINER_BASE,
+    arguments,
+    methods,
+    our_class,
+    uses,
+)
 
 VERSIONS = noted()
 _LLM, _ASYNC_LLM = "vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"
@@ -26,8 +33,11 @@ _NO_RESET = {f"{_WORKER}.reset_weights"}
 _NO_DISCARD = {f"{_WORKER}.discard"}
 # An update takes several calls.
 _NO_CORE_NAMES = {"vllm.v1.engine.core.EngineCoreProc.set_weight_version"}
+# The trainer's half takes a configuration: `vllm_trainer` says which vLLM it needs.
+_OTHER_TRAINERS = {f"{TRAINER_BASE}.__init__"}
 MISSING: dict[str, set[str]] = {
-    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES | _NO_CORE_NAMES,
+    "0.26.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD | _NO_NAMES | _NO_CORE_NAMES | _OTHER_TRAINERS,
+    "0.27.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.28.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.30.0": _NO_SHUTDOWN | _NO_RESET | _NO_DISCARD,
     "0.31.0": _NO_SHUTDOWN | _NO_RESET,
@@ -41,15 +51,29 @@ def test_vllm_has_what_we_use_with_arguments_as_ours(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_our_engine_implements_what_is_abstract(version: str) -> None:
+@pytest.mark.parametrize(
+    ("ours", "base"), [("DeltaSyncEngine", BASE), ("DeltaSyncTrainer", TRAINER_BASE)]
+)
+def test_our_classes_implement_what_is_abstract(version: str, ours: str, base: str) -> None:
     abstract = {
-        name.removeprefix(f"{BASE}."): fact.removeprefix("abstract ")
+        name.removeprefix(f"{base}."): fact.removeprefix("abstract ")
         for name, fact in VERSIONS[version].items()
-        if fact.startswith("abstract")
+        if fact.startswith("abstract") and name.startswith(f"{base}.")
     }
-    ours = {method.name: arguments(method) for method in methods(our_engine())}
     assert abstract
-    assert {name: ours.get(name) for name in abstract} == abstract
+    implemented = {method.name: arguments(method) for method in methods(our_class(ours))}
+    other = {
+        name: required
+        for name, required in abstract.items()
+        if without_defaults(implemented.get(name, "")) != without_defaults(required)
+    }
+    takes_more = {"trainer_init": "(config, init_info, *, client, source)"}
+    expected = takes_more if (version, base) == ("0.26.0", TRAINER_BASE) else {}
+    assert other == expected
+
+
+def without_defaults(arguments: str) -> str:
+    return arguments.replace("=None", "")
 
 
 def test_uses_are_found() -> None:

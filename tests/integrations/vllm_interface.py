@@ -19,7 +19,14 @@ from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
-from tests.integrations.vllm_uses import BASE, Function, arguments, methods, uses
+from tests.integrations.vllm_uses import (
+    BASE,
+    TRAINER_BASE,
+    Function,
+    arguments,
+    methods,
+    uses,
+)
 
 _FILE = Path(__file__).with_name("vllm_interfaces.json")
 _ROUTE = re.compile(r'@router\.(\w+)\(\s*"(/\w+)"')
@@ -51,11 +58,12 @@ def facts_of(folder: Path) -> dict[str, str]:
     """Of all that our files use, and of what an engine has to implement."""
     definitions = {use.name: _find(folder, use.name) for use in uses()}
     facts = {name: _fact(one) for name, one in definitions.items() if one}
-    base = _find(folder, BASE)
-    assert base
-    for method in methods(base.node):
-        if "abstractmethod" in _marks(method):
-            facts[f"{BASE}.{method.name}"] = f"abstract {arguments(method)}"
+    for name in (BASE, TRAINER_BASE):
+        base = _find(folder, name)
+        assert base
+        for method in methods(base.node):
+            if "abstractmethod" in _marks(method):
+                facts[f"{name}.{method.name}"] = f"abstract {arguments(method)}"
     for file in (folder / "vllm" / "entrypoints").rglob("*.py"):
         routes = [" ".join(one) for one in _ROUTE.findall(file.read_text(encoding="utf-8"))]
         facts |= {route: "value" for route in routes if route in definitions}

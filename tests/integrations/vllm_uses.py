@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BASE = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
+TRAINER_BASE = "vllm.distributed.weight_transfer.base.TrainerWeightTransferEngine"
 OURS = sorted((Path(__file__).parents[2] / "deltasync" / "integrations").glob("vllm*.py"))
 # What objects are, by the names that our files have for them.
 _CLASSES = {
@@ -25,6 +26,7 @@ _CLASSES = {
     "parallel_config": "vllm.config.parallel.ParallelConfig",
     "worker": "vllm.v1.worker.gpu_worker.Worker",
 }
+_HTTP = "vllm.distributed.weight_transfer.HTTPVLLMWeightSyncClient"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -50,6 +52,13 @@ class Use:
         return True
 
 
+_BY_HAND = {
+    Use(f"{_HTTP}.base_url"),
+    Use(f"{_HTTP}.timeout"),
+    Use(f"{TRAINER_BASE}.__init__", (0, ("client", "source", "is_sender"))),
+}
+
+
 def uses() -> set[Use]:
     """What our files import, take from objects of vLLM's, wrap or inherit, and HTTP routes."""
     found = set[Use]()
@@ -72,16 +81,18 @@ def uses() -> set[Use]:
                 case ast.AnnAssign(target=ast.Name(id="_TOUCHES"), value=ast.Dict(keys=keys)):
                     names = [ast.literal_eval(key) for key in keys if key is not None]
                     found |= {Use(f"{_CLASSES['worker']}.{name}") for name in names}
-    return found | {Use(f"{BASE}.{name}") for name in _inherited(our_engine())}
+    found |= {Use(f"{BASE}.{name}") for name in _inherited(our_class("DeltaSyncEngine"))}
+    found |= {Use(f"{TRAINER_BASE}.{name}") for name in _inherited(our_class("DeltaSyncTrainer"))}
+    return found | _BY_HAND
 
 
-def our_engine() -> ast.ClassDef:
-    """The class that vLLM makes, which implements BASE."""
+def our_class(name: str) -> ast.ClassDef:
+    """A class of ours that vLLM makes: one implements BASE, one TRAINER_BASE."""
     for path in OURS:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == "DeltaSyncEngine":
+            if isinstance(node, ast.ClassDef) and node.name == name:
                 return node
-    raise LookupError("DeltaSyncEngine")
+    raise LookupError(name)
 
 
 def methods(node: ast.AST) -> list[Function]:

@@ -1,0 +1,461 @@
+"""The trainer's half of vLLM's interface: vLLM's own factory and sources, and workers of ours."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ParamMeta,
+    RayVLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer import ModuleSource as TheirSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from deltasync import ModuleSource, ModuleTarget, SenderOptions
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    EngineFailed,
+    SourceChanged,
+    TransportClosed,
+)
+from deltasync.integrations import vllm_trainer
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.trainer_info import TrainerInfo
+from deltasync.integrations.vllm import HttpClient, OfflineClient
+from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
+from deltasync.integrations.worker import Worker
+from tests.engines.checkpoints import checkpoint, write_config
+from tests.engines.environment import use_cpu
+from tests.engines.offline import started, tokens
+from tests.engines.programs import Program
+from tests.ranks import free_port, run_ranks
+from tests.sync.harness import Model, random_model
+
+SHAPES = {"a": (40, 16), "b": (7,), "c": (300,)}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Fleet:
+    """Engines of one worker each, and vLLM's four calls, which reach all at the same time."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules, self.workers = modules, [Worker() for _ in modules]
+        self.calls, self.version = list[str](), "default"
+        self.fails_to_update = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("init")
+        trainer = TrainerInfo.model_validate(init_info["trainer"])
+        for number, (worker, module) in enumerate(zip(self.workers, self.modules, strict=True)):
+            worker.disconnect()
+            target, cpu = ModuleTarget(module), torch.device("cpu")
+            worker.connect(trainer, target, cpu, rank=0, world=1, replica=str(number))
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append("update")
+        if self.fails_to_update:
+            raise ConnectionError("planted")
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            list(threads.map(lambda worker: worker.commit(update_info["version"]), self.workers))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append("finish")
+        self.version = weight_version or self.version
+
+    def hold(self, weights: nn.Module) -> bool:
+        trained = dict(weights.named_parameters())
+        return all(
+            torch.equal(held, trained[name].to(held.dtype))
+            for module in self.modules
+            for name, held in module.named_parameters()
+        )
+
+
+def engine_of(dtype: torch.dtype = torch.bfloat16) -> Model:
+    return Model({name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()})
+
+
+def info(rank: int = 0, caches: Any = "keep", **settings: Any) -> DeltaSyncTrainerInitInfo:
+    settings = {"workers": 1, "timeout_s": 20.0} | settings
+    return DeltaSyncTrainerInitInfo("shared_memory", caches=caches, settings=settings, rank=rank)
+
+
+@contextmanager
+def trainer(source: Any, fleet: Fleet, **settings: Any) -> Iterator[DeltaSyncTrainer]:
+    settings = {"workers": len(fleet.workers)} | settings
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info(**settings), client=fleet, source=source
+    )
+    assert isinstance(engine, DeltaSyncTrainer)
+    with closing(SimpleNamespace(close=engine.shutdown)):
+        yield engine
+    for worker in fleet.workers:
+        worker.disconnect()
+
+
+@pytest.mark.parametrize("make", [TheirSource, ModuleSource])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_engines_follow_by_deltas(make: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
+    model, fleet = random_model(SHAPES, 0), Fleet(engine_of(dtype), engine_of(dtype))
+    with trainer(make(model), fleet) as engine:
+        assert fleet.calls == ["init"]
+        for version in range(1, 5):
+            engine.send_weights()
+            assert fleet.hold(model)
+            assert fleet.version == str(version)
+            stats = engine.last_stats
+            assert stats is not None
+            assert (stats.version, stats.receivers) == (version, 2)
+            assert version == 1 or (stats.kind == "delta" and 0 < stats.nnz < 100)
+            model.get_parameter("a").data.view(-1)[version::17] *= 3
+    assert not fleet.hold(model)  # the last step was not sent
+
+
+def test_what_the_options_leave_out_is_not_sent() -> None:
+    model = random_model({**SHAPES, "visual_x": (9,)}, 0)
+    options = SenderOptions(leave_out=["visual*"])
+    for make in (TheirSource, ModuleSource):
+        fleet = Fleet(engine_of())
+        with trainer(make(model), fleet, options=options) as engine:
+            engine.send_weights()
+            assert fleet.hold(model)
+
+
+def test_a_sync_that_fails_is_covered_by_the_next() -> None:
+    model, fleet = random_model(SHAPES, 0), Fleet(engine_of(), engine_of())
+    with trainer(TheirSource(model), fleet, timeout_s=2.0) as engine:
+        engine.send_weights()
+        model.get_parameter("b").data[3] = 7
+        fleet.fails_to_update = True
+        with pytest.raises(DeltaSyncError):
+            engine.send_weights()
+        model.get_parameter("c").data[5] = 8
+        fleet.fails_to_update = False
+        engine.send_weights()
+        assert fleet.hold(model)
+        assert engine.last_stats is not None
+        assert fleet.version == str(engine.last_stats.version)
+
+
+class Scripted(WeightSource):
+    """Says one thing and brings another."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights, self.metas = (
+            weights,
+            [
+                ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+                for name, tensor in weights.items()
+            ],
+        )
+        self.seen = 0
+
+    def metadata(self) -> list[ParamMeta]:
+        return self.metas
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights.items():
+            self.seen += 1
+            yield name, tensor.clone()
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"b": torch.ones(7), "a": torch.ones(40, 16), "c": torch.ones(300)}, "announced"),
+        ({"a": torch.ones(40, 16), "b": torch.ones(7).half(), "c": torch.ones(300)}, "float16"),
+        ({"a": torch.ones(40, 16)}, "nothing came"),
+        ({"a": torch.ones(16, 40), "b": torch.ones(7), "c": torch.ones(300)}, "16, 40"),
+    ],
+)
+def test_a_source_that_brings_something_else_is_refused_and_gone_through(
+    other: dict[str, Tensor], problem: str
+) -> None:
+    model, fleet = random_model(SHAPES, 0), Fleet(engine_of())
+    right = {name: tensor.data for name, tensor in model.named_parameters()}
+    source = Scripted(right)
+    with trainer(source, fleet) as engine:
+        source.weights = other
+        with pytest.raises(SourceChanged, match=problem):
+            engine.send_weights()
+        assert source.seen == len(other)  # other ranks may gather the rest
+        assert fleet.calls == ["init"]
+        source.weights = right
+        engine.send_weights()
+        assert fleet.hold(model)
+        source.weights = {"a": torch.ones(40, 16)}
+        with pytest.raises(SourceChanged, match="did not come"):
+            engine.send_weights()
+        assert fleet.hold(model)
+        right["a"][0] = 9
+        source.weights = right
+        engine.send_weights()
+        assert fleet.hold(model)
+
+
+def test_another_rank_only_goes_through_the_source() -> None:
+    fleet = Fleet(engine_of())
+    source = Scripted({"a": torch.ones(3), "b": torch.ones(2)})
+    other = WeightTransferTrainerFactory.trainer_init(info(rank=1), client=fleet, source=source)
+    other.send_weights()
+    assert (other.rank, other.is_sender, source.seen) == (1, False, 2)
+    of_ours = ModuleSource(random_model(SHAPES, 0))
+    idle = WeightTransferTrainerFactory.trainer_init(info(rank=2), client=fleet, source=of_ours)
+    idle.send_weights()
+    other.shutdown()
+    assert fleet.calls == []
+
+
+def test_ranks_that_hold_parts_gather_them() -> None:
+    run_ranks(gather, 2, free_port(), timeout_s=90)
+
+
+def gather(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = random_model(SHAPES, 0)
+    sharded = nn.Module()
+    for name, tensor in whole.named_parameters():
+        sharded.register_parameter(name, nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])))
+    fleet = Fleet(engine_of(), engine_of())
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info(rank, workers=2), client=fleet, source=TheirSource(sharded)
+    )
+    for number in range(3):
+        engine.send_weights()
+        assert rank or fleet.hold(whole)
+        assert rank or fleet.version == str(number + 1)
+        for name, tensor in whole.named_parameters():
+            tensor.data[number % 5] = number
+            local: Any = distribute_tensor(tensor.data, mesh, [Shard(0)])
+            mine: Any = sharded.get_parameter(name).data
+            mine.to_local().copy_(local.to_local())
+    engine.shutdown()
+    for worker in fleet.workers:
+        worker.disconnect()
+    dist.destroy_process_group()
+
+
+class Local(Scripted):
+    """Like a source from vLLM 0.33 on."""
+
+    def __init__(self, owners: tuple[int, ...] | None, *, is_whole: bool) -> None:
+        super().__init__({"w": torch.ones(3)})
+        self.is_whole = is_whole
+        plain = self.metas[0]
+        facts = {"name": plain.name, "dtype": plain.dtype, "shape": plain.shape}
+        self.all_metas = [SimpleNamespace(**facts, owners=owners)]
+
+    @property
+    def metadata(self) -> Any:
+        return self.all_metas
+
+    def implements_iter_full(self) -> bool:
+        return self.is_whole
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        yield "w", self.weights["w"]
+
+
+def test_a_source_as_from_vllm_0_33_on_is_followed() -> None:
+    source, held = Local((0, 1), is_whole=True), Model({"w": torch.zeros(3)})
+    with trainer(source, Fleet(held)) as engine:
+        for value in (1.0, 2.0):
+            source.weights["w"].fill_(value)
+            engine.send_weights()
+            assert held.get_parameter("w").tolist() == [value] * 3
+
+
+WEIGHTS = random_model(SHAPES, 0)
+
+
+def of_link(link: Any, **settings: Any) -> DeltaSyncTrainerInitInfo:
+    return DeltaSyncTrainerInitInfo(link, caches="keep", settings=settings, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"source": None}, "requires a WeightSource"),
+        ({"source": WEIGHTS}, "a Model, a module"),
+        ({"source": Local((1, 2), is_whole=True)}, r"'w' does not come to rank 0.*\[1, 2\]"),
+        ({"source": Local(None, is_whole=False)}, "Local has no iter_full"),
+        ({"source": Scripted({"w": torch.empty(3, dtype=torch.bits8)})}, "cannot be sent"),
+        ({"init_info": info(caches="clear")}, "Fleet has no clear_cache.*caches=.keep"),
+        ({"init_info": info(caches="version")}, "Fleet has no collective_rpc"),
+        ({"init_info": info(caches="drop")}, "caches is 'drop', which is none of clear, keep, "),
+        ({"init_info": info(wrokers=2)}, "settings has 'wrokers', which is none of"),
+        ({"init_info": info(group=None)}, "settings has 'group'"),
+        ({"init_info": of_link("shared_memory")}, "Fleet cannot tell how many workers"),
+        ({"init_info": of_link("tcp", workers=1)}, "'tcp' is no link: give one of nccl, gloo, "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_asked(
+    arguments: dict[str, Any], problem: str
+) -> None:
+    fleet = Fleet(engine_of())
+    given = {"init_info": info(), "source": TheirSource(WEIGHTS)} | arguments
+    with pytest.raises(ConfigError, match=problem):
+        WeightTransferTrainerFactory.trainer_init(client=fleet, **given)
+    assert fleet.calls == []
+
+
+def test_init_info_of_another_backend_is_refused() -> None:
+    other = NCCLTrainerInitInfo("127.0.0.1", 1, 2, rank=0)
+    with pytest.raises(ConfigError, match="is no DeltaSyncTrainerInitInfo"):
+        DeltaSyncTrainer.trainer_init(other, client=Fleet(), source=TheirSource(WEIGHTS))
+
+
+def test_settings_are_those_of_an_engine_sync() -> None:
+    taken = inspect.signature(EngineSync.__init__).parameters
+    names = {*taken} - {"self", "source", "server", "transport", "group"}
+    assert vllm_trainer._checked(dict.fromkeys(names)) == dict.fromkeys(names)
+
+
+def test_an_engine_that_cannot_be_reached_leaves_nothing_behind() -> None:
+    class Gone(Fleet):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            super().init_weight_transfer_engine(init_info)
+            raise ConnectionError("planted")
+
+    fleet, before = Gone(engine_of()), threading.active_count()
+    with pytest.raises(EngineFailed, match="ConnectionError: planted"):
+        WeightTransferTrainerFactory.trainer_init(info(), client=fleet, source=TheirSource(WEIGHTS))
+    for worker in fleet.workers:
+        worker.disconnect()
+    assert threading.active_count() <= before
+
+
+def test_after_shutdown_nothing_is_sent() -> None:
+    model, fleet = random_model(SHAPES, 0), Fleet(engine_of())
+    with trainer(TheirSource(model), fleet) as engine:
+        engine.send_weights()
+        engine.shutdown()
+        engine.shutdown()
+        assert fleet.hold(model)
+        with pytest.raises(TransportClosed, match="was shut down"):
+            engine.send_weights()
+
+
+def test_two_calls_at_once_do_not_mix() -> None:
+    model, fleet = random_model(SHAPES, 0), Fleet(engine_of())
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            entered.set()
+            assert leave.wait(20)
+            yield from super().__iter__()
+
+    source = Slow({name: tensor.data for name, tensor in model.named_parameters()})
+    with trainer(source, fleet) as engine, ThreadPoolExecutor(1) as thread:
+        first = thread.submit(engine.send_weights)
+        assert entered.wait(20)
+        with pytest.raises(ConfigError, match="used by one thread"):
+            engine.send_weights()
+        leave.set()
+        first.result()
+        assert fleet.hold(model)
+
+
+def test_vllms_client_for_http_is_replaced_by_one_that_pauses() -> None:
+    ours = vllm_trainer._with_pauses(HTTPVLLMWeightSyncClient("http://127.0.0.1:1/", timeout=3.0))
+    assert isinstance(ours, HttpClient)
+    with pytest.raises(DeltaSyncError, match=r"127\.0\.0\.1:1/pause"), ours.paused():
+        pass
+
+    class Own(HTTPVLLMWeightSyncClient):  # may reach its server otherwise
+        pass
+
+    for client in (Own("http://127.0.0.1:1"), RayVLLMWeightSyncClient([])):
+        assert vllm_trainer._with_pauses(client) is client
+
+
+def follow(folder: Path) -> None:
+    """Two whole engines behind one client, and masters in float32."""
+    old = {name: tensor * 0.05 for name, tensor in checkpoint(folder, 0).items()}
+    clients = [OfflineClient(started(folder, old)) for _ in range(2)]
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info(caches="clear", workers=2, timeout_s=60.0),
+        client=Together(clients),
+        source=TheirSource(policy),
+    )
+    engine.send_weights()
+    assert engine.last_stats.full_synced == 0  # they were started on the same weights
+    before = [tokens(client._llm) for client in clients]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    for version in range(2, 4):
+        batch = torch.arange(10, 30)[None]
+        policy(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.send_weights()
+        stats = engine.last_stats
+        assert (stats.kind, stats.version, stats.receivers) == ("delta", version, 2)
+    after = [tokens(client._llm) for client in clients]
+    assert [client._llm.get_weight_version() for client in clients] == ["3", "3"]
+    engine.shutdown()
+    bits = {name: tensor.bfloat16() for name, tensor in policy.state_dict().items()}
+    expected = tokens(started(folder, bits))
+    assert before[0] == before[1] != expected
+    assert after == [expected, expected]
+
+
+class Together:
+    """Calls several clients at the same time, as vLLM's own does for actors of Ray."""
+
+    def __init__(self, clients: list[OfflineClient]) -> None:
+        self._clients, self._threads = clients, ThreadPoolExecutor(len(clients))
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        if name.startswith("_") or name in ("collective_rpc", "paused", "workers"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **named: Any) -> list[Any]:
+            calls = [
+                self._threads.submit(getattr(client, name), *arguments, **named)
+                for client in self._clients
+            ]
+            return [each.result() for each in calls]
+
+        return call
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_whole_engines_follow(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(monkeypatch, packs=False)
+    folder = write_config(architecture, tmp_path)
+    with Program("-m", "tests.engines.test_vllm_trainer", folder) as program:
+        program.wait(timeout_s=480)
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]))
