@@ -7,6 +7,7 @@ DOCS := .venv-docs
 ENGINES := .venv-engines
 NOTEBOOK := .venv-notebook
 RAY := .venv-ray
+TRL := .venv-trl
 VERL := .venv-verl
 # The last without sessions of updates.
 OLD_SGLANG := $(ENGINES)/sglang-0.5.20
@@ -19,7 +20,7 @@ VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
 .PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
-  engines test-engines sweep-engines gpu-engines test-ray test-verl clean
+  engines test-engines sweep-engines gpu-engines test-ray test-trl test-verl clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -93,6 +94,9 @@ gpu-engines: $(STAMP)
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py
 
+test-trl: $(TRL)/.installed
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -q -W default tests/trl
+
 # Ray is asked for 16 CPUs, which need not be there.
 test-verl: $(VERL)/.installed
 	OMP_NUM_THREADS=1 RAY_AUTH_MODE=disabled $(VERL)/bin/python -m pytest -q -W default tests/verl
@@ -120,7 +124,8 @@ $(NOTEBOOK)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml con
 	$(INSTALL) -c constraints.txt -e '.[$*,test]'
 	touch $@
 
-$(ENGINES)/.installed $(VERL)/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
+$(ENGINES)/.installed $(TRL)/.installed $(VERL)/.installed: .venv-%/.installed: pyproject.toml \
+    constraints-%.txt
 	$(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --no-deps -r constraints-$*.txt
