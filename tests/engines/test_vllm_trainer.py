@@ -39,7 +39,7 @@ from deltasync.errors import (
 from deltasync.integrations import vllm_trainer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
-from deltasync.integrations.vllm import HttpClient, OfflineClient
+from deltasync.integrations.vllm import HttpClient, OfflineClient, register
 from deltasync.integrations.vllm_trainer import DeltaSyncTrainer, DeltaSyncTrainerInitInfo
 from deltasync.integrations.worker import Worker
 from tests.engines.checkpoints import checkpoint, write_config
@@ -326,6 +326,14 @@ def test_init_info_of_another_backend_is_refused() -> None:
     other = NCCLTrainerInitInfo("127.0.0.1", 1, 2, rank=0)
     with pytest.raises(ConfigError, match="is no DeltaSyncTrainerInitInfo"):
         DeltaSyncTrainer.trainer_init(other, client=Fleet(), source=TheirSource(WEIGHTS))
+
+
+def test_vllms_plugins_register_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = WeightTransferTrainerFactory._registry
+    monkeypatch.delitem(registry, "deltasync")
+    register()
+    register()
+    assert registry["deltasync"]() is DeltaSyncTrainer
 
 
 def test_settings_are_those_of_an_engine_sync() -> None:
