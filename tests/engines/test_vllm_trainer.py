@@ -228,8 +228,9 @@ def test_another_rank_only_goes_through_the_source() -> None:
     assert fleet.calls == []
 
 
+@pytest.mark.timeout(280)
 def test_ranks_that_hold_parts_gather_them() -> None:
-    run_ranks(gather, 2, free_port(), timeout_s=90)
+    run_ranks(gather, 2, free_port(), timeout_s=240)
 
 
 def gather(rank: int, port: int) -> None:
