@@ -1,4 +1,4 @@
-"""TRL is large: its tests are collected where it is installed, by `make test-trl`."""
+"""TRL is large: these tests are collected where it is installed, by `make test-trl`."""
 
 from __future__ import annotations
 
