@@ -6,18 +6,16 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import deltasync
 from deltasync import ModuleSource, NamedTensor, Policy, SenderOptions, WeightSource
+from deltasync.delta.backend import Kernels
 from deltasync.sync.protocol.round import SyncPhase
 from tests.sync.harness import Model, bits_equal, fleet
+from tests.sync.lines import Lines
 from tests.sync.test_batched import one_kernel_at_a_time
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures(one_kernel_at_a_time.__name__)]
@@ -25,33 +23,9 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures(one_kernel_at_a_
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here", allow_module_level=True)
 
-PACKAGE = f"{Path(deltasync.__file__).parent}/"
 FEW = 12
 MOST_LINES = 5
 """For a hundred parameters."""
-
-
-class Lines:
-    """Counts the lines of the package that a thread runs, except those of kernels."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Lines:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _called(self, frame: FrameType, event: str, _: object) -> Any:
-        path = frame.f_code.co_filename
-        is_ours = path.startswith(PACKAGE) and not path.startswith(f"{PACKAGE}delta/kernels/")
-        return self._ran if is_ours else None
-
-    def _ran(self, frame: FrameType, event: str, _: object) -> Any:
-        self.count += event == "line"
-        return self._ran
 
 
 class Unseen:
@@ -111,11 +85,15 @@ SOURCES: dict[str, tuple[bool, Callable[[nn.Module], WeightSource], SenderOption
 }
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(("is_nested", "make", "options"), SOURCES.values(), ids=SOURCES.keys())
 def test_unchanged_parameters_take_no_lines(
-    is_nested: bool, make: Callable[[nn.Module], WeightSource], options: SenderOptions
+    is_nested: bool,
+    make: Callable[[nn.Module], WeightSource],
+    options: SenderOptions,
+    kernels: Kernels,
 ) -> None:
-    options = options.model_copy(update={"kernels": "triton"})
+    options = options.model_copy(update={"kernels": kernels})
     counts = []
     for number in (FEW, 4 * FEW):
         module = model(number, is_nested=is_nested)
