@@ -17,7 +17,7 @@ _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
 _COMPARED = 1 << 16  # indices compared at once
-_WRITTEN = 1 << 15  # elements written at once: their widened indices stay in the L2 cache
+_WRITTEN = 1 << 17  # elements written at once: few calls, and a MiB for their widened indices
 _FAR_APART = 8  # mean distance of elements from which numpy writes them faster than torch
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
@@ -79,11 +79,13 @@ def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
         first, span = int(where[0]), int(where[-1]) + 1 - int(where[0])
         if span == len(where):  # increasing indices that leave nothing out
             lines[first : first + span] = new
-        elif span >= _FAR_APART * len(where):
-            lines[where.astype(np.int64)] = new
+            continue
+        wide = _wide(len(where))
+        np.copyto(wide, where)
+        if span >= _FAR_APART * len(where):
+            lines[wide] = new
         else:
-            positions = torch.from_numpy(where.astype(np.int64))
-            line.scatter_(0, positions, bits[begin : begin + _WRITTEN])
+            line.scatter_(0, torch.from_numpy(wide), bits[begin : begin + _WRITTEN])
 
 
 def digest_run(bits: Tensor, key: int, start: int) -> int:
@@ -195,6 +197,14 @@ def _mask(n: int) -> NDArray[np.bool_]:
     if mask is None or len(mask) < n:
         mask = _scratch.mask = np.empty(n, np.bool_)
     return mask[:n]
+
+
+def _wide(n: int) -> NDArray[np.int64]:
+    """int64[n]: the same. Memory that is new each time costs as much as what is written with it."""
+    wide: NDArray[np.int64] | None = getattr(_scratch, "wide", None)
+    if wide is None or len(wide) < n:
+        wide = _scratch.wide = np.empty(n, np.int64)
+    return wide[:n]
 
 
 def unsigned(bits: Tensor) -> NDArray[np.unsignedinteger]:
