@@ -50,9 +50,15 @@ def siblings(name: str, fused: Fused = FUSED) -> tuple[str, ...]:
 class Shared:
     """What `Form.whole` gives of the matrices that share it, computed once for each version."""
 
-    def __init__(self, form: Form, names: tuple[str, ...] = ()) -> None:
-        """`names` are those of the matrices that a model may have of them."""
+    def __init__(
+        self, form: Form, names: tuple[str, ...] = (), kept: set[Shared] | None = None
+    ) -> None:
+        """`names` are those of the matrices that a model may have of them.
+
+        It is in `kept` while it keeps something that the trainer's next step changes.
+        """
         self._form, self._names = form, names
+        self._kept: set[Shared] = set() if kept is None else kept
         self._weights: list[Callable[[], Tensor]] = []
         self._flats: list[Flat] = []
         self._total: Total | None = None
@@ -86,10 +92,12 @@ class Shared:
     def _agree(self, peak: Tensor) -> None:
         self._agreed, self._parts = peak.clone().view(1, 1), None
         self._is_agreed_on = True
+        self._kept.add(self)
 
     def changed(self) -> None:
         """Forget what was computed: the trainer has made a step."""
         self._agreed = self._parts = None
+        self._kept.discard(self)
 
     @property
     def total(self) -> Total | None:
@@ -111,4 +119,5 @@ class Shared:
             if self._form.shares and self._has_parts:
                 raise ConfigError(f"{self._names[0]}: ranks have not agreed on its maximum")
             self._parts = self._form.whole(weight() for weight in self._weights)
+        self._kept.add(self)
         return self._parts

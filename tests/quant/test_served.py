@@ -26,6 +26,7 @@ from deltasync.quant.mxfp8 import MxFp8
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.transports import inprocess
 from tests.sync.harness import Serving
+from tests.sync.lines import Lines
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -148,3 +149,20 @@ def follows(
     finally:
         serving.stop()
         sender.close()
+
+
+def lines_to_look(source: ServedSource) -> int:
+    """Lines of the package that one more look at an unchanged source runs through."""
+    source.tensors()
+    with Lines() as lines:
+        source.tensors()
+    return lines.count
+
+
+def test_matrices_of_which_nothing_was_computed_take_no_lines() -> None:
+    def source(count: int) -> ServedSource:
+        layers = [nn.Linear(16, 16, bias=False) for _ in range(count)]
+        named = nn.ModuleDict({f"l{number}": layer for number, layer in enumerate(layers)})
+        return ServedSource(ModuleSource(named), lambda name, shape: Int8())
+
+    assert lines_to_look(source(40)) == lines_to_look(source(10))
