@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deltasync import ModuleSource, SenderOptions
 from deltasync.delta.backend import Kernels
@@ -81,3 +81,44 @@ def test_another_model_is_refused_each_time(
         here.wait(1)
         assert here.sender.send_weights().nnz == 48
         assert bits_equal(trainer, replica)
+
+
+def replaced(module: Model, name: str) -> None:
+    module.register_parameter(name, nn.Parameter(module.get_parameter(name).detach() + 1))
+
+
+def exchanged(module: Model, name: str) -> None:
+    one, other = module.get_parameter(name), module.get_parameter("w0")
+    one.data, other.data = other.data, one.data
+
+
+swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+MOVED: list[Callable[[Model, str], object]] = [
+    lambda m, name: setattr(m.get_parameter(name), "data", m.get_parameter(name).data + 1),
+    replaced,
+    exchanged,
+    lambda m, name: swap(m.get_parameter(name), m.get_parameter("w0")),
+]
+
+
+@pytest.mark.parametrize("move_one", MOVED, ids=["data", "replaced", "exchanged", "swapped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_parameters_that_move_once_they_are_read_together(
+    move_one: Callable[[Model, str], object], dtype: torch.dtype
+) -> None:
+    trainer, replica = (random_model({f"w{n}": (3, 7) for n in range(30)}, s) for s in (0, 1))
+    trainer.to(dtype)
+    replica.bfloat16()
+    with fleet(trainer, options=SenderOptions(kernels="torch")) as here:
+        here.add(replica)
+        here.wait(1)
+        here.sender.send_weights()
+        for turn in range(12):
+            if turn % 4 == 3:  # after three syncs from the same places
+                move_one(trainer, f"w{1 + turn}")
+            trainer.get_parameter(f"w{29 - turn}").data[turn % 3] += 1
+            here.sender.send_weights()
+            held = {n: p.detach().bfloat16() for n, p in trainer.named_parameters()}
+            assert bits_equal(Model(held), replica)
+            assert here.sender.send_weights().nnz == 0
