@@ -122,7 +122,7 @@ def _sizes(found: Mapping[str, Sparsity], old: Checkpoint) -> dict[str, int]:
 
 
 def _layers(found: Mapping[str, Sparsity]) -> dict[str, Sparsity]:
-    from deltasync.sync.watching import layer_of
+    from deltasync.sync.stats import layer_of
 
     layers: dict[str, Sparsity] = {}
     for name, one in found.items():

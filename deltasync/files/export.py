@@ -19,7 +19,8 @@ from deltasync.files.checkpoint import INDEX, Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.frame_file import appearing, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
-from deltasync.sync.receiver import WeightReceiver, proved
+from deltasync.sync.held import proved
+from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
 

@@ -31,7 +31,7 @@ from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
-from deltasync.sync.watching import DeltaWatch
+from deltasync.sync.stats import DeltaWatch
 from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
@@ -340,7 +340,9 @@ class StoreSender(Closing):
         found: Delta | None = None,
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
-        noticed = self._watch.look(self._weights, found, options, version=version)
+        noticed = self._watch.look(
+            self._weights, self._weights.trained, found, options, version=version
+        )
         now = time.perf_counter()
         return PublishStats(
             version=version,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from deltasync.delta.backend import Plan
 from deltasync.delta.codecs.choosing import CODING_COSTS, Work, cheapest, coding_s, costs_on
-from deltasync.delta.codecs.coding import Coding, policy_for
-from deltasync.delta.policy import DEFAULT_COSTS, Policy
+from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.policy import DEFAULT_COSTS
 from deltasync.sync.options import SenderOptions
 
 if TYPE_CHECKING:
@@ -45,11 +45,6 @@ class ChosenCoding:
         self.bytes_per_s: float | None = None
         self._most = deque[float](maxlen=_CALLS)
         self._told: set[str] = set()
-
-    def policy(self, options: SenderOptions) -> Policy:
-        """The policy to compare chunks by."""
-        coding = options.compression
-        return policy_for(options.policy, self.last if coding == "auto" else coding)
 
     def speed(self, options: SenderOptions) -> float | None:
         """Bytes a second of the link, as given or as seen; None if they are not known."""

@@ -124,7 +124,7 @@ class Subscription:
     def close(self) -> None:
         """Report no more events to the listener. Idempotent; any thread may call it."""
         with suppress(ValueError):  # closed already
-            _subscriptions.remove(self)
+            subscriptions.remove(self)
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +138,8 @@ class Subscription:
         self.close()
 
 
-_subscriptions: list[Subscription] = []  # without a lock, which a fork could leave held
+subscriptions: list[Subscription] = []
+"""All of them. Without a lock, which a fork could leave held."""
 
 
 def subscribe(listener: Listener) -> Subscription:
@@ -156,13 +157,13 @@ def subscribe(listener: Listener) -> Subscription:
         What ends the subscription.
     """
     subscription = Subscription(listener)
-    _subscriptions.append(subscription)
+    subscriptions.append(subscription)
     return subscription
 
 
 def report(event: SyncEvent) -> None:
     """Let all listeners know."""
-    for subscription in tuple(_subscriptions):
+    for subscription in tuple(subscriptions):
         _tell(subscription, event)
 
 
@@ -178,7 +179,7 @@ def _tell(subscription: Subscription, event: SyncEvent) -> None:
 
 def report_failure(error: BaseException, make: Callable[[BaseException], SyncFailed]) -> None:
     """Report an error of a sync, unless another end has reported it already."""
-    if _subscriptions and not hasattr(error, _MARK):
+    if subscriptions and not hasattr(error, _MARK):
         with suppress(AttributeError):  # errors of some extension modules take no attribute
             setattr(error, _MARK, True)
         report(make(error))

@@ -7,12 +7,10 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from torch import Tensor
 
-from deltasync.delta.backend import Backend
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.digests import digest_text
 from deltasync.errors import (
@@ -25,12 +23,13 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.arguments import check_receiver
+from deltasync.sync.events import subscriptions
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller, ReceiverLinks
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
 from deltasync.sync.records import ReceiverRecord
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.bound import BoundWeights, Follower
+from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing, ReceiveTransport
 from deltasync.wire import messages
@@ -151,7 +150,7 @@ class WeightReceiver(Closing):
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to rejoin.
         """
-        with self._caller.call(), self._record.watched(pauses=True):
+        with self._caller.call(), self._watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
                 while self._stage(timeout_s):
@@ -163,6 +162,13 @@ class WeightReceiver(Closing):
             raise SyncAborted("invalidated while joining; call again")
         return self._session.version
 
+    def _watched(
+        self, *, pauses: bool = False, defers: bool = False
+    ) -> AbstractContextManager[None]:
+        if not subscriptions:  # nor is anything noted for events
+            return nullcontext()
+        return self._record.watched(pauses=pauses, defers=defers)
+
     def stage(self, *, timeout_s: float = 60.0) -> bool:
         """Receive a sync until it is decided; the engine may serve meanwhile.
 
@@ -171,7 +177,7 @@ class WeightReceiver(Closing):
         memory than `max_staged_bytes`, returns True at once: `commit` then receives and writes it
         in place, and if that breaks off, the receiver is dirty.
         """
-        with self._caller.call(), self._record.watched():
+        with self._caller.call(), self._watched():
             return self._stage(timeout_s)
 
     def _stage(self, timeout_s: float) -> bool:
@@ -209,7 +215,7 @@ class WeightReceiver(Closing):
             DigestMismatch: What was read back is not what was written.
         """
         self._check_staged()
-        with self._caller.call(), self._record.watched(pauses=True, defers=True):
+        with self._caller.call(), self._watched(pauses=True, defers=True):
             version = self._commit()
         if version is None:
             raise SyncAborted("given up before anything was written; stage again", may_follow=True)
@@ -233,7 +239,8 @@ class WeightReceiver(Closing):
                 commit_s = self._write(begun)
             if self._world > 1:
                 self._wait_for_engine()
-            self._record.committed(commit_s, self._weights.staging)
+            if subscriptions:
+                self._record.committed(commit_s, self._weights.staging)
             self._weights.staging, self._scrub_is_due = None, True
             return begun.version
 
@@ -381,7 +388,8 @@ class WeightReceiver(Closing):
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
             case messages.Commit():
-                self._record.note("ready")
+                if subscriptions:
+                    self._record.note("ready")
             case messages.Abort():
                 self._weights.staging = None
 
@@ -396,12 +404,14 @@ class WeightReceiver(Closing):
         # The sender may itself be waiting for others.
         theirs = 2 * min(begin.timeout_s, _MAX_SENDER_TIMEOUT_S)
         self._silence_s = max(self._options.stall_timeout_s, theirs)
-        self._record.begin(begin, begin.sparse_bytes + begin.dense_bytes)
+        if subscriptions:
+            self._record.begin(begin, begin.sparse_bytes + begin.dense_bytes)
         self._weights.begin(begin)
 
     def _prepared(self, prepare: messages.Prepare) -> None:
         digest, staged_bytes = self._weights.predict()
-        self._record.note("wait")
+        if subscriptions:
+            self._record.note("wait")
         text = digest_text(digest)
         self._reply(
             messages.Prepared(version=prepare.version, digest=text, staged_bytes=staged_bytes)
@@ -453,43 +463,3 @@ class WeightReceiver(Closing):
                     self._reply(failed)
             finally:
                 self._links.disconnect()
-
-
-@dataclass(frozen=True, slots=True)
-class Proved:
-    """Weights whose digests are those of a version.
-
-    Attributes:
-        stream_id, version: Of which training run, and which version.
-        backend: The weights and their digests. Not owned.
-    """
-
-    stream_id: str
-    version: int
-    backend: Backend
-
-
-@contextmanager
-def proved(receiver: WeightReceiver) -> Iterator[Proved]:
-    """Inside, the weights of the version held stay as they are: syncs, and `detach`, wait.
-
-    Raises:
-        DirtyReceiver: The weights may mix two versions.
-        CallOrderError: No version is held, or the one that is held is not known for certain now.
-    """
-    with receiver._lock:
-        receiver.check_serving()
-        session, weights = receiver._session, receiver._weights
-        if session.version is None or session.stream_id is None:
-            raise CallOrderError(f"{receiver.name} holds no version yet: receive one first")
-        if session.detached or weights.may_differ:
-            raise CallOrderError(f"the weights of {receiver.name} are detached: attach and rejoin")
-        if session.state is ReceiverState.COMMITTED or not weights.are_proved:
-            raise CallOrderError(f"{receiver.name} is between two versions: try again after it")
-        receiver._synchronize()
-        yield Proved(session.stream_id, session.version, weights.backend)
-
-
-def follow(receiver: WeightReceiver, follower: Follower) -> None:
-    """Let `follower` hear of each sync that comes from now on."""
-    receiver._weights.follower = follower

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Self
+from dataclasses import dataclass, field
 
 from deltasync.delta.backend import Applier
 from deltasync.errors import (
@@ -24,73 +24,48 @@ from deltasync.sync.events import (
     SyncFailed,
     report,
     report_failure,
-    reporting,
 )
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.wire.messages import Begin
 
 
+@dataclass(slots=True)
 class SenderCall:
-    """What a sender notes of one call of `send_weights`, from now on.
-
-    Args:
-        stream_id: The training run.
-        version: What is attempted.
-        lost: Returns what was lost, see `SyncStats`.
-        is_relayed: As of `SyncStats`.
+    """What a sender notes of one call of `send_weights`.
 
     Attributes:
-        stream_id, lost, is_relayed: The same.
-        phases: Parts of the call so far, by `time.perf_counter`.
+        stream_id: The training run.
+        version: What is attempted.
+        is_relayed: As of `SyncStats`.
+        lost: What is lost so far, see `SyncStats`. Not owned.
+        began: When it began, by `time.perf_counter`.
+        phases: Its parts so far, by the same clock.
     """
 
-    def __init__(
-        self,
-        stream_id: str,
-        version: int,
-        lost: Callable[[], Mapping[str, str]],
-        *,
-        is_relayed: bool = False,
-    ) -> None:
-        self.stream_id, self._version = stream_id, version
-        self.lost, self.is_relayed = lost, is_relayed
-        self._began, self.phases = time.perf_counter(), list[Phase]()
+    stream_id: str
+    version: int
+    is_relayed: bool = False
+    lost: Mapping[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+    phases: list[Phase] = field(default_factory=list)
 
-    @contextmanager
-    def reported(self) -> Iterator[Self]:
-        """What is raised inside is reported, unless it was already."""
-        with reporting(self._failed):
-            yield self
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.perf_counter() - self._began
-
-    def note(self, phase: str, began: float) -> None:
-        """A part that began at this time ends now."""
-        self.phases.append((phase, began, time.perf_counter()))
-
-    def seconds_of(self, phase: str) -> float:
-        """What its parts of this name have taken."""
-        return sum(end - start for name, start, end in self.phases if name == phase)
-
-    def timeline(self) -> tuple[Phase, ...]:
-        """Its parts, in seconds since it began."""
-        began = self._began
-        return tuple((name, start - began, end - began) for name, start, end in self.phases)
-
-    def _failed(self, error: BaseException) -> SyncFailed:
+    def failed(self, error: BaseException) -> SyncFailed:
+        """What is reported of it if this was raised."""
         return SyncFailed(
             role="sender",
             error=error,
             stream_id=self.stream_id,
-            version=self._version,
-            lost=dict(self.lost()),
-            total_s=self.seconds,
+            version=self.version,
+            lost=dict(self.lost),
+            total_s=time.perf_counter() - self.began,
             ended_at=time.time(),
-            phases=self.timeline(),
+            phases=since(self.began, self.phases),
         )
+
+
+def since(began: float, phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    """Parts in seconds since then."""
+    return tuple((name, start - began, end - began) for name, start, end in phases)
 
 
 class ReceiverRecord:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import (
     ConfigError,
     EngineFailed,
-    LayoutMismatch,
     NoReceivers,
     SyncAborted,
     TransportTimeout,
     WireError,
 )
 from deltasync.sync.arguments import check_options, check_send_transport, check_source
-from deltasync.sync.events import report
+from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import GroupWeights
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
@@ -28,15 +27,22 @@ from deltasync.sync.protocol.lobby import Joining, Lobby
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
 from deltasync.sync.protocol.sender_session import Member, SenderSession
 from deltasync.sync.records import SenderCall
-from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
+from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
-from deltasync.sync.stats import Joined, OnLost, Synced, SyncStats, judged, reasons, stats_of
-from deltasync.sync.watching import DeltaWatch
+from deltasync.sync.stats import (
+    DeltaWatch,
+    Joined,
+    OnLost,
+    Synced,
+    SyncStats,
+    judged,
+    reasons,
+    stats_of,
+)
 from deltasync.transports import forks
-from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, SendTransport
-from deltasync.wire.messages import Hello, ParameterSpec, Upcoming
+from deltasync.wire.messages import Hello, Upcoming
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +100,7 @@ class WeightSender(Closing):
         self._lost_between: dict[str, str] = {}  # syncs: the next one says so
         self._done: SyncStats | None = None
         self._watch = DeltaWatch()
-        self._call = SenderCall(self.stream_id, 0, lambda: self._lost)
+        self._call = SenderCall(self.stream_id, 0)
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
@@ -224,7 +230,8 @@ class WeightSender(Closing):
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
         logger.info("sent %s", stats)
-        report(stats)
+        if subscriptions:
+            report(stats)
         return judged(stats, on_lost)
 
     def _outcome(self) -> tuple[int, SyncStats | None]:
@@ -236,8 +243,8 @@ class WeightSender(Closing):
         self._link.limit = limit
         self._lobby.listen(timeout_s=0)
         self._part_with_lost_members()
-        self._lost, self._lost_between = self._lost_between, {}
-        self.were_asleep = False
+        self._lost = self._call.lost = self._lost_between
+        self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
             relayed = "no delta leads from what they hold to the version that is relayed: rejoin"
             why = "a rank of the trainer has lost its snapshot"
@@ -262,15 +269,16 @@ class WeightSender(Closing):
         joined = self._join(engines)
         if not self._session.members:
             raise self._nobody()
-        found = delta.delta if delta else None
+        coding, options = self._own.coding, self._own.options
         return stats_of(
             self._weights,
             delta,
             joined,
             self._call,
             session=self._session,
-            noticed=self._watch.look(self._weights, found, self.options, version=self.version),
-            link_gbit_s=self._own.coding.gbit_s(self.options),
+            watch=self._watch,
+            options=options,
+            link_gbit_s=coding.gbit_s(options) if options.compression == "auto" else None,
         )
 
     def close(self) -> None:
@@ -297,7 +305,7 @@ class WeightSender(Closing):
                 began = time.perf_counter()
                 room = min(member.max_staged_bytes for member in members)
                 done.delta = self._weights.delta(self.version, max_staged_bytes=room)
-                self._call.note("compare", began)
+                self._call.phases.append(("compare", began, time.perf_counter()))
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
             done.result = self._run(done.delta, members, version=version)
@@ -341,7 +349,7 @@ class WeightSender(Closing):
             is_captured = True
             break
         self._lost |= self._lobby.refused()
-        self._call.note("capture", began)
+        self._call.phases.append(("capture", began, time.perf_counter()))
         return is_captured
 
     def _join(self, engines: list[dict[int, Hello]]) -> Joined:
@@ -379,20 +387,22 @@ class WeightSender(Closing):
 
     def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
         """One round; remembers who was lost in it."""
-        coding = self._own.coding
+        coding, asked = self._own.coding, self._own.options.compression
+        is_auto = asked == "auto"
         work = Round(
             self._link,
             self._session,
             plan,
             self._captured_layout(),
-            compression=coding.choose(self._own, plan),
+            compression=coding.choose(self._own, plan) if asked == "auto" else asked,
             on_phase=self._on_phase,
             packed=self._own.release,
             peer_ranks=self._peer_ranks,
+            is_timed=is_auto,
         )
         try:
             result = work.run(participants, version=version, stream_id=self.stream_id)
-            if self._peer_ranks is None:
+            if is_auto and self._peer_ranks is None:
                 coding.learn(self._own, plan, result)
             return result
         finally:
@@ -456,39 +466,15 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     """
     sender._done, sender._lost, group = None, {}, sender._group
     is_relayed = sender._own.version is not None
-    version, lost = sender._next_version, lambda: sender._lost
-    record = SenderCall(sender.stream_id, version, lost, is_relayed=is_relayed)
-    ranks = group.one_call(sender._outcome, limit) if group else nullcontext()
-    with record.reported() as sender._call, ranks:
-        yield
+    call = SenderCall(sender.stream_id, sender._next_version, is_relayed=is_relayed)
+    sender._call = call
+    try:
+        with group.one_call(sender._outcome, limit) if group else nullcontext():
+            yield
+    except BaseException as error:
+        report_failure(error, call.failed)
+        raise
     sender._lost = {}  # which the stats have
-
-
-def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
-    """What all ranks of the trainer hold, in the dtypes of the source, or those of `wire_dtypes`.
-
-    Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
-    """
-    with sender._caller.call():
-        specs = sender._weights.declared(timeout_s=timeout_s)
-        return specs_of(specs, (), sender.options.wire_dtypes)
-
-
-def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:
-    """Raise ConfigError, by name, if engines that have greeted could not take what is declared."""
-    with sender._caller.call():
-        for hellos in sender._lobby.engines():
-            held = [spec for hello in hellos.values() for spec in hello.specs()]
-            specs = specs_of(declared, held, sender.options.wire_dtypes)
-            try:
-                check_engine(SentLayout(specs), hellos.values())
-            except LayoutMismatch as error:
-                raise ConfigError(str(error)) from error
-
-
-def addresses_of_ranks(sender: WeightSender) -> list[tuple[int, Address | None]]:
-    """(rank, where it sends from) of the other ranks of the trainer, in order."""
-    return sorted(sender._group.addresses.items()) if sender._group else []
 
 
 def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -15,13 +19,20 @@ from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import Ints
 from deltasync.errors import ReceiversLost
 from deltasync.sync.events import Phase, SyncEvent
+from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.protocol.sender_session import SenderSession
 from deltasync.sync.records import SenderCall
+from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.weights import Weights
-from deltasync.sync.watching import Noticed
+from deltasync.wire.messages import ParameterSpec
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.int64)
+_LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
+_NAMED = 3  # parameters that a warning names
+_REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
 
 OnLost = Literal["continue", "raise"]
 """What a call does about receivers that left, once the others hold the version."""
@@ -162,24 +173,25 @@ def stats_of(
     call: SenderCall,
     *,
     session: SenderSession,
-    noticed: Noticed,
+    watch: DeltaWatch,
+    options: SenderOptions,
     link_gbit_s: float | None = None,
 ) -> SyncStats:
     """Count a sync.
 
     Args:
-        weights: What was sent.
-        synced: What members got; None if there were none.
-        joined: What newcomers got.
-        call: The call, which ends now.
-        session, noticed: Who holds the version, and what is noticed of the delta.
+        weights: What was sent, as `options` say.
+        synced, joined: What members got, if there were any, and newcomers.
+        call: The call, which ends now; `session`: who holds the version.
+        watch: Notices what is unusual of it.
         link_gbit_s: As of `SyncStats`.
     """
     layout = weights.layout
     assert layout is not None
     found = synced.delta if synced else None
     result = synced.result if synced else joined.result
-    changed = found.changed if found else _NOTHING
+    changed, trained = found.changed if found else _NOTHING, weights.trained
+    noticed = watch.look(weights, trained, found, options, version=session.version)
     return SyncStats(
         version=session.version,
         base_version=found.base_version if found else None,
@@ -187,10 +199,10 @@ def stats_of(
         receivers=len(session.members),
         joined=joined.joined,
         full_synced=joined.full_synced,
-        lost=dict(call.lost()),
+        lost=dict(call.lost),
         numel=layout.numel,
         nnz=found.nnz if found else layout.numel * bool(joined.full_synced),
-        parameters=coverage_of(weights.trained, changed, full=not found),
+        parameters=coverage_of(trained, changed, full=not found),
         payload_bytes=result.sent.payload_bytes,
         dense_bytes=layout.num_bytes,
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
@@ -198,11 +210,11 @@ def stats_of(
         compression=result.coding,
         link_gbit_s=link_gbit_s,
         num_buckets=result.sent.num_buckets,
-        diff_s=synced.diff_s if synced else call.seconds_of("capture"),
+        diff_s=synced.diff_s if synced else _seconds(call.phases),
         transfer_s=result.transfer_s,
         commit_s=result.commit_s,
         receiver_commit_s=result.receiver_commit_s,
-        total_s=call.seconds,
+        total_s=time.perf_counter() - call.began,
         sender_bytes=(found.held_bytes if found else 0) + 2 * result.sent.bucket_bytes,
         receiver_bytes=max(result.receiver_bytes, joined.result.receiver_bytes),
         snapshot_bytes=weights.snapshot_bytes,
@@ -211,11 +223,16 @@ def stats_of(
         stream_id=call.stream_id,
         engines=tuple(sorted({member.engine for member in session.members.values()})),
         ended_at=time.time(),
-        phases=call.timeline(),
+        phases=tuple((name, a - call.began, b - call.began) for name, a, b in call.phases),
         density_by=noticed.density_by,
         warnings=noticed.warnings,
         is_relayed=call.is_relayed,
     )
+
+
+def _seconds(phases: Iterable[Phase], of: str = "capture") -> float:
+    """What parts of this name have taken."""
+    return sum(end - start for name, start, end in phases if name == of)
 
 
 def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dict[str, int]:
@@ -231,3 +248,139 @@ def coverage_of(trained: NDArray[np.bool_], changed: Ints, *, full: bool) -> dic
     count, unchanged = np.count_nonzero(is_changed), np.count_nonzero(trained & ~is_changed)
     frozen = len(trained) - count - unchanged
     return {"changed": int(count), "unchanged": int(unchanged), "frozen": int(frozen)}
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, or to the last dot."""
+    found = _LAYER.match(name)
+    return found["layer"] if found else name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """What is noticed of one delta. Attributes as of `SyncStats`."""
+
+    density_by: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+class DeltaWatch:
+    """Looks at each delta of one sender that was decided.
+
+    Costs a few numpy calls for each delta, whatever the number of parameters.
+    """
+
+    def __init__(self) -> None:
+        self._specs: Sequence[ParameterSpec] = ()
+        self._groups: tuple[str, list[str], Ints, NDArray[np.float64]] | None = None
+        self._deltas = 0  # in which something has changed
+        self._changed_in: Ints = np.zeros(0, np.int64)  # the last of these, by parameter
+        self._is_named = np.zeros(0, np.bool_)
+        self._densities: deque[float] = deque(maxlen=_REMEMBERED)
+        self._is_high = False
+
+    def look(
+        self,
+        weights: Weights,
+        trained: NDArray[np.bool_],
+        delta: Delta | None,
+        options: SenderOptions,
+        *,
+        version: int,
+    ) -> Noticed:
+        """Look at what was sent, and log what an operator should know.
+
+        Args:
+            weights: Whose delta it is.
+            trained: bool[parameters], which of them are trained.
+            delta: What was sent, all of it; None for a full sync.
+            options: What to report, and when to warn.
+            version: What it has brought.
+        """
+        layout = weights.layout
+        if delta is None or layout is None:
+            return Noticed()
+        self._fit(layout.specs)
+        limit = options.warn_unchanged_syncs if weights.knows_trained else None
+        found = self._warnings(trained, layout, delta, limit, options.warn_density_factor)
+        warnings = tuple(filter(None, found))
+        for text in warnings:
+            logger.warning("v%d: %s", version, text)
+        return Noticed(self._densities_by(delta, options.report_density), warnings)
+
+    def _warnings(
+        self,
+        trained: NDArray[np.bool_],
+        layout: SentLayout,
+        delta: Delta,
+        limit: int | None,
+        factor: float | None,
+    ) -> Iterator[str]:
+        if delta.nnz:
+            yield self._unchanged(trained, delta.changed, limit)
+            yield self._jump(delta.nnz / layout.numel, factor)
+
+    def _densities_by(
+        self, delta: Delta, kind: Literal["layer", "parameter"] | None
+    ) -> dict[str, float]:
+        """Shares that changed, by layer or parameter."""
+        if kind is None:
+            return {}
+        if self._groups is None or self._groups[0] != kind:
+            self._groups = _groups(self._specs, kind)
+        _, names, group, numel = self._groups
+        counts = np.bincount(group[delta.changed], delta.counts(), len(names))
+        return dict(zip(names, (counts / numel).tolist(), strict=True))
+
+    def _fit(self, specs: Sequence[ParameterSpec]) -> None:
+        """Start over if this is another model."""
+        if specs is self._specs:
+            return
+        if [spec.names for spec in specs] != [spec.names for spec in self._specs]:
+            self._deltas, self._changed_in = 0, np.zeros(len(specs), np.int64)
+            self._is_named = np.zeros(len(specs), np.bool_)
+            self._densities.clear()
+            self._is_high = False
+        self._specs, self._groups = specs, None
+
+    def _unchanged(self, trained: NDArray[np.bool_], changed: Ints, limit: int | None) -> str:
+        """Which trained parameters have not changed in so many deltas; each is named once."""
+        self._deltas += 1
+        self._changed_in[changed] = self._deltas
+        if limit is None or self._deltas < limit:
+            return ""
+        is_new = (self._changed_in <= self._deltas - limit) & trained & ~self._is_named
+        if not is_new.any():
+            return ""
+        self._is_named |= is_new
+        numbers = np.flatnonzero(is_new)
+        names = ", ".join(repr(self._specs[number].name) for number in numbers[:_NAMED].tolist())
+        more = "" if len(numbers) <= _NAMED else f" and {len(numbers) - _NAMED} more"
+        return (
+            f"{names}{more} require grad and have not changed in {limit} deltas: check that the "
+            "optimizer has them, and that its steps are not too small for the dtype that is sent"
+        )
+
+    def _jump(self, density: float, factor: float | None) -> str:
+        """Say that a density is far above those before, once until it is back."""
+        usual = median(self._densities) if len(self._densities) >= _LEAST else None
+        self._densities.append(density)
+        was_high = self._is_high
+        self._is_high = factor is not None and usual is not None and density > factor * usual
+        if not self._is_high or was_high:
+            return ""
+        return (
+            f"{density:.3%} of the elements changed, the median of the deltas before is "
+            f"{usual:.3%}: check the learning rate, and whether something loaded other weights"
+        )
+
+
+def _groups(
+    specs: Sequence[ParameterSpec], kind: str
+) -> tuple[str, list[str], Ints, NDArray[np.float64]]:
+    """(kind, names, int64[parameters] group of each, float64[groups] elements, at least 1)."""
+    names = [layer_of(spec.name) if kind == "layer" else spec.name for spec in specs]
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = np.array([order[name] for name in names], np.int64)
+    numel = np.bincount(group, [spec.numel for spec in specs], len(order))
+    return kind, list(order), group, np.maximum(numel, 1)

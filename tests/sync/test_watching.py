@@ -17,7 +17,7 @@ from torch import nn
 from deltasync import SenderOptions, SyncStats
 from deltasync.delta.bits import as_bits
 from deltasync.errors import ConfigError
-from deltasync.sync.watching import layer_of
+from deltasync.sync.stats import layer_of
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, Model, fleet
 from tests.sync.test_group import change, model

@@ -16,7 +16,7 @@ from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
-from deltasync.delta.host.small import SmallSource, SmallWeights, is_small
+from deltasync.delta.host.small import SMALL, SmallSource, SmallWeights
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.kernels import KERNELS
 from deltasync.delta.policy import Policy
@@ -24,6 +24,7 @@ from deltasync.delta.shard import Share
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _BLOCK = 1 << 17  # positions digested at once
+_MANY = 64  # parameters from which on it pays to read small ones together
 
 
 class HostBackend:
@@ -65,7 +66,8 @@ class HostBackend:
         table, found = self.ledger.table, np.zeros(len(chunks), np.uint64)
         parameter = table.parameter[chunks]
         is_small = self._small.has[parameter]
-        found[is_small] = self._small.digests(parameter[is_small])
+        if is_small.any():
+            found[is_small] = self._small.digests(parameter[is_small])
         rest = np.flatnonzero(~is_small)
         columns = rest, parameter[rest], table.start[chunks[rest]], table.numel[chunks[rest]]
         for nth, number, low, numel in zip(*(c.tolist() for c in columns), strict=True):
@@ -105,10 +107,13 @@ class HostBackend:
         )
 
     def _looked_at(self, readers: Sequence[Reader]) -> Iterable[int]:
-        """Numbers of the parameters to compare one by one: all but small ones that are the same.
+        """Numbers of the parameters to compare one by one: all, or of many all but small ones that
+        are the same.
 
         It takes a while to find small ones, and for a source that moves that would be for nothing.
         """
+        if len(readers) < _MANY:
+            return range(len(readers))
         if readers is not self._readers:
             self._readers, self._small_source = readers, None
             return range(len(readers))
@@ -222,7 +227,7 @@ class HostBackend:
 
     @cached_property
     def _small(self) -> SmallWeights:
-        return SmallWeights(self.flats, self.ledger)
+        return SmallWeights(self.flats if len(self.flats) >= _MANY else {}, self.ledger)
 
     @cached_property
     def _lines(self) -> Lines:
@@ -436,8 +441,11 @@ def _is_small_and_same(reader: Reader, old: Live) -> bool:
     new = reader.flat
     return (
         new is not None
+        and new.numel <= SMALL
+        and new.line.is_cpu
+        and old.line.is_cpu
+        and new.is_contiguous
+        and old.is_contiguous
         and reader.dtype == new.dtype
-        and is_small(new)
-        and is_small(old)
         and torch.equal(new.line, old.line)
     )

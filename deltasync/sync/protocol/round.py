@@ -107,7 +107,8 @@ class Round:
 
     Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
     after it leaves alone. In both cases the session then knows why, and they have been dropped.
-    `packed` is called when nothing of the plan is read from the source any more.
+    `packed` is called when nothing of the plan is read from the source any more. If `is_timed`, the
+    result says how soon payloads were answered.
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
@@ -124,8 +125,10 @@ class Round:
         packed: Callable[[], None],
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
+        is_timed: bool = False,
     ) -> None:
         self._link, self._session, self._plan = link, session, plan
+        self._is_timed = is_timed
         self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
         self._result, self.phases = RoundResult(), list[Phase]()
@@ -208,7 +211,8 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         try:
-            emitter.send_buckets(self._send_bucket)
+            is_noted = self._is_timed or self._on_phase is not None
+            emitter.send_buckets(self._send_bucket if is_noted else self._link.send)
             self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
             self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)

@@ -21,8 +21,9 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from deltasync.sync.held import follow, proved
 from deltasync.sync.options import ReceiverOptions, SenderOptions
-from deltasync.sync.receiver import WeightReceiver, follow, proved
+from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.relay.kept import KeptDeltas
 from deltasync.sync.relay.weights import RelayedWeights
 from deltasync.sync.sender import WeightSender

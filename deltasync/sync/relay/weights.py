@@ -13,8 +13,8 @@ from deltasync.delta.bits import Run
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.errors import ConfigError
+from deltasync.sync.held import Proved
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.receiver import Proved
 from deltasync.sync.relay.kept import KeptDeltas, runs_of
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.weights import LocalWeights

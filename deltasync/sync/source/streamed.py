@@ -183,7 +183,7 @@ class StreamedWeights(LocalWeights):
             snapshot,
             found,
             ledger,
-            self.coding.policy(self.options),
+            self.policy(),
             (),
             bucket_bytes=self._bucket_bytes(snapshot),
             base_version=0,
@@ -200,7 +200,7 @@ class StreamedWeights(LocalWeights):
         """How a parameter differs. What goes dense is in the snapshot then."""
         limit = self.options.max_inflight_bytes
         room = snapshot.num_bytes * 8 if limit is None else limit - held_bytes
-        policy = self.coding.policy(self.options)
+        policy = self.policy()
         change = snapshot.change(number, reader, policy, ledger=ledger, room=room)
         if change is not None and change.runs is None:
             whole = Run(0, reader.numel)

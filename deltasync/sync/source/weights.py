@@ -19,7 +19,9 @@ from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.bits import Reader, WireReader, identity
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
+from deltasync.delta.policy import Policy
 from deltasync.delta.shard import (
     ShardSpec,
     Share,
@@ -134,6 +136,11 @@ class LocalWeights(Weights):
         self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
         self._is_looked_up = self.is_released = False
+
+    def policy(self) -> Policy:
+        """The policy to compare chunks by: of the coding asked for, or of that chosen last."""
+        asked = self.options.compression
+        return policy_for(self.options.policy, self.coding.last if asked == "auto" else asked)
 
     @property
     def digests(self) -> Digests:
@@ -272,7 +279,7 @@ class OwnWeights(LocalWeights):
         snapshot, inflight = self._held, self.options.max_inflight_bytes
         return snapshot.compare(
             readers,
-            policy=self.coding.policy(self.options),
+            policy=self.policy(),
             bucket_bytes=self._bucket_bytes(snapshot),
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,

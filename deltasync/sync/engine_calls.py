@@ -1,0 +1,38 @@
+"""What the owner of engines asks of their sender, besides syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.sync.sender import WeightSender
+from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
+from deltasync.transports.address import Address
+from deltasync.wire.messages import ParameterSpec
+
+
+def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
+    """What all ranks of the trainer hold, in the dtypes of the source, or those of `wire_dtypes`.
+
+    Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
+    """
+    with sender._caller.call():
+        specs = sender._weights.declared(timeout_s=timeout_s)
+        return specs_of(specs, (), sender.options.wire_dtypes)
+
+
+def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:
+    """Raise ConfigError, by name, if engines that have greeted could not take what is declared."""
+    with sender._caller.call():
+        for hellos in sender._lobby.engines():
+            held = [spec for hello in hellos.values() for spec in hello.specs()]
+            specs = specs_of(declared, held, sender.options.wire_dtypes)
+            try:
+                check_engine(SentLayout(specs), hellos.values())
+            except LayoutMismatch as error:
+                raise ConfigError(str(error)) from error
+
+
+def addresses_of_ranks(sender: WeightSender) -> list[tuple[int, Address | None]]:
+    """(rank, where it sends from) of the other ranks of the trainer, in order."""
+    return sorted(sender._group.addresses.items()) if sender._group else []
