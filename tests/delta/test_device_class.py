@@ -191,7 +191,9 @@ def test_damaged_blocks_are_what_numpy_makes_of_them(
         for _ in range(int(rng.integers(3))):
             block[rng.integers(len(block))] ^= 1 << rng.integers(8)
         if rng.integers(2):
-            block[len(block) + min(cut, 0) :] = rng.integers(0, 256, max(cut, 0), np.uint8)
+            block[len(block) + min(cut, 0) :] = rng.integers(
+                0, 256, max(cut, 0), np.uint8
+            ).tobytes()
     assert_alike(one, bytes(blocks[0]), bytes(blocks[1]))
 
 
