@@ -57,13 +57,8 @@ from deltasync.transports.control.connection import (
     check_size,
     failure,
 )
-from deltasync.transports.control.endpoints import (
-    Gate,
-    Server,
-    check_secret,
-    listen_tcp,
-    warn_of_strangers,
-)
+from deltasync.transports.control.endpoints import Gate, Server
+from deltasync.transports.control.tcp import check_secret, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
