@@ -259,20 +259,34 @@ class Server:
         self, peers: Collection[int], kind: Kind, deadline: Deadline
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` from each of `peers`; drops those that are late."""
-        self.pump(0)
         found: dict[int, bytes | TransportError] = {}
         while missing := [peer for peer in peers if peer not in found]:
-            for peer in missing:
+            is_late = deadline.passed
+            found |= self.some(missing, kind, deadline)
+            if is_late:
+                late = [peer for peer in missing if peer not in found]
+                found |= {peer: self.expire(peer, "did not answer in time") for peer in late}
+        return found
+
+    def some(
+        self, peers: Collection[int], kind: Kind, deadline: Deadline
+    ) -> dict[int, bytes | TransportError]:
+        """The next message of `kind` of those of `peers` that have one, or why they are gone.
+
+        Waits for the first of them. Drops nobody.
+        """
+        self.pump(0)
+        while True:
+            found: dict[int, bytes | TransportError] = {}
+            for peer in peers:
                 data = self.take(peer, kind)
                 if data is not None:
                     found[peer] = data
                 elif peer not in self._peers:
                     found[peer] = self.loss(peer)
-                elif deadline.passed:
-                    found[peer] = self.expire(peer, "did not answer in time")
-            if len(found) < len(peers):
-                self.pump(deadline.remaining_s)
-        return found
+            if found or deadline.passed:
+                return found
+            self.pump(deadline.remaining_s)
 
     def drop(self, peer: int, reason: TransportError | None = None) -> None:
         """End the connection to `peer`. Idempotent."""
