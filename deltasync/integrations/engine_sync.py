@@ -25,17 +25,12 @@ from deltasync.integrations.trainer_info import (
     WithoutRoutes,
     Work,
 )
+from deltasync.sync.engine_calls import addresses_of_ranks, check_newcomers, declared
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller
 from deltasync.sync.protocol.round import SyncPhase
-from deltasync.sync.sender import (
-    WeightSender,
-    addresses_of_ranks,
-    check_newcomers,
-    declared,
-    one_call,
-)
+from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks

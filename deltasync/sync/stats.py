@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from deltasync.delta.backend import Delta
-from deltasync.errors import ReceiversLost
+from deltasync.errors import NoReceivers, ReceiversLost, SyncAborted, TransportTimeout
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.source.weights import Weights
 
@@ -93,6 +93,18 @@ class SyncStats:
             f"{self.payload_bytes + self.joined_bytes:,} bytes, {self.receivers} receivers "
             f"({self.joined} joined, {len(self.lost)} lost), {self.total_s * 1e3:.1f} ms"
         )
+
+
+def nothing_sent(
+    lost: Mapping[str, str], *, is_too_late: bool
+) -> NoReceivers | SyncAborted | TransportTimeout:
+    """Why a call has sent nothing. `is_too_late`: its total timeout has passed."""
+    if is_too_late:
+        why = reasons(lost) or "before a version was decided"
+        return TransportTimeout(f"total_timeout_s has passed ({why}); send again")
+    if lost:
+        return SyncAborted(f"no receiver is left ({reasons(lost)}); the next sync covers this one")
+    return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
 
 
 def judged(stats: SyncStats, on_lost: OnLost) -> SyncStats:

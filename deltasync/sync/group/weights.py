@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.delta.digests import Ints
-from deltasync.errors import SourceChanged, SyncAborted
+from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
 from deltasync.sync.group.group import GroupCalls
@@ -28,7 +28,7 @@ from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.tensors import Maxima, maxima_of
-from deltasync.sync.source.weights import OwnWeights, coverage_of
+from deltasync.sync.source.weights import LocalWeights, OwnWeights, coverage_of
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -251,3 +251,10 @@ class GroupWeights:
         self._others.digests = self._others.sent
         with suppress(SyncAborted):
             self._group.order(orders.Decide(call=self._group.call, version=self._offered))
+
+
+def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
+    """The weights of all ranks of a trainer, of which this one holds `own`. Raises ConfigError."""
+    if not isinstance(own, OwnWeights):
+        raise ConfigError("a rank of a group needs a source of what it holds")
+    return GroupWeights(own, group)

@@ -1,0 +1,69 @@
+"""What the owner of engines asks of their sender, besides syncs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.sync.sender import WeightSender
+from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
+from deltasync.transports.address import Address
+from deltasync.wire.messages import Failed, ParameterSpec
+
+
+def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
+    """What all ranks of the trainer hold, in the dtypes of the source.
+
+    Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
+    """
+    with sender._caller.call():
+        return sender._weights.declared(timeout_s=timeout_s)
+
+
+def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:
+    """Raise ConfigError, by name, if engines that have greeted could not take what is declared."""
+    with sender._caller.call():
+        for hellos in sender._lobby.engines():
+            held = [spec for hello in hellos.values() for spec in hello.specs()]
+            specs = specs_of(declared, held, sender.options.wire_dtypes)
+            try:
+                check_engine(SentLayout(specs), hellos.values())
+            except LayoutMismatch as error:
+                raise ConfigError(str(error)) from error
+
+
+def addresses_of_ranks(sender: WeightSender) -> list[tuple[int, Address | None]]:
+    """(rank, where it sends from) of the other ranks of the trainer, in order."""
+    return sorted(sender._group.addresses.items()) if sender._group else []
+
+
+def listen(sender: WeightSender, *, timeout_s: float) -> tuple[Counter[str], list[Failed]]:
+    """Hear who has connected, for at most `timeout_s`, less if somebody does.
+
+    Returns the number of ranks of each engine that is a member or has greeted with all of them, and
+    why workers declined since the last call.
+    """
+    with sender._caller.call():
+        sender._lobby.listen(timeout_s=timeout_s)
+        sender._part_with_lost_members()
+        return holders(sender) + sender._lobby.ranks(), sender._lobby.declined()
+
+
+def holders(sender: WeightSender) -> Counter[str]:
+    """The number of ranks of each engine that holds the sender's version."""
+    return Counter(member.engine for member in sender._session.members.values())
+
+
+def let_go_of_strangers(sender: WeightSender, why: str) -> None:
+    """Part with engines that the sender admits no more. They keep the weights that they have."""
+    with sender._caller.call():
+        lobby = sender._lobby
+        lobby.forget_strangers()
+        members = sender._session.members.values()
+        sender._part_with(why, [m for m in members if not lobby.admits(m.engine)])
+
+
+def lost(sender: WeightSender) -> Mapping[str, str]:
+    """Why members left in the last call of `send_weights`, also if that raised."""
+    return sender._lost
