@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.cases.files import files
+from benchmarks.cases.fleet import fleet
 from benchmarks.cases.kernels import apply, commit, diff
 from benchmarks.cases.memory import memory
 from benchmarks.cases.syncs import crossover, small, sync
@@ -22,4 +23,5 @@ GROUPS: dict[str, Group] = {
     "small": small,
     "memory": memory,
     "files": files,
+    "fleet": fleet,
 }
