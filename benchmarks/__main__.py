@@ -98,7 +98,7 @@ def cpu(
         list[str] | None, typer.Option(help=f"Some of: {', '.join(GROUPS)}. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure on the CPU, one thread per process; under eight minutes, under one with --quick."""
+    """Measure on the CPU, one thread per process; `fleet` apart, under eight minutes, or one."""
     groups = _chosen(only, GROUPS)
     results = _measure(groups, "quick" if quick else "full")
     if record:
@@ -332,6 +332,36 @@ def store_chaos(
 
     pairs = dict(pair.split("=", 1) for pair in config or ())
     found = run_chaos(versions=versions, seed=seed, url=url, config=pairs)
+    line = json.dumps(found)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    print(line)
+    if found["failures"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def fleet_chaos(
+    versions: Annotated[int, typer.Option(min=2, help="Number of versions that are sent.")] = 500,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    engines: Annotated[int, typer.Option(min=3, help="Number of engine processes.")] = 8,
+    min_engines: Annotated[int, typer.Option(min=1, help="As of EngineFleet.")] = 2,
+    rolling: Annotated[bool, typer.Option("--rolling", help="One pause at a time.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="As of EngineFleet.")] = 2.0,
+    out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
+) -> None:
+    """Kill, stop, add and remove engines of a fleet at random; check all that they serve."""
+    from benchmarks.fleets.chaos import run_chaos
+
+    found = run_chaos(
+        versions=versions,
+        seed=seed,
+        num_engines=engines,
+        min_engines=min_engines,
+        pauses="rolling" if rolling else "together",
+        timeout_s=timeout_s,
+    )
     line = json.dumps(found)
     if out is not None:
         with out.open("a", encoding="utf-8") as file:

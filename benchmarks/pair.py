@@ -1,14 +1,15 @@
-"""A trainer in this process and an engine in another, joined through shared memory."""
+"""A trainer in this process and engines in others, joined through shared memory."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,25 +58,25 @@ class Synced:
 
 
 class Pair:
-    """Both ends of one link, joined and at the same weights."""
+    """Both ends of one link, joined and at the same weights; the far end may be several engines."""
 
     def __init__(
-        self, module: nn.Module, sender: WeightSender, engine: subprocess.Popen[str]
+        self, module: nn.Module, sender: WeightSender, engines: Sequence[subprocess.Popen[str]]
     ) -> None:
-        self.module, self.sender, self._engine = module, sender, engine
+        self.module, self.sender, self._engines = module, sender, engines
         self._say("receive")
-        sender.wait_for_receivers(1, timeout_s=120.0)
+        sender.wait_for_receivers(len(engines), timeout_s=120.0)
         sender.send_weights()
-        self._answer()
+        self._answers()
 
     @property
     def engine_pid(self) -> int:
-        return self._engine.pid
+        return self._engines[0].pid
 
     def sync(self, options: SenderOptions | None = None) -> Synced:
         """One call of `send_weights`, from the call to its return.
 
-        The engine starts to receive at the same moment, so that its scrub is in the time.
+        Engines start to receive at the same moment, so that their scrub is in the time.
         """
         if options is not None:
             self.sender.options = options
@@ -84,47 +85,56 @@ class Pair:
         stats = self.sender.send_weights()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         if stats.lost:
-            raise RuntimeError(f"the engine left: {stats.lost}")
-        return Synced(stats, seconds, cpu, self._answer())
+            raise RuntimeError(f"an engine left: {stats.lost}")
+        return Synced(stats, seconds, cpu, max(self._answers()))
 
     def trim(self) -> None:
         """Give freed memory back to the system, at both ends."""
         self._say("trim")
         trim_heap()
-        self._answer()
+        self._answers()
 
     def check(self) -> None:
         """Raises unless both ends hold the same bytes, compared outside the library."""
         self._say("checksum")
-        if self._answer() != checksum(self.module):
-            raise RuntimeError("the engine's weights are not the trainer's")
+        if set(self._answers()) != {checksum(self.module)}:
+            raise RuntimeError("an engine's weights are not the trainer's")
 
     def _say(self, word: str) -> None:
-        assert self._engine.stdin is not None
-        print(word, file=self._engine.stdin, flush=True)
+        for engine in self._engines:
+            assert engine.stdin is not None
+            print(word, file=engine.stdin, flush=True)
 
-    def _answer(self) -> float:
-        assert self._engine.stdout is not None
-        line = self._engine.stdout.readline()
-        if not line:
-            raise RuntimeError("the engine process ended; its error is above")
-        return float(json.loads(line))
+    def _answers(self) -> list[float]:
+        return [_answer(engine) for engine in self._engines]
+
+
+def _answer(engine: subprocess.Popen[str]) -> float:
+    assert engine.stdout is not None
+    line = engine.stdout.readline()
+    if not line:
+        raise RuntimeError("an engine process ended; its error is above")
+    return float(json.loads(line))
 
 
 @contextmanager
-def open_pair(model: Model, options: SenderOptions | None = None) -> Iterator[Pair]:
-    """Start the engine's process and join it; it ends with the block."""
+def open_pair(
+    model: Model, options: SenderOptions | None = None, *, num_engines: int = 1
+) -> Iterator[Pair]:
+    """Start the engines' processes and join them; they end with the block."""
     with TemporaryDirectory(prefix="deltasync-") as folder:
         path = Path(folder) / "weights.sock"
         module = model.build()
         sender = WeightSender(ModuleSource(module), shared_memory.Sender(path), options=options)
         numbers = [str(n) for n in (model.hidden, model.layers, model.num_small)]
-        engine = processes.start("benchmarks.pair", str(path), *numbers, is_told=True)
+        words = ("benchmarks.pair", str(path), *numbers)
+        engines = [processes.start(*words, is_told=True) for _ in range(num_engines)]
         try:
             with sender:
-                yield Pair(module, sender, engine)
+                yield Pair(module, sender, engines)
         finally:
-            _end(engine)
+            for engine in engines:
+                _end(engine)
 
 
 def _end(engine: subprocess.Popen[str]) -> None:
@@ -152,7 +162,9 @@ def run_engine(path: str, model: Model) -> None:
     """The engine's process: one answer on stdout for each word on stdin."""
     torch.set_num_threads(1)
     module = model.build()
-    receiver = WeightReceiver(ModuleTarget(module), shared_memory.Receiver(path))
+    receiver = WeightReceiver(
+        ModuleTarget(module), shared_memory.Receiver(path), engine=f"engine-{os.getpid()}"
+    )
     with receiver:
         for word in sys.stdin:
             answer: float = 0

@@ -26,6 +26,8 @@ TITLES = {
     "run_log": "CPU time of a line of a run log",
     "files": "diff of two checkpoint files vs. numpy reading and comparing them",
     "memory_files": "memory of the same command vs. its bound",
+    "fleet_sender": "sender's CPU time with many engines, relative to one",
+    "fleet_sync": "whole sync of many engines, relative to one",
 }
 _BY_DENSITY = ("diff", "diff_with_digests", "apply", "sync_over_diff", "sync_over_dense")
 _COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", "met")

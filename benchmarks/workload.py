@@ -23,6 +23,7 @@ class Scale:
         bucket_bytes: Payload size where memory is measured, well below the model's.
         files: (hidden, layers) of checkpoints; 1 GiB in full.
         file_densities: What differs between two of them.
+        num_engines: Behind one sender, against one engine.
     """
 
     hidden: int
@@ -36,6 +37,7 @@ class Scale:
     bucket_bytes: int
     files: tuple[int, int]
     file_densities: tuple[float, ...]
+    num_engines: int
 
 
 SCALES = {
@@ -51,6 +53,7 @@ SCALES = {
         bucket_bytes=8 << 20,
         files=(2048, 15),
         file_densities=(0.001, 0.01),
+        num_engines=16,
     ),
     "quick": Scale(
         hidden=512,
@@ -64,6 +67,7 @@ SCALES = {
         bucket_bytes=1 << 20,
         files=(1024, 6),
         file_densities=(0.001, 0.01),
+        num_engines=4,
     ),
     "tiny": Scale(
         hidden=64,
@@ -77,6 +81,7 @@ SCALES = {
         bucket_bytes=1 << 16,
         files=(64, 1),
         file_densities=(0.01,),
+        num_engines=3,
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.cases.files import files
+from benchmarks.cases.fleet import fleet
 from benchmarks.cases.kernels import apply, commit, diff
 from benchmarks.cases.memory import memory
 from benchmarks.cases.observing import observing
@@ -24,4 +25,5 @@ GROUPS: dict[str, Group] = {
     "memory": memory,
     "files": files,
     "observing": observing,
+    "fleet": fleet,
 }

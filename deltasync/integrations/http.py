@@ -22,19 +22,22 @@ class Http:
         url: The server's scheme, host and port.
         api_key: Sent as a bearer token with each call; None if the server needs none.
         timeout_s: For each call.
+
+    Attributes:
+        url: The same, without a slash at its end.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no http or https address")
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:
         """Return the parsed JSON of a GET. Raises as `post`."""
-        return self._call(Request(f"{self._url}/{path}", headers=self._headers))
+        return self._call(Request(f"{self.url}/{path}", headers=self._headers))
 
     def post(self, path: str, body: object = None, **query: str | bool) -> Any:
         """Return the parsed JSON of a POST, or None if the response is empty.
@@ -47,7 +50,7 @@ class Http:
         words = {key: str(value).lower() for key, value in query.items()}
         asked = f"?{urlencode(words)}" if words else ""
         data = b"" if body is None else json.dumps(body).encode()
-        return self._call(Request(f"{self._url}/{path}{asked}", data, self._headers))
+        return self._call(Request(f"{self.url}/{path}{asked}", data, self._headers))
 
     def _call(self, request: Request) -> Any:
         where = request.full_url

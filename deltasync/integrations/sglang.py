@@ -204,6 +204,7 @@ class SglangServer:
         timeout_s: float = 300.0,
     ) -> None:
         self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
+        self.url = self._http.url
         self._clears = caches == "clear"
         self._is_stale = False  # caches may hold results of older weights
         info = self._http.get("server_info")

@@ -170,6 +170,7 @@ class HttpClient:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
         self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
+        self.url = self._http.url
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
         self._http.post("init_weight_transfer_engine", {"init_info": init_info})
@@ -235,6 +236,7 @@ class VllmServer:
 
     def __init__(self, client: Client, *, caches: Caches = "clear") -> None:
         self._client, self._caches = client, caches
+        self.url: str | None = getattr(client, "url", None)
         self._call: Callable[..., Any] | None = getattr(client, "collective_rpc", None)
         self._is_stale = False  # caches may hold results of older weights
         self._clear_cache: Callable[[], object] | None = None

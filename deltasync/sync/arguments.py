@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from torch import nn
 
 from deltasync.errors import ConfigError
-from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.options import ReceiverOptions, SenderOptions
+from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import MAX_ENGINE
 
 
@@ -80,3 +82,15 @@ def _is_name(engine: object) -> bool:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+def local_weights(
+    source: WeightSource | LocalWeights, options: SenderOptions | None
+) -> LocalWeights:
+    """The weights of a source, with these options. Raises ConfigError if they have their own."""
+    if not isinstance(source, LocalWeights):
+        check_source(source)
+        return OwnWeights(source, options or SenderOptions())
+    if options is not None:
+        raise ConfigError("these weights have options of their own")
+    return source

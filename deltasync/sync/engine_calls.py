@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
 from deltasync.transports.address import Address
-from deltasync.wire.messages import ParameterSpec
+from deltasync.wire.messages import Failed, ParameterSpec
 
 
 def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...]:
@@ -36,3 +37,34 @@ def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> 
 def addresses_of_ranks(sender: WeightSender) -> list[tuple[int, Address | None]]:
     """(rank, where it sends from) of the other ranks of the trainer, in order."""
     return sorted(sender._group.addresses.items()) if sender._group else []
+
+
+def listen(sender: WeightSender, *, timeout_s: float) -> tuple[Counter[str], list[Failed]]:
+    """Hear who has connected, for at most `timeout_s`, less if somebody does.
+
+    Returns the number of ranks of each engine that is a member or has greeted with all of them, and
+    why workers declined since the last call.
+    """
+    with sender._caller.call():
+        sender._lobby.listen(timeout_s=timeout_s)
+        sender._part_with_lost_members()
+        return holders(sender) + sender._lobby.ranks(), sender._lobby.declined()
+
+
+def holders(sender: WeightSender) -> Counter[str]:
+    """The number of ranks of each engine that holds the sender's version."""
+    return Counter(member.engine for member in sender._session.members.values())
+
+
+def let_go_of_strangers(sender: WeightSender, why: str) -> None:
+    """Part with engines that the sender admits no more. They keep the weights that they have."""
+    with sender._caller.call():
+        lobby = sender._lobby
+        lobby.forget_strangers()
+        members = sender._session.members.values()
+        sender._part_with(why, [m for m in members if not lobby.admits(m.engine)])
+
+
+def lost(sender: WeightSender) -> Mapping[str, str]:
+    """Why members left in the last call of `send_weights`, also if that raised."""
+    return sender._lost

@@ -11,25 +11,21 @@ from contextlib import contextmanager, nullcontext
 from deltasync.delta.backend import Plan
 from deltasync.errors import (
     ConfigError,
-    EngineFailed,
-    NoReceivers,
     SyncAborted,
-    TransportTimeout,
     WireError,
 )
-from deltasync.sync.arguments import check_options, check_send_transport, check_source
+from deltasync.sync.arguments import check_options, check_send_transport, local_weights
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
-from deltasync.sync.group.weights import GroupWeights
+from deltasync.sync.group.weights import with_group
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
-from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, reason_of
-from deltasync.sync.protocol.lobby import Joining, Lobby
-from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase
-from deltasync.sync.protocol.sender_session import Member, SenderSession
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink
+from deltasync.sync.protocol.lobby import Joining, Lobby, names_of
+from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
+from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
 from deltasync.sync.records import SenderCall
-from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
-from deltasync.sync.source.weights import LocalWeights, OwnWeights, Weights
+from deltasync.sync.source.weights import LocalWeights, Weights
 from deltasync.sync.stats import (
     DeltaWatch,
     Joined,
@@ -37,6 +33,7 @@ from deltasync.sync.stats import (
     Synced,
     SyncStats,
     judged,
+    nothing_sent,
     reasons,
     stats_of,
 )
@@ -51,18 +48,21 @@ class WeightSender(Closing):
     """Sends the trainer's weights to all receivers.
 
     The first sync captures the source; later syncs send only changes. A version becomes final when
-    every member has staged it and predicts the sender's digest; until then no receiver changes,
-    except in syncs that are written as they arrive. Use it from one thread. The source must not
-    change during `send_weights`.
+    every member that takes it has staged it and predicts the sender's digest. Until then no
+    receiver changes, except in syncs that are written as they arrive. Use it from one thread. The
+    source must not change during `send_weights`.
 
     Args:
         source: The trainer's parameters; read, never written. Or `StreamedWeights`, which have
             their own options.
         transport: The sender's end of a link. The sender owns it: `close` closes it.
         options: Sizes, policy, dtypes.
-        on_phase: Called by the sending thread when a sync begins and when it is decided, for
-            engines that must be asked to pause and commit. It must not block.
+        on_phase: Called by the sending thread when a sync begins, when it is decided and when an
+            engine holds it, for engines that must be asked to pause and commit. It must not block.
         admits: Whether an engine with this name may join; all may by default.
+        joins: Whether an engine that was admitted joins now; if not, it waits for a later sync.
+        turns: Which engines take a version and which of them write at the same time; by default
+            all. An engine that waits for its turn serves its old version meanwhile.
         group: The other ranks of the trainer, if it has several. This end is then rank 0, and
             every other rank uses a `TrainerRank`. Receivers have a lane to each of them.
 
@@ -78,29 +78,29 @@ class WeightSender(Closing):
         options: SenderOptions | None = None,
         on_phase: Callable[[SyncPhase], None] | None = None,
         admits: Callable[[str], bool] = lambda engine: True,
+        joins: Callable[[str], bool] = lambda engine: True,
+        turns: Turns = all_at_once,
         group: TrainerGroup | None = None,
     ) -> None:
         check_send_transport(transport)
         check_options(options, SenderOptions)
-        self._on_phase = on_phase
-        own = self._own = _local(source, options)
+        self._on_phase, self._joins, self._turns = on_phase, joins, turns
+        own = self._own = local_weights(source, options)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
         own.coding.is_in_memory = self._link.is_in_memory
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
-        self._session = SenderSession()
-        self._group = None if group is None else GroupCalls(group)
+        self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
         self._peer_ranks = (
-            _with_group(own, self._group) if self._group and self._group.world > 1 else None
+            with_group(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
         self._caller = OneCaller("a sync is under way; a WeightSender is used by one thread")
-        self.were_asleep = False
-        self._lost: dict[str, str] = {}
-        self._lost_between: dict[str, str] = {}  # syncs: the next one says so
+        self.were_asleep = self._is_between = False  # the snapshot: an aborted delta may mix it
+        self._lost = dict[str, str]()
+        self._lost_between = dict[str, str]()  # syncs: the next one says so
         self._done: SyncStats | None = None
-        self._watch = DeltaWatch()
-        self._call = SenderCall(self.stream_id, 0)
+        self._watch, self._call = DeltaWatch(), SenderCall(self.stream_id, 0)
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
@@ -156,17 +156,13 @@ class WeightSender(Closing):
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while True:
-                if declined := self._lobby.declined():
-                    whys = sorted(set(map(reason_of, declined)))
-                    raise EngineFailed("; ".join(whys), error=declined[0].error)
+                self._lobby.raise_declined()
                 if self.num_receivers + len(self._lobby) >= count:
                     return
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     came = f"{self.num_receivers + len(self._lobby)} of {count} receivers came"
-                    refused = self._lobby.last_refusal()
-                    why = f"; the last one refused: {refused}" if refused else ""
-                    raise TransportTimeout(f"{came} in {timeout_s} s{why}")
+                    raise self._lobby.too_few(f"{came} in {timeout_s} s")
                 self._lobby.listen(timeout_s=rest)
                 self._part_with_lost_members()
 
@@ -193,6 +189,7 @@ class WeightSender(Closing):
         *,
         timeout_s: float = 60.0,
         total_timeout_s: float | None = None,
+        join_timeout_s: float | None = None,
         on_source_read: Callable[[], None] | None = None,
         on_lost: OnLost = "continue",
     ) -> SyncStats:
@@ -207,6 +204,8 @@ class WeightSender(Closing):
             total_timeout_s: For the whole call: no wait takes longer than what is left of it. A
                 receiver that has not answered by then is dropped. Comparing and packing are not
                 interrupted. None for no limit.
+            join_timeout_s: For each full sync of receivers that join when others hold the version:
+                all of it, so that these are not held up longer. None for no limit.
             on_source_read: Called when the source has been read for the last time. From then on it
                 may change, while receivers still stage and write, so another thread can train.
                 That thread must call `refresh_source` before this call begins, and may change the
@@ -226,7 +225,7 @@ class WeightSender(Closing):
         """
         limit = CallTimeout(timeout_s, total_timeout_s)
         with self._caller.call(), self._own.one_call(on_source_read), one_call(self, limit):
-            self._done = stats = self._send_weights(limit, on_source_read)
+            self._done = stats = self._send_weights(limit, join_timeout_s, on_source_read)
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
         logger.info("sent %s", stats)
@@ -234,11 +233,11 @@ class WeightSender(Closing):
             report(stats)
         return judged(stats, on_lost)
 
-    def _outcome(self) -> tuple[int, SyncStats | None]:
-        return self.version, self._done
-
     def _send_weights(
-        self, limit: CallTimeout, on_source_read: Callable[[], None] | None
+        self,
+        limit: CallTimeout,
+        join_timeout_s: float | None,
+        on_source_read: Callable[[], None] | None,
     ) -> SyncStats:
         self._link.limit = limit
         self._lobby.listen(timeout_s=0)
@@ -246,18 +245,19 @@ class WeightSender(Closing):
         self._lost = self._call.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
-            relayed = "no delta leads from what they hold to the version that is relayed: rejoin"
             why = "a rank of the trainer has lost its snapshot"
-            members = list(self._session.members.values())
-            self._part_with(why if self._own.version is None else relayed, members)
+            if self._own.version is not None:
+                why = "no delta leads from what they hold to the version that is relayed: rejoin"
+            self._part_with(why, list(self._session.members.values()))
+        joined = self._joined_first(join_timeout_s)
         is_new = self._next_version != self.version
         delta = self._sync_members() if self._session.members and is_new else None
         if delta is None and limit.is_over:
-            raise self._nobody()
+            raise nothing_sent(self._lost, is_too_late=limit.is_over)
         if on_source_read is not None and (delta is None or not self._session.members):
             why = reasons(self._lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
-        engines = [] if limit.is_over else self._newcomers()
+        engines = [] if limit.is_over or joined else self._newcomers()
         if self.were_asleep and not engines:
             raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
         if self.were_asleep:
@@ -265,10 +265,10 @@ class WeightSender(Closing):
         if not self._session.members:
             delta = None
             if not engines or not self._capture(engines):
-                raise self._nobody()
-        joined = self._join(engines)
+                raise nothing_sent(self._lost, is_too_late=limit.is_over)
+        joined = joined or self._join(engines, join_timeout_s)
         if not self._session.members:
-            raise self._nobody()
+            raise nothing_sent(self._lost, is_too_late=limit.is_over)
         coding, options = self._own.coding, self._own.options
         return stats_of(
             self._weights,
@@ -289,7 +289,7 @@ class WeightSender(Closing):
 
     def _sync_members(self) -> Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
-        version = self._next_version
+        version, is_between = self._next_version, self._is_between
         self._link.hint(Upcoming(version=version))
         done = Synced()
         while self._session.members and not (
@@ -304,15 +304,19 @@ class WeightSender(Closing):
             if done.delta is None or not done.result.is_too_large:
                 began = time.perf_counter()
                 room = min(member.max_staged_bytes for member in members)
+                self._is_between = True
                 done.delta = self._weights.delta(self.version, max_staged_bytes=room)
                 self._call.phases.append(("compare", began, time.perf_counter()))
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
-            done.result = self._run(done.delta, members, version=version)
+            besides = names_of(self._newcomers()) if is_between else ()
+            done.result = self._run(done.delta, members, besides, version=version)
+            self._is_between = not done.result.decided
             done.attempts += 1
             done.diff_s += done.delta.waited_s - waited_s
             done.result.transfer_s -= done.delta.waited_s - waited_s
-            asleep = self._asleep(done.result.asleep)
+            peers = done.result.asleep
+            asleep = ranks_beside(self._session.members, peers) if peers else []
             if asleep and len(asleep) == self.num_receivers:
                 self.were_asleep = True
                 break
@@ -325,19 +329,13 @@ class WeightSender(Closing):
         named = self._own.version
         return self.version + 1 if named is None else named
 
-    def _asleep(self, peers: Collection[int]) -> list[Member]:
-        """Members of the engines of these."""
-        members = self._session.members
-        engines = {members[peer].engine for peer in peers if peer in members}
-        return [member for member in members.values() if member.engine in engines]
-
     def _capture(self, engines: list[dict[int, Hello]]) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
 
-        Whether one of them fits.
+        Whether one of them fits. Raises SyncAborted if they are too few.
         """
-        began = time.perf_counter()
-        is_captured = False
+        began, is_captured = time.perf_counter(), False
+        self._turns(names_of(engines), ())
         for hellos in engines:
             try:
                 held = [spec for hello in hellos.values() for spec in hello.specs()]
@@ -346,18 +344,33 @@ class WeightSender(Closing):
                 self._lobby.refuse_all(hellos, error)
                 continue
             self._session.captured(self._next_version)
-            is_captured = True
+            is_captured, self._is_between = True, False
             break
         self._lost |= self._lobby.refused()
         self._call.phases.append(("capture", began, time.perf_counter()))
         return is_captured
 
-    def _join(self, engines: list[dict[int, Hello]]) -> Joined:
+    def _joined_first(self, timeout_s: float | None) -> Joined | None:
+        """Let in who has greeted before a delta, if members are too few for one without them.
+
+        If the snapshot holds no version to join with, they count without that. Raises SyncAborted
+        if there are too few with them.
+        """
+        is_free = self._turns is all_at_once or not self._session.members
+        if is_free or self._are_enough(self.engines):
+            return None
+        engines = self._newcomers()
+        if self._is_between or not engines:
+            self._turns(self.engines, names_of(engines))
+            return None
+        return self._join(engines, timeout_s)
+
+    def _join(self, engines: list[dict[int, Hello]], timeout_s: float | None) -> Joined:
         """Let in who has greeted: by digest alone, or by a full sync from the snapshot."""
-        done = Joined()
+        done, layout = Joined(), self._weights.layout
         if not engines:
             return done
-        layout = self._captured_layout()
+        assert layout is not None
         try:
             joiners = [m for hellos in engines for m in self._lobby.take(hellos, layout)]
             self._lost |= self._lobby.refused()
@@ -368,59 +381,79 @@ class WeightSender(Closing):
             joining.welcome(self._weights.digests)
             self._lost |= joining.lost
             self._session.admit(joining.agreed)
-            differ = joining.differ
-            while differ and not (done.result.decided or self._link.limit.is_over):
-                done.result = self._run(self._weights.full(), differ, version=self.version)
-                differ = [m for m in differ if m.peer not in done.result.left]
+            done.joined = len(joining.agreed)
+            for differ in self._full_syncs(joining.differ):
+                self._full_sync(differ, done, timeout_s)
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
                 if peer not in self._session.members:
                     self._lobby.forget(peer)
-        done.full_synced = len(differ) if done.result.decided else 0
-        done.joined = len(joining.agreed) + done.full_synced
         return done
 
-    def _captured_layout(self) -> SentLayout:
-        layout = self._weights.layout
-        assert layout is not None
-        return layout
+    def _full_syncs(self, members: list[Member]) -> list[list[Member]]:
+        """Those that get a full sync together."""
+        held, engines = self.engines, {member.engine for member in members}
+        if not (held and members and self._are_enough(held)):
+            return [members] if members else []
+        return [[m for m in members if m.engine in turn] for turn in self._turns(engines, held)]
 
-    def _run(self, plan: Plan, participants: list[Member], *, version: int) -> RoundResult:
-        """One round; remembers who was lost in it."""
+    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> None:
+        limit, sent, is_decided = self._link.limit, done.result.sent, False
+        if timeout_s is not None and self._session.members:
+            self._link.limit = limit.within(timeout_s)
+        while differ and not (is_decided or self._link.limit.is_over):
+            done.result = self._run(
+                self._weights.full(), differ, self.engines, version=self.version
+            )
+            is_decided = done.result.decided
+            differ = [m for m in differ if m.peer not in done.result.left]
+        self._link.limit = limit
+        done.result.sent += sent
+        done.full_synced += len(differ) if is_decided else 0
+        done.joined += len(differ) if is_decided else 0
+
+    def _are_enough(self, engines: Collection[str]) -> bool:
+        """Whether these engines alone may take a version."""
+        try:
+            self._turns(engines, ())
+        except SyncAborted:
+            return False
+        return True
+
+    def _run(
+        self, plan: Plan, participants: list[Member], besides: Collection[str], *, version: int
+    ) -> RoundResult:
+        """One round; remembers who was lost in it. Arguments as of `Round`."""
         coding, asked = self._own.coding, self._own.options.compression
-        is_auto = asked == "auto"
+        layout, is_free = self._weights.layout, self._turns is all_at_once
+        assert layout is not None
         work = Round(
             self._link,
             self._session,
             plan,
-            self._captured_layout(),
+            layout,
             compression=coding.choose(self._own, plan) if asked == "auto" else asked,
             on_phase=self._on_phase,
             packed=self._own.release,
             peer_ranks=self._peer_ranks,
-            is_timed=is_auto,
+            is_timed=asked == "auto",
+            turns=None if is_free else lambda engines: self._turns(engines, besides),
         )
         try:
             result = work.run(participants, version=version, stream_id=self.stream_id)
-            if is_auto and self._peer_ranks is None:
+            if asked == "auto" and self._peer_ranks is None:
                 coding.learn(self._own, plan, result)
             return result
         finally:
             self._call.phases += work.phases
-            for peer, why in self._session.failures.items():
-                self._lost[str(self._session.participants[peer])] = why
+            failures = self._session.failures
+            named = [m for m in participants if m.peer in failures]
+            self._lost |= {str(member): failures[member.peer] for member in named}
 
     def _newcomers(self) -> list[dict[int, Hello]]:
         """Complete engines in the lobby, without those whose name is taken."""
-        taken = {member.engine for member in self._session.members.values()}
-        engines = self._lobby.engines()
-        for hellos in engines:
-            for peer, hello in hellos.items():
-                if hello.engine in taken:
-                    self._lobby.refuse(
-                        peer, ConfigError(f"an engine named {hello.engine!r} is a member already")
-                    )
-        return [e for e in engines if not taken & {hello.engine for hello in e.values()}]
+        free = self._lobby.newcomers(self.engines)
+        return [e for e in free if all(map(self._joins, names_of([e])))]
 
     def _part_with_lost_members(self) -> None:
         """Drop every engine that has lost a rank."""
@@ -446,16 +479,6 @@ class WeightSender(Closing):
             self._session.left(member.peer)
             self._link.drop(member.peer)
 
-    def _nobody(self) -> NoReceivers | SyncAborted | TransportTimeout:
-        if self._link.limit.is_over:
-            why = reasons(self._lost) or "before a version was decided"
-            return TransportTimeout(f"total_timeout_s has passed ({why}); send again")
-        if self._lost:
-            return SyncAborted(
-                f"no receiver is left ({reasons(self._lost)}); the next sync covers this one"
-            )
-        return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
-
 
 @contextmanager
 def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
@@ -469,25 +492,9 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     call = SenderCall(sender.stream_id, sender._next_version, is_relayed=is_relayed)
     sender._call = call
     try:
-        with group.one_call(sender._outcome, limit) if group else nullcontext():
+        outcome = lambda: (sender.version, sender._done)  # noqa: E731
+        with group.one_call(outcome, limit) if group else nullcontext():
             yield
     except BaseException as error:
         report_failure(error, call.failed)
         raise
-    sender._lost = {}  # which the stats have
-
-
-def _local(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
-    if not isinstance(source, LocalWeights):
-        check_source(source)
-        return OwnWeights(source, options or SenderOptions())
-    if options is not None:
-        raise ConfigError("these weights have options of their own")
-    return source
-
-
-def _with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
-    if not isinstance(own, OwnWeights):
-        raise ConfigError("a rank of a group needs a source of what it holds")
-    check_group(own.options)
-    return GroupWeights(own, group)

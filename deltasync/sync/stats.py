@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltasync.delta.backend import Delta
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import Ints
-from deltasync.errors import ReceiversLost
+from deltasync.errors import NoReceivers, ReceiversLost, SyncAborted, TransportTimeout
 from deltasync.sync.events import Phase, SyncEvent
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import RoundResult
@@ -140,6 +140,18 @@ class SyncStats(SyncEvent):
         )
 
 
+def nothing_sent(
+    lost: Mapping[str, str], *, is_too_late: bool
+) -> NoReceivers | SyncAborted | TransportTimeout:
+    """Why a call has sent nothing. `is_too_late`: its total timeout has passed."""
+    if is_too_late:
+        why = reasons(lost) or "before a version was decided"
+        return TransportTimeout(f"total_timeout_s has passed ({why}); send again")
+    if lost:
+        return SyncAborted(f"no receiver is left ({reasons(lost)}); the next sync covers this one")
+    return NoReceivers("no receiver is connected; start one, or call wait_for_receivers first")
+
+
 def judged(stats: SyncStats, on_lost: OnLost) -> SyncStats:
     """The same stats. Raises ReceiversLost if receivers left, and that is asked for."""
     if on_lost == "raise" and stats.lost:
@@ -180,16 +192,14 @@ def stats_of(
     """Count a sync.
 
     Args:
-        weights: What was sent, as `options` say.
+        weights, options: What was sent, and how.
         synced, joined: What members got, if there were any, and newcomers.
         call: The call, which ends now; `session`: who holds the version.
-        watch: Notices what is unusual of it.
-        link_gbit_s: As of `SyncStats`.
+        watch, link_gbit_s: What notices anything unusual of it; and as of `SyncStats`.
     """
-    layout = weights.layout
+    layout, found = weights.layout, synced.delta if synced else None
     assert layout is not None
-    found = synced.delta if synced else None
-    result = synced.result if synced else joined.result
+    result = (synced or joined).result
     changed, trained = found.changed if found else _NOTHING, weights.trained
     noticed = watch.look(weights, trained, found, options, version=session.version)
     return SyncStats(

@@ -186,6 +186,66 @@ class TransportContract(ABC):
             link.receivers[0].receive(timeout_s=PROMPT_S)
         assert isinstance(link.sender.collect_replies(timeout_s=0)[late], PeerLost)
 
+    def test_some_replies_come_before_the_others(self, link: Link) -> None:
+        link.add(3)
+        link.open()
+        first, second, lost = link.peers
+        assert link.sender.some_replies(link.peers, timeout_s=0) == {}
+        link.receivers[1].reply(b"second", timeout_s=PATIENCE_S)
+        got = link.sender.some_replies(link.peers, timeout_s=PATIENCE_S)
+        assert got == {second: b"second"}
+        assert link.sender.some_replies([first], timeout_s=0.05) == {}
+        link.receivers[2].close()
+        gone = link.sender.some_replies([first, lost], timeout_s=PATIENCE_S)
+        assert isinstance(gone.pop(lost), PeerLost)
+        assert not gone
+        link.receivers[0].reply(b"first", timeout_s=PATIENCE_S)
+        got = link.sender.some_replies([first, second], timeout_s=PATIENCE_S)
+        assert got == {first: b"first"}
+        assert link.sender.is_connected(first)
+        assert link.sender.is_connected(second)
+
+    def test_some_peers_are_told(self, link: Link) -> None:
+        link.add(3)
+        link.open()
+        link.sender.tell(link.peers[1:], b"for two", timeout_s=PATIENCE_S)
+        link.sender.tell(link.peers[:1], b"for one", timeout_s=PATIENCE_S)
+        link.sender.send(Frame(b"for all"), timeout_s=PATIENCE_S)
+        for number, receiver in enumerate(link.receivers):
+            first = b"for two" if number else b"for one"
+            assert receiver.receive(timeout_s=PATIENCE_S).header == first
+            assert receiver.receive(timeout_s=PATIENCE_S).header == b"for all"
+        link.receivers[2].close()
+        with within(PROMPT_S):
+            assert link.peers[2] in link.sender.some_replies(link.peers, timeout_s=PATIENCE_S)
+        with pytest.raises(PeerLost):
+            link.sender.tell(link.peers[1:], b"gone", timeout_s=PATIENCE_S)
+        assert link.receivers[1].receive(timeout_s=PATIENCE_S).header == b"gone"
+
+    def test_losses_leave_frames_whole_where_it_is_said(self, link: Link) -> None:
+        if not link.sender.capabilities.outlives_losses:
+            pytest.skip("a lost peer may take a payload from the others")
+        link.add(2)
+        link.open()
+        link.receivers[1].close()
+        lost = 0
+        frames = [Frame(b"%d" % n, link.payload_of(50_000, seed=n)) for n in range(8)]
+
+        def receive() -> list[bool]:
+            return [
+                same_frame(link.receivers[0].receive(timeout_s=PATIENCE_S), frame)
+                for frame in frames
+            ]
+
+        received = background(receive)
+        for frame in frames:
+            try:
+                link.sender.send(frame, timeout_s=PATIENCE_S)
+            except PeerLost:
+                lost += 1
+        assert lost == 1
+        assert all(received.result(PATIENCE_S))
+
     def test_a_receiver_that_never_answers_does_not_keep_the_rest(self, link: Link) -> None:
         link.add(1)
         link.open()

@@ -17,7 +17,7 @@ thread; it wakes a blocked call with TransportClosed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -48,11 +48,14 @@ class Capabilities:
         devices: torch device types that payloads may live on.
         max_payload_bytes: Largest payload of one frame; None if only memory limits it.
         in_memory: Whether payloads stay in the memory of one host, at its speed.
+        outlives_losses: Whether the other peers of an epoch get every frame, although a peer was
+            lost or dropped as it was sent.
     """
 
     devices: tuple[str, ...]
     max_payload_bytes: int | None
     in_memory: bool = False
+    outlives_losses: bool = False
 
 
 class Closing(Protocol):
@@ -110,8 +113,12 @@ class SendTransport(Closing, Protocol):
         tensor, which may be overwritten once `send` has returned.
 
         Raises PeerLost or TransportTimeout after dropping the failed peers. The other peers stay
-        in the epoch; the frame may or may not have reached them.
+        in the epoch; the frame may or may not have reached them, unless `outlives_losses`.
         """
+        ...
+
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        """Send a frame without a payload to some peers of the epoch. Raises as `send`."""
         ...
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
@@ -123,6 +130,15 @@ class SendTransport(Closing, Protocol):
         If a peer is lost while a payload is in flight, the payload may not reach the other peers
         either, and they cannot reply to it. Frames without a payload do reach them: ask for a
         reply in such a frame, after the payload.
+        """
+        ...
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        """Return the next reply of those of `peers` that have one, as soon as one of them has.
+
+        A dead or dropped peer has PeerLost instead. Empty after `timeout_s`; nobody is dropped.
         """
         ...
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -57,13 +57,8 @@ from deltasync.transports.control.connection import (
     check_size,
     failure,
 )
-from deltasync.transports.control.endpoints import (
-    Gate,
-    Server,
-    check_secret,
-    listen_tcp,
-    warn_of_strangers,
-)
+from deltasync.transports.control.endpoints import Gate, Server
+from deltasync.transports.control.tcp import check_secret, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,
@@ -198,6 +193,12 @@ class Sender(SendTransport):
                 failures = self._send_payload(frame.header, frame.payload, deadline)
             self._check(failures)
 
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        with self._gate.entered():
+            self._announced = None  # as for every frame without a payload
+            self._server.write(peers, Kind.FRAME, FRAME.pack(0, NO_PAYLOAD, 0.0) + header)
+            self._check(self._server.flush(peers, Deadline(timeout_s)))
+
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         deadline = Deadline(timeout_s)
         with self._gate.entered():
@@ -207,6 +208,14 @@ class Sender(SendTransport):
             for peer, reply in replies.items():
                 if not isinstance(reply, bytes):
                     replies[peer] = failures.get(peer, reply)
+            self._remove(peer for peer, reply in replies.items() if not isinstance(reply, bytes))
+            return replies
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        with self._gate.entered():
+            replies = self._server.some(peers, Kind.REPLY, Deadline(timeout_s))
             self._remove(peer for peer, reply in replies.items() if not isinstance(reply, bytes))
             return replies
 

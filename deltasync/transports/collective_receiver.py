@@ -34,7 +34,8 @@ from deltasync.transports.control.connection import (
     Message,
     Pace,
 )
-from deltasync.transports.control.endpoints import Client, Gate, check_secret, dial_tcp
+from deltasync.transports.control.endpoints import Client, Gate
+from deltasync.transports.control.tcp import check_secret, dial_tcp
 from deltasync.transports.process_group import (
     BACKENDS,
     Backend,

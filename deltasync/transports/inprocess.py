@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ class Sender(SendTransport):
     ) -> None:
         """Payloads live on `device`; larger ones than `max_payload_bytes` are refused."""
         self._device = torch.device(device)
-        self._capabilities = Capabilities((self._device.type,), max_payload_bytes, in_memory=True)
+        self._capabilities = Capabilities(
+            (self._device.type,), max_payload_bytes, in_memory=True, outlives_losses=True
+        )
         self._changed = threading.Condition()
         self._closed = ""  # why it is
         self._links: list[_Link] = []
@@ -101,10 +103,29 @@ class Sender(SendTransport):
         if losses:
             raise failure(losses)
 
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        """Never waits."""
+        with self._changed:
+            self._check_open()
+            losses = self._losses(set(peers))
+            self._members -= losses.keys()
+            for peer in set(peers) - losses.keys():
+                self._links[peer].frames.append(Frame(header))
+            self._changed.notify_all()
+        if losses:
+            raise failure(losses)
+
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         with self._changed:
             self._wait(lambda: all(self._is_settled(peer) for peer in self._epoch), timeout_s)
             return {peer: self._reply(peer) for peer in self._epoch}
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        with self._changed:
+            self._wait(lambda: any(map(self._is_settled, peers)), timeout_s)
+            return {peer: self._reply(peer) for peer in peers if self._is_settled(peer)}
 
     def drop(self, peer: int) -> None:
         with self._changed:

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from deltasync.errors import ConfigError, TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.control.connection import Deadline
-from deltasync.transports.control.endpoints import listen_tcp
+from deltasync.transports.control.tcp import listen_tcp
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)  # their places are what travels

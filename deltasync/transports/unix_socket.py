@@ -14,7 +14,7 @@ import contextlib
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,9 @@ class SlotSender(SendTransport):
         self._slots = slots
         self._empty = slots[0].memory[:0]
         devices = (self._empty.device.type,)
-        self._capabilities = Capabilities(devices, max_payload_bytes, in_memory=True)
+        self._capabilities = Capabilities(
+            devices, max_payload_bytes, in_memory=True, outlives_losses=True
+        )
         self._path = private_path() if path is None else Path(path)
         listener = listen(self._path)
         self._inode = self._path.lstat().st_ino
@@ -166,9 +168,22 @@ class SlotSender(SendTransport):
                 failures = self._post_payload(frame.header, frame.payload, deadline)
             self._raise_losses(self._server.flush(self._members, deadline) | failures)
 
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        with self._gate.entered():
+            self._post(header, NO_SLOT, peers=peers)
+            self._raise_losses(self._server.flush(peers, Deadline(timeout_s)))
+
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         with self._gate.entered():
             replies = self._server.gather(self._epoch, Kind.REPLY, Deadline(timeout_s))
+            self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
+            return replies
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        with self._gate.entered():
+            replies = self._server.some(peers, Kind.REPLY, Deadline(timeout_s))
             self._members -= {peer for peer, r in replies.items() if not isinstance(r, bytes)}
             return replies
 
@@ -222,9 +237,17 @@ class SlotSender(SendTransport):
         slot.known_to |= self._members
         return failures
 
-    def _post(self, header: bytes, slot: int, start: int = 0, num_bytes: int = 0) -> None:
+    def _post(
+        self,
+        header: bytes,
+        slot: int,
+        start: int = 0,
+        num_bytes: int = 0,
+        *,
+        peers: Collection[int] | None = None,
+    ) -> None:
         data = _FRAME.pack(slot, self._sequence, start, num_bytes) + header
-        self._server.write(self._members, Kind.FRAME, data)
+        self._server.write(self._members if peers is None else peers, Kind.FRAME, data)
 
     def _free_slot(self, deadline: Deadline) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""

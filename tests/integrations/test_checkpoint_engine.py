@@ -202,7 +202,7 @@ def test_close_while_an_update_is_under_way_leaves_a_mixture_paused_and_nothing_
         sync.close()
         assert not errors_in(caplog)
         server.update_ends.set()
-        sync._calls.shutdown(wait=True)
+        sync._engine._calls.shutdown(wait=True)
     assert server.is_paused is not is_held
     assert len(errors_in(caplog)) == (not is_held)
 

@@ -182,6 +182,19 @@ def test_close_says_that_an_engine_does_not_resume(
     assert server.is_paused
 
 
+def test_an_engine_that_was_restarted_in_its_pause_is_paused_again(tmp_path: Path) -> None:
+    with connected(tmp_path) as (sync, source, server):
+        server.fails = "updated"
+        assert isinstance(outcome(sync.send_weights), DeltaSyncError)
+        assert server.is_paused
+        server.worker.disconnect()
+        server.module.get_parameter("a").data.zero_()
+        server.worker, server.is_paused = Worker(), False  # another process, which generates
+        assert sync.send_weights().full_synced == 1  # `update` asserts that it is paused
+        assert bits_equal(source, server.module)
+        assert not server.is_paused
+
+
 @pytest.mark.parametrize(
     ("call", "kind"),
     [

@@ -188,6 +188,14 @@ class ThroughSender(SendTransport):
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
         return self._inner.collect_replies(timeout_s=timeout_s)
 
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        self._inner.tell(peers, header, timeout_s=timeout_s)
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        return self._inner.some_replies(peers, timeout_s=timeout_s)
+
     def drop(self, peer: int) -> None:
         self._inner.drop(peer)
 

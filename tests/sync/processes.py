@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -102,12 +103,19 @@ class DyingSender(ThroughSender):
         self._phase, self._turn = phase, turn
 
     def send(self, frame: Frame, *, timeout_s: float) -> None:
-        kind = decode(frame.header)[0].kind
+        self._meet(frame.header)
+        self._inner.send(frame, timeout_s=timeout_s)
+
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        self._meet(header)
+        self._inner.tell(peers, header, timeout_s=timeout_s)
+
+    def _meet(self, header: bytes) -> None:
+        kind = decode(header)[0].kind
         if kind == "begin":
             self._turn -= 1
         if kind == self._phase and self._turn <= 0:
             die()
-        self._inner.send(frame, timeout_s=timeout_s)
 
 
 def serve(

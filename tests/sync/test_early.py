@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,6 +82,10 @@ class Heard(ThroughSender):
                     self.left = None
                     raise RuntimeError("planted")
         super().send(frame, timeout_s=timeout_s)
+
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        self.said.append(decode(header)[0])
+        super().tell(peers, header, timeout_s=timeout_s)
 
     def kinds(self) -> list[str]:
         return [message.kind for message in self.said]

@@ -41,6 +41,7 @@ from deltasync.sync.events import reporting
 from deltasync.transports import collective, inprocess
 from tests.programs import run
 from tests.sync.harness import Fleet, Stubborn, fleet, random_model, step, until
+from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import engine, replace_storage
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,7 +61,7 @@ def of(events: list[SyncEvent], kind: type[T]) -> list[T]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def joined(here: Fleet, *engines: str) -> SyncStats:
+def joined(here: Fleet | Watching, *engines: str) -> SyncStats:
     for number, name in enumerate(engines):
         here.add(random_model(SHAPES, number + 1), engine=name)
     here.wait(len(engines))
@@ -188,7 +189,7 @@ def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     assert stats.lost == {}  # it was told with the failure
 
 
-def test_a_second_attempt_is_counted_and_timed() -> None:
+def test_a_receiver_that_fails_before_the_decision_costs_no_attempt() -> None:
     source = random_model(SHAPES, 0)
     with heard() as events, fleet(source) as here:
         joined(here, "stays", "leaves")
@@ -196,12 +197,28 @@ def test_a_second_attempt_is_counted_and_timed() -> None:
         source.get_parameter("a").data += 1
         stats = here.sender.send_weights(timeout_s=5)
         until(lambda: bool(of(events, SyncFailed)))
-    assert (stats.attempts, stats.receivers) == (2, 1)
-    names = [name for name, _, _ in stats.phases]
-    assert names.count("send") == 2
-    assert names.count("commit") == 1
+    assert (stats.attempts, stats.receivers) == (1, 1)
+    assert [name for name, _, _ in stats.phases].count("send") == 1
     (failed,) = of(events, SyncFailed)
     assert (failed.role, failed.name) == ("receiver", "leaves[0/1]")
+
+
+def test_a_second_attempt_is_counted_and_timed() -> None:
+    source = random_model(SHAPES, 0)
+    here = Watching(source)
+    try:
+        with heard() as events:
+            joined(here, "stays", "leaves")
+            source.get_parameter("a").data += 1
+            here.link.lose_at("begin", here, "leaves/0")
+            stats = here.sender.send_weights(timeout_s=5)
+    finally:
+        here.close()
+    assert (stats.attempts, stats.receivers) == (2, 1)
+    names = [name for name, _, _ in stats.phases]
+    assert names.count("compare") == 2
+    assert names.count("send") == names.count("commit") == 1  # the first one broke off before
+    assert [event.version for event in of(events, SyncStats)][-1] == stats.version
 
 
 def test_what_a_scrub_finds_is_reported_and_so_is_its_repair() -> None:
@@ -354,6 +371,7 @@ from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, 
 from deltasync.errors import DeltaSyncError
 from deltasync.transports import inprocess
 from tests.sync.harness import fleet, random_model
+from tests.sync.test_innocent import Fleet as Watching
 
 subscribe(lambda event: print(os.getpid() == parent, type(event).__name__, flush=True))
 parent = os.getpid()

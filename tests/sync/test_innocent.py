@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, StagingThread, WeightReceiver
-from deltasync.errors import CallOrderError, ConfigError, SyncAborted
+from deltasync import (
+    ModuleSource,
+    ModuleTarget,
+    ReceiverOptions,
+    SenderOptions,
+    StagingThread,
+    WeightReceiver,
+)
+from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.errors import CallOrderError, ConfigError, SyncAborted, TransportTimeout
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
 from deltasync.sync.protocol.receiver_session import ReceiverState
@@ -35,6 +43,7 @@ from tests.sync.harness import (
 pytestmark = pytest.mark.timeout(60)
 
 SHAPES = {"a": (40, 7), "b": (300,), "c": (1,)}
+LARGE = {"a": (64, 512), "b": (64, 512)}
 STAGED, IN_PLACE = (
     ReceiverOptions(stall_timeout_s=5),
     ReceiverOptions(stall_timeout_s=5, max_staged_bytes=0),
@@ -55,6 +64,12 @@ class Watched(ThroughSender):
         self.sent.append(kind)
         super().send(frame, timeout_s=timeout_s)
 
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        kind = decode(header)[0].kind
+        self.before(kind)
+        self.sent.append(kind)
+        super().tell(peers, header, timeout_s=timeout_s)
+
     def lose_at(self, kind: str, receivers: Receivers, name: str) -> None:
         """Lose a receiver, for good, when the next message of a kind goes out."""
 
@@ -70,11 +85,11 @@ class Watched(ThroughSender):
 class Fleet(Receivers):
     """A sender whose link is watched, and receivers of one process."""
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source: nn.Module, *, options: SenderOptions | None = None) -> None:
         link = inprocess.Sender()
         super().__init__([link])
         self.link = Watched(link)
-        self.sender = WeightSender(ModuleSource(source), self.link)
+        self.sender = WeightSender(ModuleSource(source), self.link, options=options)
 
 
 def models(count: int) -> list[Model]:
@@ -102,6 +117,62 @@ def test_a_receiver_lost_at_begin_costs_the_others_nothing(
         assert first[:3] == ["begin", "abort", "begin"]  # no payload for nothing
         assert bits_equal(source, good)
         assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+    finally:
+        here.close()
+
+
+@pytest.mark.parametrize("options", [STAGED, IN_PLACE], ids=["staged", "in place"])
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_a_receiver_lost_between_payloads_costs_the_others_nothing(
+    kind: str, options: ReceiverOptions
+) -> None:
+    source, good, bad = (random_model(LARGE, seed) for seed in range(3))
+    here = Fleet(source, options=SenderOptions(bucket_bytes=MIN_BUCKET_BYTES))
+    try:
+        innocent = here.add(good, engine="good", options=options)
+        here.add(bad, engine="bad", options=options)
+        here.wait(2)
+        if kind == "delta":
+            here.sender.send_weights(timeout_s=30)
+            step(source, torch.Generator().manual_seed(1), 0.9)
+        here.link.lose_at("bucket", here, "bad/0")
+        stats = here.sender.send_weights(timeout_s=30)
+        assert (stats.kind, stats.receivers, set(stats.lost)) == (kind, 1, {"bad[0/1]"})
+        assert stats.num_buckets > 2
+        assert "abort" not in here.link.sent
+        assert here.link.sent.count("begin") == 1  # payloads went out once
+        assert bits_equal(source, good)
+        assert (innocent.errors, innocent.receiver.is_dirty) == ([], False)
+    finally:
+        here.close()
+
+
+def test_a_version_of_which_payloads_are_missing_is_not_decided() -> None:
+    """Whoever else was lost before."""
+    source, good, bad = (random_model(LARGE, seed) for seed in range(3))
+    here = Fleet(source, options=SenderOptions(bucket_bytes=MIN_BUCKET_BYTES))
+    try:
+        here.add(good, engine="good")
+        here.add(bad, engine="bad")
+        here.wait(2)
+        here.sender.send_weights(timeout_s=30)
+        step(source, torch.Generator().manual_seed(1), 0.9)
+        seen: list[str] = []
+
+        def fail(kind: str) -> None:
+            seen.append(kind)
+            if seen.count("bucket") == 1 and kind == "bucket":
+                here.serving["bad/0"].receiver.close()
+            elif seen.count("bucket") == 3 and kind == "bucket":
+                raise TransportTimeout("planted")
+
+        here.link.sent.clear()
+        here.link.before = fail
+        stats = here.sender.send_weights(timeout_s=30)
+        assert (stats.receivers, set(stats.lost)) == (1, {"bad[0/1]"})
+        first = here.link.sent[: here.link.sent.index("abort")]
+        assert "prepare" not in first
+        assert bits_equal(source, good)
     finally:
         here.close()
 

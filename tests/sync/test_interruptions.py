@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,19 @@ class Interrupting(ThroughSender):
         self._inner.send(frame, timeout_s=timeout_s)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
+        self._look()
+        return self._inner.collect_replies(timeout_s=timeout_s)
+
+    def some_replies(
+        self, peers: Collection[int], *, timeout_s: float
+    ) -> dict[int, bytes | TransportError]:
+        self._look()
+        return self._inner.some_replies(peers, timeout_s=timeout_s)
+
+    def _look(self) -> None:
         if self._last == self._kind:
             self._kind = ""
             raise KeyboardInterrupt
-        return self._inner.collect_replies(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("kind", ["layout", "prepare", "commit"])

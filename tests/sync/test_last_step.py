@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,16 +72,16 @@ def test_a_receiver_that_closes_after_its_last_sync_fails_no_step(
 
 
 class Leaving(ThroughSender):
-    """A sender's link; does something before `finish` goes out."""
+    """A sender's link; does something before `finish` goes out to some peers."""
 
-    def __init__(self, inner: SendTransport, leave: Callable[[], object]) -> None:
+    def __init__(self, inner: SendTransport, leave: Callable[[Collection[int]], object]) -> None:
         super().__init__(inner)
         self._leave = leave
 
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        if decode(frame.header)[0].kind == "finish":
-            self._leave()
-        super().send(frame, timeout_s=timeout_s)
+    def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
+        if decode(header)[0].kind == "finish":
+            self._leave(peers)
+        super().tell(peers, header, timeout_s=timeout_s)
 
 
 SHAPES = {"a": (40,), "b": (3, 3)}
@@ -93,9 +93,11 @@ def test_who_leaves_after_it_has_committed_has_left_and_the_version_stands(world
     here = Receivers([link])
     leaving: list[str] = []
 
-    def leave() -> None:
-        for name in leaving:
-            here.serving[name].receiver.close()
+    def leave(peers: Collection[int]) -> None:
+        members = here.sender._session.participants
+        if "engine" in {members[peer].engine for peer in peers}:
+            for name in leaving:
+                here.serving[name].receiver.close()
 
     here.sender = WeightSender(
         ModuleSource(source),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from deltasync import StagingThread
-from tests.sync.harness import Fleet, Stubborn, fleet, random_model, until
+from tests.sync.harness import Receivers, Stubborn, fleet, random_model, until
+from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import engine, replace_storage
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture, name: str, level: int) -> list[str]:
     ]
 
 
-def joined(here: Fleet, *engines: str) -> None:
+def joined(here: Receivers, *engines: str) -> None:
     for number, name in enumerate(engines):
         here.add(random_model(SHAPES, number), engine=name)
     here.wait(len(engines))
@@ -72,14 +73,31 @@ def test_a_sync_is_one_line_at_each_end(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_lost_receiver_and_the_second_try_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     source = random_model(SHAPES, 0)
+    here = Watching(source)
+    try:
+        joined(here, "stays", "leaves")
+        source.get_parameter("a").data += 1
+        here.link.lose_at("begin", here, "leaves/0")
+        here.sender.send_weights(timeout_s=5)
+    finally:
+        here.close()
+    why = r"leaves\[0/1\]: PeerLost: peer 1: the receiver hung up"
+    again, lost = lines(caplog, "sync.sender", logging.WARNING)
+    assert re.fullmatch(rf"sending v2 again, to 1 receivers: {why}", again)
+    assert re.fullmatch("lost " + why.replace(": P", " in v2: P", 1), lost)
+
+
+def test_a_receiver_that_cannot_commit_costs_no_second_try(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = random_model(SHAPES, 0)
     with fleet(source) as here:
         joined(here, "stays", "leaves")
         replace_storage(here.serving["leaves/0"].receiver._weights.target._module)  # type: ignore[attr-defined]
         source.get_parameter("a").data += 1
         stats = here.sender.send_weights(timeout_s=5)
     why = r"leaves\[0/1\]: TargetMoved: storage of 'a' was replaced; rejoin"
-    again, lost = lines(caplog, "sync.sender", logging.WARNING)
-    assert re.fullmatch(rf"sending v2 again, to 1 receivers: {why}", again)
+    (lost,) = lines(caplog, "sync.sender", logging.WARNING)
     assert re.fullmatch("lost " + why.replace(": T", " in v2: T", 1), lost)
     assert list(stats.lost) == ["leaves[0/1]"]
 

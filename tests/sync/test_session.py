@@ -289,7 +289,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.session.begin(list(self.session.members.values()), version=self.session.version + 1)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.session.phase is not SenderPhase.IDLE)
+    @precondition(lambda self: self.session.participants and self.session.phase != SenderPhase.IDLE)
     def answer(self, data: st.DataObject) -> None:
         peer = data.draw(st.sampled_from(sorted(self.session.participants)))
         if self.session.phase is SenderPhase.STAGING and peer not in self.session.failures:
@@ -298,7 +298,7 @@ class SenderMachine(RuleBasedStateMachine):
             self.session.committed(peer)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.session.phase is not SenderPhase.IDLE)
+    @precondition(lambda self: self.session.participants and self.session.phase != SenderPhase.IDLE)
     def fail(self, data: st.DataObject) -> None:
         self.session.failed(data.draw(st.sampled_from(sorted(self.session.participants))), "why")
 
@@ -306,7 +306,8 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.session.phase is SenderPhase.STAGING)
     def decide(self) -> None:
         version = self.session.version
-        prepared = set(self.session.participants) == self.session._done
+        here = set(self.session.participants)
+        prepared = here and here == self.session._done
         if prepared:
             self.session.decide()
             assert self.session.version == version + 1
@@ -315,18 +316,30 @@ class SenderMachine(RuleBasedStateMachine):
                 self.session.decide()
             assert self.session.version == version
 
+    @rule(engines=st.sets(st.sampled_from(ENGINES)))
+    @precondition(lambda self: self.session.phase is SenderPhase.STAGING)
+    def narrow(self, engines: set[str]) -> None:
+        before = dict(self.session.participants)
+        leaving = {m.peer for m in self.session.narrow(engines)}
+        assert leaving == {peer for peer, m in before.items() if m.engine not in engines}
+        assert self.session.participants.keys() == before.keys() - leaving
+        assert not leaving & self.session.members.keys()
+        assert {before[peer].engine for peer in leaving} <= {
+            before[peer].engine for peer in self.session.failures if peer in before
+        }
+
     @rule()
     @precondition(lambda self: self.session.phase is SenderPhase.STAGING)
     def abort(self) -> None:
         version = self.session.version
         leaving = {m.peer for m in self.session.abort()}
         assert self.session.version == version
-        assert set(self.session.failures) <= leaving
+        assert self.session.failures.keys() & self.session.participants.keys() <= leaving
 
     @rule()
     @precondition(lambda self: self.session.phase is SenderPhase.DECIDED)
     def finish(self) -> None:
-        undone = self.session.undone()
+        undone = self.session.undone(ENGINES)
         done = set(self.session._done)
         leaving = self.session.finish()
         assert {m.engine for m in leaving} == set(undone)

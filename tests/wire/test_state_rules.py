@@ -203,10 +203,11 @@ CALLS: dict[str, Callable[[SenderSession], object]] = {
     "begin": lambda session: session.begin([member(0)], version=session.version),
     "prepared": lambda session: session.prepared(0),
     "failed": lambda session: session.failed(0, "why"),
+    "narrow": lambda session: session.narrow(["a"]),
     "decide": SenderSession.decide,
     "abort": SenderSession.abort,
     "committed": lambda session: session.committed(0),
-    "undone": SenderSession.undone,
+    "undone": lambda session: session.undone(["a"]),
     "finish": SenderSession.finish,
 }
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.delta.digests import Ints
-from deltasync.errors import SourceChanged, SyncAborted
+from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
 from deltasync.sync.group.group import GroupCalls
@@ -23,12 +23,13 @@ from deltasync.sync.group.model import (
     capture_order,
     runs_of,
 )
+from deltasync.sync.options import check_group
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of
 from deltasync.sync.source.tensors import Maxima, maxima_of
-from deltasync.sync.source.weights import OwnWeights
+from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -262,3 +263,11 @@ class GroupWeights:
         self._others.digests = self._others.sent
         with suppress(SyncAborted):
             self._group.order(orders.Decide(call=self._group.call, version=self._offered))
+
+
+def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
+    """The weights of all ranks of a trainer, of which this one holds `own`. Raises ConfigError."""
+    if not isinstance(own, OwnWeights):
+        raise ConfigError("a rank of a group needs a source of what it holds")
+    check_group(own.options)
+    return GroupWeights(own, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from torch import Tensor
@@ -72,6 +72,11 @@ class CallTimeout:
             raise ConfigError(f"total_timeout_s is {total_timeout_s}; give seconds, or None")
         self._timeout_s = timeout_s
         self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
+
+    def within(self, total_timeout_s: float) -> CallTimeout:
+        """The same for a part of the call, which may take this long from now on."""
+        left_s = total_timeout_s if self.left_s is None else min(self.left_s, total_timeout_s)
+        return CallTimeout(self._timeout_s, left_s)
 
     @property
     def left_s(self) -> float | None:
@@ -146,6 +151,15 @@ class SenderLink:
         """uint8[num_bytes] to pack the next payload into. Raises what `send` raises."""
         return self._transport.buffer(num_bytes, timeout_s=self.timeout_s)
 
+    def tell(self, peers: Collection[int], message: Message) -> None:
+        """Send to some peers of the epoch. Raises as `send`."""
+        self._transport.tell(peers, encode(message), timeout_s=self.timeout_s)
+
+    @property
+    def outlives_losses(self) -> bool:
+        """Whether the other peers get what is sent when one is lost."""
+        return self._transport.capabilities.outlives_losses
+
     def hint(self, message: Message) -> None:
         """Send what may be lost, if there are peers; losing one is found later."""
         if self._epoch:
@@ -154,11 +168,21 @@ class SenderLink:
 
     def replies(self) -> dict[int, Message | DeltaSyncError]:
         """The next answer of each peer of the epoch, or why there is none."""
-        replies = self._transport.collect_replies(timeout_s=self.timeout_s)
-        return {
-            peer: reply if isinstance(reply, TransportError) else _decoded(reply)
-            for peer, reply in replies.items()
-        }
+        return _read(self._transport.collect_replies(timeout_s=self.timeout_s))
+
+    def some_replies(
+        self, peers: Collection[int], deadline: Deadline
+    ) -> dict[int, Message | DeltaSyncError]:
+        """The next answers of some of `peers`: as soon as one has answered, or is lost.
+
+        After `deadline`, of all of them: those that have not answered are late, and are dropped.
+        """
+        is_late = deadline.passed
+        replies = self._transport.some_replies(peers, timeout_s=deadline.remaining_s)
+        for peer in set(peers) - replies.keys() if is_late else ():
+            replies[peer] = TransportTimeout("did not answer in time")
+            self.drop(peer)
+        return _read(replies)
 
     def last_words(self, peers: Sequence[int]) -> dict[int, str]:
         """Why those of `peers` have failed that are gone and said so. Ends the epoch if one is."""
@@ -369,3 +393,12 @@ def _decoded(data: bytes) -> Message | WireError:
         return decode(data)[0]
     except WireError as error:
         return error
+
+
+def _read(
+    replies: Mapping[int, bytes | TransportError],
+) -> dict[int, Message | DeltaSyncError]:
+    return {
+        peer: reply if isinstance(reply, TransportError) else _decoded(reply)
+        for peer, reply in replies.items()
+    }

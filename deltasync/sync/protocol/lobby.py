@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from deltasync.delta.digests import digest_text
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
+    EngineFailed,
     LayoutMismatch,
     TransportError,
     TransportTimeout,
@@ -70,6 +71,28 @@ class Lobby:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def newcomers(self, taken: Collection[str]) -> list[dict[int, Hello]]:
+        """Complete engines. Those whose name is taken are refused."""
+        engines = self.engines()
+        for peer, hello in [item for hellos in engines for item in hellos.items()]:
+            if hello.engine in taken:
+                self.refuse(
+                    peer, ConfigError(f"an engine named {hello.engine!r} is a member already")
+                )
+        return [e for e in engines if not any(hello.engine in taken for hello in e.values())]
+
+    def raise_declined(self) -> None:
+        """Raise EngineFailed if receivers have reported that they cannot take part."""
+        if declined := self.declined():
+            whys = sorted(set(map(reason_of, declined)))
+            raise EngineFailed("; ".join(whys), error=declined[0].error)
+
+    def too_few(self, who_came: str) -> TransportTimeout:
+        """The error if too few have come in time."""
+        refused = self.last_refusal()
+        why = f"; the last one refused: {refused}" if refused else ""
+        return TransportTimeout(f"{who_came}{why}")
+
     def listen(self, *, timeout_s: float) -> None:
         """Take in whoever has connected. Lets go of who waits for other ranks in vain."""
         came = self._link.greetings(timeout_s=timeout_s)
@@ -91,7 +114,7 @@ class Lobby:
             self.refuse(peer, hello if isinstance(hello, WireError) else WireError("no hello"))
         elif FORMAT_VERSION not in hello.format_versions:
             self.refuse(peer, UnsupportedVersion(f"this sender speaks format {FORMAT_VERSION}"))
-        elif not self._lets_in(hello.engine):
+        elif not self.admits(hello.engine):
             self.refuse(peer, ConfigError("this sender has let other engines connect"))
         elif hello.lanes != self._num_lanes:
             problem = f"{hello.lanes} lanes, this trainer sends on {self._num_lanes}"
@@ -122,9 +145,17 @@ class Lobby:
     def retain(self, engines: Collection[str]) -> None:
         """Let in these engines alone from now on."""
         self._retained = frozenset(engines)
+        self.forget_strangers()
+
+    def forget_strangers(self) -> None:
+        """End the connections of engines that are let in no more."""
         for peer, arrival in list(self._waiting.items()):
-            if not self._lets_in(arrival.hello.engine):
+            if not self.admits(arrival.hello.engine):
                 self.forget(peer)
+
+    def ranks(self) -> Counter[str]:
+        """Ranks of engines all of whose ranks have greeted, by the engine's name."""
+        return Counter(h.engine for hellos in self.engines() for h in hellos.values())
 
     def declined(self) -> list[Failed]:
         """Why engines that were let connect cannot take part: what is new since the last call."""
@@ -198,8 +229,14 @@ class Lobby:
                 self._link.send(Refused(error=type(error).__name__, reason=str(error)[:4096]))
         self.forget(peer)
 
-    def _lets_in(self, engine: str) -> bool:
+    def admits(self, engine: str) -> bool:
+        """Whether an engine of this name may come in."""
         return self._admits(engine) and (self._retained is None or engine in self._retained)
+
+
+def names_of(engines: Iterable[Mapping[int, Hello]]) -> set[str]:
+    """The names of engines, as of `Lobby.engines`."""
+    return {hello.engine for hellos in engines for hello in hellos.values()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,6 +20,7 @@ from deltasync.sync.protocol.links import SenderLink, reason_of
 from deltasync.sync.protocol.receiver_session import DETACHED
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
+from deltasync.transports.control.connection import Deadline
 from deltasync.wire.messages import (
     Abort,
     Attempt,
@@ -70,6 +71,9 @@ class SyncPhase:
             arrives.
         is_unchanged: Whether it is known to change no weight. Never so if a trainer has several
             ranks, which know only their own changes, or when it has only begun.
+        engines: The engines that are meant: those that take part; once it is decided, those whose
+            turn it is to write; once it is held, the one that has it.
+        is_held: Whether all ranks of the engine have written it and read it back.
     """
 
     version: int
@@ -77,6 +81,24 @@ class SyncPhase:
     is_full: bool
     staged_bytes: int
     is_unchanged: bool
+    engines: frozenset[str] = frozenset()
+    is_held: bool = False
+
+
+Turns = Callable[[Collection[str], Collection[str]], Sequence[Collection[str]]]
+"""Given the engines that can take a version, and others that hold it already or join with it,
+returns which of the former write at the same time, in order.
+
+An engine that is in none is left out, and has to rejoin. Raises SyncAborted to abort the version
+for all of them, because they are too few.
+"""
+
+
+def all_at_once(
+    engines: Collection[str], besides: Collection[str] = ()
+) -> Sequence[Collection[str]]:
+    """The `Turns` of engines that need not wait for each other."""
+    return [engines]
 
 
 class PeerRanks(Protocol):
@@ -105,10 +127,11 @@ class PeerRanks(Protocol):
 class Round:
     """Takes members from one version to the next, all or nothing for each engine.
 
-    Use it once: `run`. Whoever fails before the decision aborts the version for all; whoever fails
-    after it leaves alone. In both cases the session then knows why, and they have been dropped.
-    `packed` is called when nothing of the plan is read from the source any more. If `is_timed`, the
-    result says how soon payloads were answered.
+    Use it once: `run`. Whoever fails leaves alone, and the others go on; but if payloads may not
+    have reached the others either, the version is aborted before it is decided. In both cases the
+    session then knows why, and those that failed have been dropped. `packed` is called when nothing
+    of the plan is read from the source any more. If `is_timed`, the result says how soon payloads
+    were answered.
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
@@ -126,27 +149,40 @@ class Round:
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
         is_timed: bool = False,
+        turns: Callable[[Collection[str]], Sequence[Collection[str]]] | None = None,
     ) -> None:
+        self._turns = turns
         self._link, self._session, self._plan = link, session, plan
         self._is_timed = is_timed
         self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
         self._result, self.phases = RoundResult(), list[Phase]()
         self._digests: dict[int, int] = {}  # that receivers would arrive at, by peer
+        self._said: dict[int, str] = {}  # by those that were lost: why they left
+        self._finished: set[str] = set()  # engines
         self._is_answering = self._has_asked = self._has_begun = False
-        self._is_unchanged = False
+        self._is_unchanged = self._has_sent_all = False
         self._first_sent: float | None = None  # when the first payload was on its way
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
         self._session.begin(participants, version=version)
         self._version = version
+        self._engines = frozenset(member.engine for member in participants)
+        self._is_alone = len(self._engines) == 1  # no other engine can go on without it
         try:
             self._stage(stream_id)
-            if self._session.failures or self._result.is_too_large:
+            ready = self._ready()
+            if not ready:
                 self._abort("; ".join(self._session.failures.values()) or _TOO_LARGE)
                 return self._result
-            self._commit()
+            turns = [frozenset(turn) for turn in (self._turns or all_at_once)(ready)]
+            if len(turns) > 1 and self._writes_as_it_arrives():
+                turns = [frozenset().union(*turns)]  # they are paused, all of them
+            taking = frozenset().union(*turns)
+            if self._session.failures or taking != self._engines:
+                self._drop(self._session.narrow(taking, said=self._said))
+            self._commit(turns)
         except BaseException as error:
             self._break_off(error)
             raise
@@ -162,9 +198,8 @@ class Round:
         if self._peer_ranks is not None or self._are_parts_held():
             compression = for_parts(compression)
         self._result.coding = compression
-        emitter = Emitter(
-            self._plan, self._version, compression=compression, buffer=self._link.buffer
-        )
+        buffer = self._link.buffer if self._is_alone else self._buffer
+        emitter = Emitter(self._plan, self._version, compression=compression, buffer=buffer)
         if self._peer_ranks is not None:
             self._send(Attempt(number=self._peer_ranks.next_attempt()))
         self._send(
@@ -183,7 +218,7 @@ class Round:
             )
         self._send_buckets(emitter)
         sent = time.perf_counter()
-        if not (self._session.failures or self._result.is_too_large):
+        if self._has_sent_all and (not self._session.failures or self._goes_on()):
             self._is_answering = self._has_asked = True
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
@@ -211,8 +246,9 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         try:
-            is_noted = self._is_timed or self._on_phase is not None
-            emitter.send_buckets(self._send_bucket if is_noted else self._link.send)
+            is_plain = self._is_alone and self._on_phase is None and not self._is_timed
+            emitter.send_buckets(self._link.send if is_plain else self._send_bucket)
+            self._has_sent_all = True
             self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
             self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
@@ -231,21 +267,55 @@ class Round:
 
     def _send_bucket(self, bucket: Message, payload: Tensor) -> None:
         self._report_begun()
-        self._link.send(bucket, payload)
+        try:
+            self._link.send(bucket, payload)
+        except TransportError as error:
+            self._let_leave(error)
         self._first_sent = self._first_sent or time.perf_counter()
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        while True:
+            try:
+                return self._link.buffer(num_bytes)
+            except TransportError as error:
+                self._let_leave(error)
+
+    def _let_leave(self, error: TransportError) -> None:
+        """Note who was lost. Raises the error unless the others go on without them."""
+        before = len(self._session.failures)
+        self._note_lost(error)
+        if len(self._session.failures) == before or not self._goes_on():
+            raise error
+
+    def _goes_on(self) -> bool:
+        """Whether engines that have not failed get all payloads, whoever was lost."""
+        is_sure = self._link.outlives_losses and self._peer_ranks is None
+        return is_sure and bool(self._sound())
+
+    def _sound(self) -> set[str]:
+        """Engines of which no rank has failed."""
+        here = self._session.participants
+        failed = {here[peer].engine for peer in self._session.failures}
+        return {member.engine for member in here.values()} - failed
+
+    def _ready(self) -> set[str]:
+        """Engines of which all ranks have prepared; none if no time is left to go on with some."""
+        is_late = bool(self._session.failures) and self._link.limit.is_over
+        return self._sound() if self._has_asked and not is_late else set()
 
     def _report_begun(self) -> None:
         """Once."""
         if not self._has_begun:
             self._has_begun = True
-            self._report_phase(is_decided=False)
+            self._report_phase(self._sound(), is_decided=False)
 
     def _collect_prepared(self) -> None:
         digests: dict[int, int] = {}
         for peer, reply in self._replies():
             if peer in self._session.failures:
-                continue
-            if not isinstance(reply, Prepared) or reply.version != self._version:
+                if isinstance(reply, Failed):
+                    self._said[peer] = reason_of(reply)
+            elif not isinstance(reply, Prepared) or reply.version != self._version:
                 self._session.failed(peer, reason_of(reply))
                 if isinstance(reply, Failed) and reply.error == DETACHED:
                     self._result.asleep.add(peer)
@@ -255,33 +325,79 @@ class Round:
         judge(self._session, digests, self._plan.ledger, len(self._layout.specs))
         self._digests = digests
 
-    def _commit(self) -> None:
+    def _commit(self, turns: Sequence[frozenset[str]]) -> None:
         began = time.perf_counter()
         self._session.decide()
         self._result.decided = True
         self._send_decided(Commit(version=self._version))
-        self._report_phase(is_decided=True)
-        self._plan.decided()  # while the receivers write
-        for peer, reply in self._replies():
-            if not isinstance(reply, Committed) or reply.version != self._version:
-                self._session.failed(peer, reason_of(reply))
-            elif int(reply.digest, 16) != self._digests[peer]:  # which was that of our weights
-                why = "DigestMismatch: it read back other weights than ours"
-                self._session.failed(peer, why)
-            else:
-                self._session.committed(peer)
-                self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
-        self._send_decided(Finish(version=self._version, undo=self._session.undone()))
+        for number, turn in enumerate(turns):
+            self._report_phase(turn, is_decided=True)
+            if not number:
+                self._plan.decided()  # while the receivers write
+            self._finish(turn)
         now = time.perf_counter()
         self._result.commit_s = now - began
         self.phases.append(("commit", began, now))
         self._drop(self._session.finish())
 
+    def _finish(self, engines: Collection[str]) -> None:
+        """Let each of these engines go on as soon as all its own ranks have answered."""
+        if self._is_alone:
+            for peer, reply in self._replies():
+                self._note_committed(peer, reply)
+            self._let_go_on(engines)
+            return
+        deadline = Deadline(self._link.timeout_s)
+        awaited: dict[str, set[int]] = {}
+        for peer, member in self._session.participants.items():
+            if member.engine in engines:
+                awaited.setdefault(member.engine, set()).add(peer)
+        while awaited:
+            peers = frozenset().union(*awaited.values())
+            for peer, reply in self._link.some_replies(peers, deadline).items():
+                self._note_committed(peer, reply)
+                awaited[self._session.participants[peer].engine].discard(peer)
+            done = {engine for engine, rest in awaited.items() if not rest}
+            self._let_go_on(done)
+            awaited = {engine: rest for engine, rest in awaited.items() if rest}
+
+    def _note_committed(self, peer: int, reply: Message | DeltaSyncError) -> None:
+        if not isinstance(reply, Committed) or reply.version != self._version:
+            self._session.failed(peer, reason_of(reply))
+        elif int(reply.digest, 16) != self._digests[peer]:  # which was that of our weights
+            self._session.failed(peer, "DigestMismatch: it read back other weights than ours")
+        else:
+            self._session.committed(peer)
+            self._result.receiver_commit_s = max(self._result.receiver_commit_s, reply.commit_s)
+
+    def _let_go_on(self, engines: Collection[str]) -> None:
+        """Tell the ranks of engines how all of them fared."""
+        if not engines:
+            return
+        undo = self._session.undone(engines)
+        finish = Finish(version=self._version, undo=undo)
+        if self._is_alone:
+            self._send_decided(finish)
+        else:
+            self._tell_decided(engines, finish)
+        self._finished.update(engines)
+        for engine in set(engines).difference(undo):
+            self._report_phase(frozenset([engine]), is_decided=True, is_held=True)
+
+    def _tell_decided(self, engines: Collection[str], message: Message) -> None:
+        here = self._session.participants.values()
+        peers = [m.peer for m in here if m.engine in engines and self._link.is_connected(m.peer)]
+        try:
+            self._link.tell(peers, message)
+        except TransportError:  # who is gone has answered, or is known to have failed
+            if not self._lost():
+                raise
+
     def _abort(self, reason: str) -> None:
         if self._link.is_open:
             with suppress(TransportError):
                 self._link.send(Abort(version=self._version, reason=reason[:4096]))
-        said = {} if self._has_asked else self._link.last_words(self._lost())
+        said = self._said if self._has_asked else self._link.last_words(self._lost())
         self._drop(self._session.abort(self._result.asleep, said=said))
 
     def _break_off(self, error: BaseException) -> None:
@@ -294,8 +410,9 @@ class Round:
                         self._session.failed(peer, "the sender broke off")
                 self._abort(f"the sender failed: {type(error).__name__}")
             case SenderPhase.DECIDED:
-                for peer in self._session.participants:
-                    self._session.failed(peer, "the sender failed after the decision")
+                for peer, member in self._session.participants.items():
+                    if member.engine not in self._finished:
+                        self._session.failed(peer, "the sender failed after the decision")
                 self._drop(self._session.finish())
 
     def _drop(self, members: Sequence[Member]) -> None:
@@ -303,19 +420,34 @@ class Round:
             self._result.left.add(member.peer)
             self._link.drop(member.peer)
 
-    def _report_phase(self, *, is_decided: bool) -> None:
+    def _report_phase(
+        self, engines: Collection[str], *, is_decided: bool, is_held: bool = False
+    ) -> None:
         if self._on_phase is None:
             return
-        plan = self._plan
-        staged_bytes = staged_bytes_of(
-            sparse_bytes=plan.sparse_bytes,
-            dense_bytes=plan.dense_bytes,
+        self._on_phase(
+            SyncPhase(
+                self._version,
+                is_decided,
+                is_full=self._plan.base_version is None,
+                staged_bytes=self._staged_bytes(),
+                is_unchanged=self._is_unchanged,
+                engines=frozenset(engines),
+                is_held=is_held,
+            )
+        )
+
+    def _staged_bytes(self) -> int:
+        return staged_bytes_of(
+            sparse_bytes=self._plan.sparse_bytes,
+            dense_bytes=self._plan.dense_bytes,
             part_item_size=self._layout.least_item_size,
         )
-        is_full, is_unchanged = plan.base_version is None, self._is_unchanged
-        self._on_phase(
-            SyncPhase(self._version, is_decided, is_full, staged_bytes, is_unchanged=is_unchanged)
-        )
+
+    def _writes_as_it_arrives(self) -> bool:
+        """Whether an engine may have written already what was sent."""
+        room = min(member.max_staged_bytes for member in self._session.participants.values())
+        return self._plan.base_version is None or self._staged_bytes() > room
 
     def _replies(self) -> list[tuple[int, Message | DeltaSyncError]]:
         replies = self._link.replies()

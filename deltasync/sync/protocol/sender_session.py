@@ -202,6 +202,25 @@ class SenderSession:
         self.failures.setdefault(self.participants[peer].peer, reason)
         self._done.discard(peer)
 
+    def narrow(
+        self, engines: Collection[str], *, said: Mapping[int, str] | None = None
+    ) -> list[Member]:
+        """Only these engines go on. Returns the ranks of the others, which have to leave.
+
+        Some of these have `said` why they failed, as in `abort`.
+        """
+        self._on("narrow")
+        self.failures |= said or {}
+        leaving = [m for m in self.participants.values() if m.engine not in engines]
+        failed = self._failed_engines()
+        for member in leaving:
+            if member.engine not in failed:
+                self.failures[member.peer] = "its engine was left out of the version"
+            del self.participants[member.peer]
+            self._done.discard(member.peer)
+            self.members.pop(member.peer, None)
+        return leaving
+
     def decide(self) -> None:
         """The version is final. Raises CallOrderError unless every participant has prepared."""
         self._on("decide")
@@ -224,11 +243,12 @@ class SenderSession:
         self._on("committed")
         self._done.add(self.participants[peer].peer)
 
-    def undone(self) -> tuple[str, ...]:
-        """Engines of which a rank has not committed: their other ranks undo."""
+    def undone(self, engines: Collection[str]) -> tuple[str, ...]:
+        """Those of these engines of which a rank has not committed: their other ranks undo."""
         self._on("undone")
         missing = set(self.participants) - self._done
-        return tuple(sorted({self.participants[peer].engine for peer in missing}))
+        found = {self.participants[peer].engine for peer in missing}
+        return tuple(sorted(found.intersection(engines)))
 
     def finish(self) -> list[Member]:
         """The sync is over. Returns who has to leave: every rank of an undone engine."""
@@ -241,11 +261,16 @@ class SenderSession:
         return leaving
 
     def _leave(self, asleep: Collection[int] = ()) -> list[Member]:
-        engines = {self.participants[peer].engine for peer in self.failures if peer not in asleep}
+        engines = self._failed_engines(asleep)
         leaving = [m for m in self.participants.values() if m.engine in engines]
         for member in leaving:
             self.members.pop(member.peer, None)
         return leaving
+
+    def _failed_engines(self, asleep: Collection[int] = ()) -> set[str]:
+        """Those that still take part."""
+        failed = self.participants.keys() & self.failures.keys() - set(asleep)
+        return {self.participants[peer].engine for peer in failed}
 
     def _on(self, event: str, *said: object) -> None:
         """Go where the table leads. Raises CallOrderError, and changes nothing then."""
@@ -273,6 +298,12 @@ class SenderSession:
         """Refused unless every participant has prepared, and there is one."""
         if not self.participants or self._done != set(self.participants):
             raise CallOrderError("not every participant has prepared")
+
+
+def ranks_beside(members: Mapping[int, Member], peers: Collection[int]) -> list[Member]:
+    """All ranks of the engines that have one of these peers."""
+    engines = {members[peer].engine for peer in peers if peer in members}
+    return [member for member in members.values() if member.engine in engines]
 
 
 def judge(
@@ -304,6 +335,7 @@ def _rules() -> list[Rule[SenderPhase]]:
         Rule((idle,), "begin", staging, do=s._check_not_older),
         Rule((staging,), "prepared"),
         Rule((staging, decided), "failed"),
+        Rule((staging,), "narrow"),
         Rule((staging,), "decide", decided, do=s._check_all_prepared),
         Rule((staging,), "abort", idle),
         Rule((decided,), "committed"),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import selectors
 import socket
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -261,20 +259,34 @@ class Server:
         self, peers: Collection[int], kind: Kind, deadline: Deadline
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` from each of `peers`; drops those that are late."""
-        self.pump(0)
         found: dict[int, bytes | TransportError] = {}
         while missing := [peer for peer in peers if peer not in found]:
-            for peer in missing:
+            is_late = deadline.passed
+            found |= self.some(missing, kind, deadline)
+            if is_late:
+                late = [peer for peer in missing if peer not in found]
+                found |= {peer: self.expire(peer, "did not answer in time") for peer in late}
+        return found
+
+    def some(
+        self, peers: Collection[int], kind: Kind, deadline: Deadline
+    ) -> dict[int, bytes | TransportError]:
+        """The next message of `kind` of those of `peers` that have one, or why they are gone.
+
+        Waits for the first of them. Drops nobody.
+        """
+        self.pump(0)
+        while True:
+            found: dict[int, bytes | TransportError] = {}
+            for peer in peers:
                 data = self.take(peer, kind)
                 if data is not None:
                     found[peer] = data
                 elif peer not in self._peers:
                     found[peer] = self.loss(peer)
-                elif deadline.passed:
-                    found[peer] = self.expire(peer, "did not answer in time")
-            if len(found) < len(peers):
-                self.pump(deadline.remaining_s)
-        return found
+            if found or deadline.passed:
+                return found
+            self.pump(deadline.remaining_s)
 
     def drop(self, peer: int, reason: TransportError | None = None) -> None:
         """End the connection to `peer`. Idempotent."""
@@ -455,45 +467,3 @@ class Client:
                 if deadline.passed:
                     raise TransportTimeout(f"no sender appeared: {error}") from error
             self._gate.wait(min(_RETRY_S, deadline.remaining_s))
-
-
-def check_secret(secret: bytes | None) -> None:
-    """Raise ConfigError for a secret that is none."""
-    if secret is not None and not secret:
-        raise ConfigError("an empty secret protects nothing; leave it out or set one")
-
-
-def warn_of_strangers(host: str, port: int) -> None:
-    """Warn that whoever reaches this address is let in, unless it is of this machine alone."""
-    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        warnings.warn(
-            f"{host}:{port} is served without a secret: whoever reaches it can take the weights "
-            "and stop syncs; give both ends the same secret=, in a network that you trust",
-            stacklevel=3,
-        )
-
-
-def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
-    """A connection to `host`:`port`, blocking. Raises OSError, after `timeout_s` an address."""
-    failure = OSError(f"{host} has no address")
-    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = forks.new_socket(family, kind)
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(where)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-    raise failure
-
-
-def listen_tcp(host: str, port: int) -> socket.socket:
-    """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with forks.making:
-            server = socket.create_server((host, port), family=family)
-            return forks.closed_in_children(server)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

@@ -1,0 +1,52 @@
+"""TCP between hosts: how to listen and dial, and a warning where nothing is signed."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import warnings
+
+from deltasync.errors import ConfigError
+from deltasync.transports import forks
+
+
+def check_secret(secret: bytes | None) -> None:
+    """Raise ConfigError for a secret that is none."""
+    if secret is not None and not secret:
+        raise ConfigError("an empty secret protects nothing; leave it out or set one")
+
+
+def warn_of_strangers(host: str, port: int) -> None:
+    """Warn that whoever reaches this address is let in, unless it is of this machine alone."""
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        warnings.warn(
+            f"{host}:{port} is served without a secret: whoever reaches it can take the weights "
+            "and stop syncs; give both ends the same secret=, in a network that you trust",
+            stacklevel=3,
+        )
+
+
+def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
+    """A connection to `host`:`port`, blocking. Raises OSError, after `timeout_s` an address."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = forks.new_socket(family, kind)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(where)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with forks.making:
+            server = socket.create_server((host, port), family=family)
+            return forks.closed_in_children(server)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

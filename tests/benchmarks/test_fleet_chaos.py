@@ -1,0 +1,24 @@
+"""A short chaos of a fleet: engines are killed, stopped, added and removed, and all is checked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("more", [[], ["--rolling"]], ids=["together", "rolling"])
+def test_a_fleet_survives_what_befalls_its_engines(more: list[str]) -> None:
+    words = ["fleet-chaos", "--versions", "25", "--seed", "3", "--engines", "5", *more]
+    done = CliRunner().invoke(app, words)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failures"] == []
+    assert done.exit_code == 0, done.output
+    assert found["versions"] >= 20
+    assert sum(found["faults"].values()) > 0
+    assert found["events"]["named"] > 25
