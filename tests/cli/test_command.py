@@ -18,8 +18,10 @@ import deltasync
 from deltasync.cli import COMMANDS
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.patch_file import PatchFile
+from deltasync.observe.run_log import RunLog
 from tests.cli.command import COMMAND, ENVIRONMENT, call, hearing_signals, run
 from tests.files.saved import model, save, stepped
+from tests.observe.made import sync
 from tests.store.published import Publisher
 from tests.store.stores import local_place
 
@@ -108,8 +110,11 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
             *("--connect", f"shared_memory:{tmp_path}/none"),
             *("--serve", f"shared_memory:{tmp_path}/serve"),
         ],
+        "report": [tmp_path / "log", "--out", tmp_path / "page"],
         "verify": [old, new],
     }
+    with RunLog(tmp_path / "log") as log:
+        log(sync())
     assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0
     Publisher(local_place(tmp_path / "store")).publish(2)
     there = set(tmp_path.iterdir())
@@ -141,8 +146,11 @@ def interrupted(
         assert process.returncode in (130, -signal.SIGINT)  # the latter while Python itself starts
     for made in set(folder.iterdir()) - there:
         # What was asked for may be whole already, and torch keeps a folder of its own.
-        assert made.name in ("made", "out") or made.name.startswith("torchinductor")
-        if made.is_file():
+        assert made.name in ("made", "out", "page") or made.name.startswith("torchinductor")
+        if made.name == "page":
+            assert made.read_text(encoding="utf-8").rstrip().endswith("</html>")
+            made.unlink()
+        elif made.is_file():
             Checkpoint(made) if made.name == "made" else PatchFile(made)
             made.unlink()
         elif made.name == "out":

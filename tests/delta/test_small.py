@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -15,12 +15,20 @@ from deltasync import dtypes
 from deltasync.delta.backend import snapshot_of
 from deltasync.delta.bits import Flat, Reader, WireReader, as_bits, torch_dtype
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.host import small
+from deltasync.delta.host import backend, small
 from deltasync.delta.host.backend import DeltaPlan, HostBackend
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import whole
 from deltasync.testing.bits import specs_of
 from tests import strategies as own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _together_however_few() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_MANY", 0)
+        yield
+
 
 WIRE = {"float32": "bfloat16", "float64": "float32"}
 """Masters, and what is sent of them."""

@@ -24,7 +24,7 @@ from deltasync.delta.shard import Share
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 _BLOCK = 1 << 17  # positions digested at once
-_MANY = 64  # parameters from which on it pays to read small ones together
+_MANY = 8  # parameters from which on it pays to read small ones together
 
 
 class HostBackend:
