@@ -197,7 +197,8 @@ class WeightReceiver(Closing):
                     self._deadline = time.monotonic() + timeout_s
                 if isinstance(message, messages.Welcome) and self.state != ReceiverState.WAITING:
                     logger.info("%s joined at v%d: same digest", self.name, self.version)
-                    self._record.joined()
+                    if subscriptions:
+                        self._record.joined()
                     return False
             return True
 

@@ -189,6 +189,21 @@ def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:
     assert stats.lost == {}  # it was told with the failure
 
 
+def test_what_ended_before_a_listener_came_is_not_reported() -> None:
+    """Nor is it kept meanwhile: receivers may rejoin for months."""
+    source, replica = random_model(SHAPES, 0), random_model(SHAPES, 0)
+    with fleet(source) as here:
+        serving = here.add(replica)
+        here.wait(1)
+        assert here.sender.send_weights(timeout_s=5).full_synced == 0
+        until(lambda: serving.receiver.version == here.sender.version)
+        with heard() as events:
+            source.get_parameter("a").data += 1
+            here.sender.send_weights(timeout_s=5)
+            until(lambda: bool(of(events, ReceiveStats)))
+    assert [event.kind for event in of(events, ReceiveStats)] == ["delta"]
+
+
 def test_a_receiver_that_fails_before_the_decision_costs_no_attempt() -> None:
     source = random_model(SHAPES, 0)
     with heard() as events, fleet(source) as here:
