@@ -8,18 +8,16 @@ import hashlib
 import weakref
 from collections.abc import Iterable, Iterator
 from tempfile import SpooledTemporaryFile
-from types import TracebackType
-from typing import Self
 
 from deltasync.errors import StoreRefused
 from deltasync.store.manifest import StoredFile
 from deltasync.store.objects import Objects
-from deltasync.transports.base import Frame
+from deltasync.transports.base import Closing, Frame
 
 _IN_MEMORY_BYTES = 16 << 20  # the rest is in a temporary file
 
 
-class Spool:
+class Spool(Closing):
     """The bytes of one object that is about to be written. It is a context manager.
 
     Attributes:
@@ -54,17 +52,6 @@ class Spool:
     def close(self) -> None:
         """Release its memory."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _add(self, data: bytes | memoryview) -> None:
         try:

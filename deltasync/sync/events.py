@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
+
+from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class SyncFailed(SyncEvent):
         return f"{type(self.error).__name__}: {self.error}"
 
 
-class Subscription:
+class Subscription(Closing):
     """What `subscribe` returns. Use it as a context manager, or `close` it, or keep it for good."""
 
     def __init__(self, listener: Listener) -> None:
@@ -125,17 +126,6 @@ class Subscription:
         """Report no more events to the listener. Idempotent; any thread may call it."""
         with suppress(ValueError):  # closed already
             subscriptions.remove(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 subscriptions: list[Subscription] = []
