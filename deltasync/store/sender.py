@@ -23,7 +23,7 @@ from deltasync.store.manifest import Manifest, Way
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.spool import Spool
 from deltasync.store.writer import Changed, RunWriter
-from deltasync.sync.arguments import check_options, check_source
+from deltasync.sync.arguments import check_options, local_weights
 from deltasync.sync.events import Phase, SyncEvent, SyncFailed, report, reporting
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import OneCaller
@@ -372,14 +372,10 @@ class StoreSender(Closing):
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:
     if not isinstance(source, LocalWeights):
-        check_source(source)
         options = options or SenderOptions()
         if "compression" not in options.model_fields_set:
             options = options.model_copy(update={"compression": "gap"})
-        return OwnWeights(source, options)
-    if options is not None:
-        raise ConfigError("these weights have options of their own")
-    return source
+    return local_weights(source, options)
 
 
 def _run_of(objects: Objects, stream_id: str | None) -> tuple[Objects, str]:

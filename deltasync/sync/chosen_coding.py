@@ -73,9 +73,8 @@ class ChosenCoding:
         return coding
 
     def learn(self, weights: LocalWeights, plan: Plan, done: RoundResult) -> None:
-        """A round was done with a plan: see how fast the link is, if all have answered."""
-        is_answered = done.decided and not done.left and done.sent.num_buckets > 0
-        if weights.options.compression == "auto" and is_answered:
+        """A timed round was done with a plan: see how fast the link is, if all have answered."""
+        if done.decided and not done.left and done.sent.num_buckets > 0:
             expected_s = _working_s(done.coding, weights, plan)
             self.took(done.sent.payload_bytes, done.answer_s, expected_s=expected_s)
 

@@ -437,7 +437,7 @@ class WeightSender(Closing):
             packed=self._own.release,
             peer_ranks=self._peer_ranks,
             is_timed=asked == "auto",
-            turns=None if is_free else lambda engines: self._turns(engines, besides),
+            turns=all_at_once if is_free else lambda engines: self._turns(engines, besides),
         )
         try:
             result = work.run(participants, version=version, stream_id=self.stream_id)

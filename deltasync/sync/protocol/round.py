@@ -149,7 +149,7 @@ class Round:
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
         is_timed: bool = False,
-        turns: Callable[[Collection[str]], Sequence[Collection[str]]] | None = None,
+        turns: Callable[[Collection[str]], Sequence[Collection[str]]] = all_at_once,
     ) -> None:
         self._turns = turns
         self._link, self._session, self._plan = link, session, plan
@@ -176,7 +176,7 @@ class Round:
             if not ready:
                 self._abort("; ".join(self._session.failures.values()) or _TOO_LARGE)
                 return self._result
-            turns = [frozenset(turn) for turn in (self._turns or all_at_once)(ready)]
+            turns = [frozenset(turn) for turn in self._turns(ready)]
             if len(turns) > 1 and self._writes_as_it_arrives():
                 turns = [frozenset().union(*turns)]  # they are paused, all of them
             taking = frozenset().union(*turns)
