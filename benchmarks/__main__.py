@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -278,10 +278,7 @@ def soak(
 ) -> None:
     """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
     found = run_soak(Plan(_setup("full", geometry, device, link), syncs, kill_every, seed))
-    line = json.dumps(found)
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            print(line, file=file)
+    line = _appended(found, out)
     if as_json:
         print(line)
     else:
@@ -306,13 +303,7 @@ def strangers(
     if link not in ("collective", "local"):
         raise typer.BadParameter(f"{link} is neither collective nor local")
     found = run(Attack(seconds, link, secret and link == "collective", seed))
-    line = json.dumps(found)
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            print(line, file=file)
-    print(line)
-    if found["failures"]:
-        raise typer.Exit(1)
+    _conclude(found, out)
 
 
 @app.command()
@@ -332,13 +323,7 @@ def store_chaos(
 
     pairs = dict(pair.split("=", 1) for pair in config or ())
     found = run_chaos(versions=versions, seed=seed, url=url, config=pairs)
-    line = json.dumps(found)
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            print(line, file=file)
-    print(line)
-    if found["failures"]:
-        raise typer.Exit(1)
+    _conclude(found, out)
 
 
 @app.command()
@@ -362,13 +347,7 @@ def fleet_chaos(
         pauses="rolling" if rolling else "together",
         timeout_s=timeout_s,
     )
-    line = json.dumps(found)
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            print(line, file=file)
-    print(line)
-    if found["failures"]:
-        raise typer.Exit(1)
+    _conclude(found, out)
 
 
 @app.command()
@@ -445,6 +424,22 @@ def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
     if unknown := set(only or ()) - set(known):
         raise typer.BadParameter(f"{sorted(unknown)} are not among {list(known)}")
     return [group for group in known if not only or group in only]
+
+
+def _appended(found: Mapping[str, Any], out: Path | None) -> str:
+    """What a run has found as a line of JSON, which the file has now, too."""
+    line = json.dumps(found)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    return line
+
+
+def _conclude(found: Mapping[str, Any], out: Path | None) -> None:
+    """Keep and show what a run has found. Exits with 1 if it has failed."""
+    print(_appended(found, out))
+    if found["failures"]:
+        raise typer.Exit(1)
 
 
 def _scale(*, quick: bool, tiny: bool) -> str:

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
-from deltasync.delta.batched.weights import Numbers
 from deltasync.delta.codecs.blocks import HEADER_BYTES, Shape, encode_indices, field_bytes
 from deltasync.delta.codecs.known import digest_at
 from deltasync.dtypes import BY_NAME
@@ -22,7 +20,7 @@ from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
 from deltasync.wire.table import ROW, RowKind, Rows, block_offsets
 from tests.delta.device_payloads import by_device, change_of, flats_of, near, on_device, specs_of
-from tests.delta.test_launches import Operations
+from tests.delta.test_launches import Operations, counting
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 
@@ -32,20 +30,7 @@ BF16, WIDE = BY_NAME["bfloat16"], BY_NAME["float32"]
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Launches of kernels by name, and "waits"; "operations" of torch, without views and memory."""
-    now: Counter[str] = Counter()
-    run, read = InterpretedFunction.run, Numbers.read
-
-    def launched(self: Any, *args: Any, **options: Any) -> None:
-        now[self.fn.__name__] += 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            run(self, *args, **options)
-
-    def waited(self: Numbers) -> Any:
-        now["waits"] += 1
-        return read(self)
-
-    monkeypatch.setattr(InterpretedFunction, "run", launched)
-    monkeypatch.setattr(Numbers, "read", waited)
+    now = counting(monkeypatch)
     with Operations() as operations:
         yield now
     now["operations"] = sum(operations.counts.values())

@@ -37,10 +37,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def counted(
-    monkeypatch: pytest.MonkeyPatch, ends: Ends, buckets: list[ReadBucket]
-) -> dict[str, Counter[str]]:
-    """By step of a receive: operations of torch, launches of kernels, and "waits"."""
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches of kernels by name, and "waits", from now on."""
     now: Counter[str] = Counter()
     run, read = InterpretedFunction.run, Numbers.read
 
@@ -55,6 +53,14 @@ def counted(
 
     monkeypatch.setattr(InterpretedFunction, "run", launched)
     monkeypatch.setattr(Numbers, "read", waited)
+    return now
+
+
+def counted(
+    monkeypatch: pytest.MonkeyPatch, ends: Ends, buckets: list[ReadBucket]
+) -> dict[str, Counter[str]]:
+    """By step of a receive: operations of torch, launches of kernels, and "waits"."""
+    now = counting(monkeypatch)
     found: dict[str, Counter[str]] = {}
 
     def step(name: str, call: Any) -> Any:
