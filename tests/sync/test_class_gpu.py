@@ -13,8 +13,8 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.delta.batched import decoding
 from deltasync.transports import inprocess
+from tests.sync.decodings import decodings
 from tests.sync.harness import Serving, bits_equal
 from tests.sync.test_coded_gpu import nudged
 from tests.sync.test_gpu import model
@@ -32,14 +32,7 @@ pytestmark = [
 def test_payloads_are_coded_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, link: str, share: float, *, strided: bool
 ) -> None:
-    decoded, decode_one = list[bool](), decoding.DeviceDecoder.decode
-
-    def noted(self: decoding.DeviceDecoder, *args: object, **kwargs: object) -> object:
-        made = decode_one(self, *args, **kwargs)  # type: ignore[arg-type]
-        decoded.append(made is not None and made.payload.is_cuda)
-        return made
-
-    monkeypatch.setattr(decoding.DeviceDecoder, "decode", noted)
+    decoded = decodings(monkeypatch)
     source, replica = (model(torch.bfloat16, 0, strided=strided) for _ in range(2))
     transport = inprocess.Sender(device=link)
     options = SenderOptions(
@@ -60,7 +53,7 @@ def test_payloads_are_coded_on_the_gpu(
         torch.cuda.synchronize()
         assert bits_equal(source, replica)
         assert decoded
-        assert all(decoded) or strided
+        assert all(payload is not None and payload.is_cuda for payload in decoded) or strided
     finally:
         sender.close()
         serving.stop()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from deltasync import ReceiverOptions, SenderOptions
+from deltasync import ReceiverOptions
 from deltasync.delta.backend import Kernels
-from deltasync.delta.batched import decoding
 from deltasync.delta.codecs import coding
-from deltasync.delta.policy import Policy
 from deltasync.errors import SyncAborted, WrongBase
+from tests.sync.decodings import decodings
 from tests.sync.harness import Model, bits_equal, fleet, until
 from tests.sync.interpreted import one_kernel_at_a_time
-from tests.sync.test_coded import nudged
+from tests.sync.test_coded_kernels import BLOCKS, change
+from tests.sync.test_coded_kernels import model as sized_model
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
 pytestmark = pytest.mark.timeout(180)
@@ -21,49 +22,25 @@ pytestmark = pytest.mark.timeout(180)
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
 
-CLASSES = SenderOptions(
-    compression="class",
-    kernels="triton",
-    policy=Policy(dense_above=0.9, chunk_numel=1000),
-    max_inflight_bytes=1 << 20,
-)
+CLASSES = BLOCKS.model_copy(update={"compression": "class"})
 
 
 @pytest.fixture
-def only_there(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Payloads that a device has decoded. The host may neither code nor decode any."""
-    found, decode_one = list[int](), decoding.DeviceDecoder.decode
-
-    def noted(self: decoding.DeviceDecoder, *args: object, **kwargs: object) -> object:
-        made = decode_one(self, *args, **kwargs)  # type: ignore[arg-type]
-        assert made is not None
-        found.append(len(made.payload))
-        return made
+def only_there(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """What devices have decoded. The host may neither code nor decode any."""
 
     def refused(*_: object) -> None:
         pytest.fail("coded on the host")
 
-    monkeypatch.setattr(decoding.DeviceDecoder, "decode", noted)
     monkeypatch.setattr(coding, "_on_host", refused)
-    return found
+    return decodings(monkeypatch)
 
 
 def model(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"a": (10, 500), "b": (17,), "c": (), "d": (900,)}
-    made = {n: torch.randn(s, generator=generator) * 0.02 for n, s in shapes.items()}
-    return Model({n: t if n == "d" else t.bfloat16() for n, t in made.items()})
+    return sized_model(seed, rows=10, masters=900)
 
 
-def change(source: Model, seed: int, share: float = 0.05) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name in "abc":
-        nudged(source.get_parameter(name).data, share, generator)
-    chosen = torch.rand(900, generator=generator) < share
-    source.get_parameter("d").data[chosen] *= 1.0001
-
-
-def test_nothing_goes_over_the_host(only_there: list[int]) -> None:
+def test_nothing_goes_over_the_host(only_there: list[Tensor | None]) -> None:
     source, *targets = (model(1) for _ in range(3))
     with fleet(source, options=CLASSES) as here:
         for nth, (target, staged) in enumerate(zip(targets, (None, 0), strict=True)):
@@ -79,6 +56,7 @@ def test_nothing_goes_over_the_host(only_there: list[int]) -> None:
             assert stats.bytes_by_codec["class"] > 0.3 * stats.payload_bytes
             assert stats.payload_bytes < 4 * stats.nnz
     assert len(only_there) == 4
+    assert all(payload is not None for payload in only_there)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("triton", "torch"), ("torch", "triton")])

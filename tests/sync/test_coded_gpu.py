@@ -16,10 +16,10 @@ from deltasync import (
     WeightReceiver,
     WeightSender,
 )
-from deltasync.delta.batched import decoding
 from deltasync.delta.bits import as_bits
 from deltasync.errors import SyncAborted, WrongBase
 from deltasync.transports import inprocess
+from tests.sync.decodings import decodings
 from tests.sync.harness import Serving, bits_equal, fleet, until
 from tests.sync.test_gpu import model
 from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
@@ -50,14 +50,7 @@ def test_payloads_are_coded_on_the_gpu(
     *,
     strided: bool,
 ) -> None:
-    decoded, decode_one = list[bool](), decoding.DeviceDecoder.decode
-
-    def noted(self: decoding.DeviceDecoder, *args: object, **kwargs: object) -> object:
-        made = decode_one(self, *args, **kwargs)  # type: ignore[arg-type]
-        decoded.append(made is not None and made.payload.is_cuda)
-        return made
-
-    monkeypatch.setattr(decoding.DeviceDecoder, "decode", noted)
+    decoded = decodings(monkeypatch)
     source, replica = (model(torch.bfloat16, 0, strided=strided) for _ in range(2))
     transport = inprocess.Sender(device=link)
     changes = {"snapshot_device": snapshot_device, "bucket_bytes": 1 << 20}
@@ -77,7 +70,7 @@ def test_payloads_are_coded_on_the_gpu(
         torch.cuda.synchronize()
         assert bits_equal(source, replica)
         assert decoded
-        assert all(decoded)
+        assert all(payload is not None and payload.is_cuda for payload in decoded)
     finally:
         sender.close()
         serving.stop()
