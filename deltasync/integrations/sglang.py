@@ -192,7 +192,7 @@ class SglangServer:
 
     Raises:
         ConfigError: The server has several data-parallel replicas, or caches are to be cleared and
-            it also keeps prefixes where no update reaches them.
+            it also keeps prefixes where no update reaches them, or `caches` is neither.
     """
 
     def __init__(
@@ -203,6 +203,8 @@ class SglangServer:
         caches: Literal["clear", "keep"] = "clear",
         timeout_s: float = 300.0,
     ) -> None:
+        if caches not in ("clear", "keep"):
+            raise ConfigError(f'caches is {caches!r}: SGLang takes "clear" or "keep"')
         self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
         self.url = self._http.url
         self._clears = caches == "clear"

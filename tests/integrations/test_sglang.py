@@ -156,6 +156,13 @@ def test_caches_are_kept_for_who_wants_that(url: str) -> None:
     assert Handler.asked == [(WRITE, False), (NAME, None)]
 
 
+@pytest.mark.parametrize("caches", ["version", "kept", True])
+def test_caches_that_sglang_cannot_treat_so_are_refused(caches: Any, url: str) -> None:
+    """Not taken for those that are kept: prompts would go on with values of old weights."""
+    with pytest.raises(ConfigError, match=r'caches is .* SGLang takes "clear" or "keep"'):
+        SglangServer(url, caches=caches)
+
+
 @pytest.mark.parametrize("store", ["hicache_storage_backend", "enable_lmcache", "enable_flexkv"])
 def test_a_server_that_keeps_prefixes_where_no_update_clears_them_is_refused(
     store: str, url: str
