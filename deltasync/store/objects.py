@@ -21,6 +21,7 @@ from pydantic import Field, SecretBytes
 
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, ObjectDamaged, StoreError, StoreRefused, StoreUnavailable
+from deltasync.transports.control.connection import LONGEST_S
 
 Data = bytes | bytearray | memoryview
 Result = TypeVar("Result")
@@ -35,10 +36,12 @@ _process: dict[str, int] = {}  # which has used obstore first
 class StoreOptions(OptionsModel):
     """How a store is reached. Times in seconds, sizes in bytes."""
 
-    timeout_s: float = Field(default=60.0, gt=0, description="for one request, its data included")
+    timeout_s: float = Field(
+        default=60.0, gt=0, le=LONGEST_S, description="for one request, its data included"
+    )
     retries: int = Field(default=8, ge=0, description="of a request that failed")
     retry_timeout_s: float = Field(
-        default=180.0, gt=0, description="after which a request is not tried again"
+        default=180.0, gt=0, le=LONGEST_S, description="after which a request is not tried again"
     )
     part_bytes: int = Field(
         default=16 << 20,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from numbers import Real
 from pathlib import Path
 
 from deltasync.errors import ConfigError, ManifestInvalid, StoreUnavailable
@@ -99,8 +100,8 @@ def gc(
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: at least one version has to stay")
-    if not unfinished_after_s >= 0:
-        raise ConfigError(f"unfinished_after_s={unfinished_after_s}: give 0 seconds or more")
+    if not (isinstance(unfinished_after_s, Real) and unfinished_after_s >= 0):
+        raise ConfigError(f"unfinished_after_s={unfinished_after_s!r}: give 0 seconds or more")
     found = Run.open(url, run, options)
     now = _clock(found)
     live, expired = _leases(found, now)
