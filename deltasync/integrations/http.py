@@ -32,6 +32,8 @@ class Http:
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no http or https address")
+        if "@" in url:
+            raise ConfigError(f"{url!r} names a user: give api_key, and the URL without it")
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

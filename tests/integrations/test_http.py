@@ -87,5 +87,8 @@ def test_errors_say_what_the_server_said(url: str) -> None:
 def test_servers_that_are_not_there() -> None:
     with pytest.raises(PeerLost):
         Http("http://127.0.0.1:9").get("health")
+    with pytest.raises(ConfigError, match="give api_key") as caught:
+        Http("http://user:s3cr3t@127.0.0.1:9")
+    assert "s3cr3t" not in str(caught.value)
     with pytest.raises(ConfigError):
         Http("127.0.0.1:9")
