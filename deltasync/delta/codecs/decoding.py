@@ -38,9 +38,12 @@ from deltasync.errors import (
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload, CodedTable
 from deltasync.wire.messages import ParameterSpec
-from deltasync.wire.table import Ints, RowKind, Rows, read_table
+from deltasync.wire.table import Entry, Ints, RowKind, Rows, read_table
 
 _NO_INDICES = np.empty(0, np.int32)
+_INDEX_CODECS = tuple(IndexCodec)  # by number
+_RAW_INDEX, _RAW, _ULP = IndexCodec.RAW, ValueCodec.RAW, ValueCodec.ULP  # Enum looks up slowly
+_DENSE = RowKind.DENSE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,13 +120,16 @@ def decode_payload(
     rows, index_at, value_at = checked_rows(coded, raw_bytes, numels, item_sizes)
     payload, table = np.zeros(raw_bytes, np.uint8), rows.view(np.uint8)
     payload[: len(table)] = table
-    index_cuts, value_cuts = (cuts.tolist() for cuts in coded.blocks())
+    index_cuts, value_cuts, *places = (
+        numbers.tolist() for numbers in (*coded.blocks(), index_at, value_at)
+    )
+    entries, digests = coded.rows.tolist(), coded.digests.tolist()
     for n in range(num_rows):
         index = coded.index[index_cuts[n] : index_cuts[n + 1]]
         value = coded.value[value_cuts[n] : value_cuts[n + 1]]
-        work = _Decoding(n, coded.rows[n], int(coded.digests[n]), index, value, old)
-        for at, array in zip((index_at[n], value_at[n]), work.decoded(), strict=True):
-            payload[at : at + array.nbytes] = array.view(np.uint8)
+        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old)
+        for begins, array in zip(places, work.decoded(), strict=True):
+            payload[begins[n] : begins[n] + array.nbytes] = array.view(np.uint8)
     return payload
 
 
@@ -172,25 +178,25 @@ class _Decoding:
     """
 
     def __init__(
-        self, number: int, row: np.void, digest: int, index: Block, value: Block, old: OldRows
+        self, number: int, row: Entry, digest: int, index: Block, value: Block, old: OldRows
     ) -> None:
-        self._place = number, int(row["parameter"])
-        self._start, self._span = int(row["start"]), int(row["span"])
-        self._digest, self._is_dense = digest, row["kind"] == RowKind.DENSE
-        self._index_codec = IndexCodec(int(row["index_codec"]))
-        self._value_codec = ValueCodec(int(row["value_codec"]))
+        self._place = number, row.parameter
+        self._start, self._span = row.start, row.span
+        self._digest, self._is_dense = digest, row.kind == _DENSE
+        self._index_codec = _INDEX_CODECS[row.index_codec]
+        self._value_codec = row.value_codec
         self._spec, self._old = old.spec(*self._place), old
         self._kind = unsigned_dtype(self._spec.dtype)
-        self._row = CodedRow(index, value, int(row["count"]), self._span, self._spec.dtype)
+        self._row = CodedRow(index, value, row.count, self._span, self._spec.dtype)
 
     def decoded(self) -> tuple[Indices, Bits]:
         """(int32[count] indices, or none of a dense row; unsigned[count] new bits)."""
         if self._is_dense:
             return _NO_INDICES, self._dense()
-        if self._value_codec not in (ValueCodec.RAW, ValueCodec.ULP):
+        if self._value_codec not in (_RAW, _ULP):
             return self._by_pair()
         indices = self._checked(self._indices())
-        if self._value_codec is ValueCodec.RAW:
+        if self._value_codec == _RAW:
             return indices, self._raw(self._row.value, self._kind)
         old = self._old.at(*self._place, self._start, indices)
         if old is None:  # of what is not held here, any value will do
@@ -199,7 +205,7 @@ class _Decoding:
         return indices, decode_steps(self._row, old[0])
 
     def _dense(self) -> Bits:
-        if self._value_codec is ValueCodec.RAW:
+        if self._value_codec == _RAW:
             return self._raw(self._row.value, self._kind)
         if len(self._row.value) < self._span:  # before memory is taken
             raise TruncatedFrame(f"{self._spec.name}: fewer steps than elements")
@@ -210,7 +216,7 @@ class _Decoding:
         return decode_steps(self._row, old[0])
 
     def _indices(self) -> Indices:
-        if self._index_codec is IndexCodec.RAW:
+        if self._index_codec is _RAW_INDEX:
             return self._raw(self._row.index, np.dtype("<i4"))
         return ROW_CODECS[self._index_codec].indices([self._row])[0]
 

@@ -16,9 +16,10 @@ from deltasync.delta.codecs.known import ROW_CODECS, digest_at, digest_run
 from deltasync.delta.codecs.old import OldRows
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload
-from deltasync.wire.table import ROW, RowKind, Rows, block_offsets
+from deltasync.wire.table import ROW, Entry, RowKind, Rows, block_offsets
 
 _NO_INDICES = np.empty(0, np.int32)
+_DENSE = RowKind.DENSE  # Enum looks up slowly
 
 
 def encode_payload(
@@ -39,11 +40,13 @@ def encode_payload(
     rows: Rows = payload[: num_rows * ROW.itemsize].view(ROW)
     index_at, value_at, _ = block_offsets(rows)
     chosen = list[_Chosen]()
-    for number, (row, at, values_at) in enumerate(zip(rows, index_at, value_at, strict=True)):
-        index = payload[at : at + int(row["index_bytes"])]
-        value = payload[values_at : values_at + int(row["value_bytes"])]
+    places = zip(rows.tolist(), index_at.tolist(), value_at.tolist(), strict=True)
+    for number, (entry, at, values_at) in enumerate(places):
+        row = Entry(*entry)
+        index = payload[at : at + row.index_bytes]
+        value = payload[values_at : values_at + row.value_bytes]
         work = _Encoding(number, row, index, value, old)
-        chosen.append(work.dense() if row["kind"] == RowKind.DENSE else work.sparse(codec))
+        chosen.append(work.dense() if row.kind == _DENSE else work.sparse(codec))
     coded = rows.copy()
     coded["index_codec"] = [one.index_codec for one in chosen]
     coded["value_codec"] = [one.value_codec for one in chosen]
@@ -75,9 +78,9 @@ class _Encoding:
         old: What it changes.
     """
 
-    def __init__(self, number: int, row: np.void, index: Block, value: Block, old: OldRows) -> None:
-        self._place = number, int(row["parameter"])
-        self._start, self._span = int(row["start"]), int(row["span"])
+    def __init__(self, number: int, row: Entry, index: Block, value: Block, old: OldRows) -> None:
+        self._place = number, row.parameter
+        self._start, self._span = row.start, row.span
         self._spec, self._old = old.spec(*self._place), old
         self._raw = index, value
         self._indices: Indices = index.view(np.int32)
