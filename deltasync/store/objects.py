@@ -378,7 +378,10 @@ def started(call: Callable[..., Result], *args: Any, **options: Any) -> Future[R
             stack.push(lambda kind, error, traceback: _told(future, error))
             future.set_result(call(*args, **options))
 
-    threading.Thread(target=run, name="deltasync-store", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="deltasync-store", daemon=True).start()
+    except RuntimeError:  # there is no room for one more, or the process ends
+        run()
     return future
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store.objects import Objects, StoreOptions
-from tests.store.stores import KEYS, Place
+from tests.store.stores import KEYS, Place, s3_place
 
 
 def objects_of(place: Place) -> Objects:
@@ -272,3 +272,20 @@ def test_options_that_are_secret_are_in_no_error(wrong: dict[str, Any]) -> None:
         StoreOptions(**wrong)
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
     assert "s3cr3t" not in repr(StoreOptions(config={"secret_access_key": "s3cr3t"}))
+
+
+def test_objects_are_reached_where_no_thread_can_start(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.12 has it within `atexit`, and a machine without memory for one more stack."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    objects = objects_of(s3_place(s3))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert objects.create("a", b"hello")
+    assert objects.get("a", max_bytes=5) == b"hello"
+    assert [facts.key for facts in objects.listed("")] == ["a"]
+    objects.delete("a")
+    assert objects.head("a") is None
