@@ -23,7 +23,7 @@ from deltasync.delta.codecs.base import (
     unsigned_dtype,
 )
 from deltasync.delta.codecs.gap import decode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, digest_at, digest_run
+from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
 from deltasync.delta.kernels import host
 from deltasync.errors import (
@@ -123,13 +123,14 @@ def decode_payload(
     index_cuts, value_cuts, *places = (
         numbers.tolist() for numbers in (*coded.blocks(), index_at, value_at)
     )
-    entries, digests = coded.rows.tolist(), coded.digests.tolist()
+    entries, digests, found = coded.rows.tolist(), coded.digests.tolist(), RowDigests()
     for n in range(num_rows):
         index = coded.index[index_cuts[n] : index_cuts[n + 1]]
         value = coded.value[value_cuts[n] : value_cuts[n + 1]]
-        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old)
+        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old, found)
         for begins, array in zip(places, work.decoded(), strict=True):
             payload[begins[n] : begins[n] + array.nbytes] = array.view(np.uint8)
+    found.finish()
     return payload
 
 
@@ -175,17 +176,25 @@ class _Decoding:
         digest: Of the old values that it was made from.
         index, value: uint8[n], its blocks: arbitrary bytes.
         old: What it changes.
+        found: Compares `digest` with that of what is held here.
     """
 
     def __init__(
-        self, number: int, row: Entry, digest: int, index: Block, value: Block, old: OldRows
+        self,
+        number: int,
+        row: Entry,
+        digest: int,
+        index: Block,
+        value: Block,
+        old: OldRows,
+        found: RowDigests,
     ) -> None:
         self._place = number, row.parameter
         self._start, self._span = row.start, row.span
         self._digest, self._is_dense = digest, row.kind == _DENSE
         self._index_codec = _INDEX_CODECS[row.index_codec]
         self._value_codec = row.value_codec
-        self._spec, self._old = old.spec(*self._place), old
+        self._spec, self._old, self._found = old.spec(*self._place), old, found
         self._kind = unsigned_dtype(self._spec.dtype)
         self._row = CodedRow(index, value, row.count, self._span, self._spec.dtype)
 
@@ -201,7 +210,8 @@ class _Decoding:
         old = self._old.at(*self._place, self._start, indices)
         if old is None:  # of what is not held here, any value will do
             return indices, np.zeros(len(indices), self._kind)
-        self._check_base(old, indices)
+        if old[1]:  # which no step depends on: later is soon enough
+            self._found.add(self._spec, self._start, indices, old[0], self._compare)
         return indices, decode_steps(self._row, old[0])
 
     def _dense(self) -> Bits:
@@ -271,9 +281,11 @@ class _Decoding:
         if not is_whole:
             return
         if indices is None:
-            found = digest_run(self._spec, self._start, bits)
+            self._compare(digest_run(self._spec, self._start, bits))
         else:
-            found = digest_at(self._spec, self._start, indices, bits)
+            self._compare(digest_at(self._spec, self._start, indices, bits))
+
+    def _compare(self, found: int) -> None:
         if found != self._digest:
             raise self._wrong_base()
 
