@@ -18,7 +18,7 @@ from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, W
 from deltasync.sync.engine_calls import declared, holders, let_go_of_strangers, listen, lost
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.links import CallTimeout, OneCaller
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
@@ -82,6 +82,7 @@ class EngineFleet(Closing):
     ) -> None:
         if min_engines < 1:
             raise ConfigError(f"min_engines is {min_engines}; a version needs a server")
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if pauses not in get_args(Pauses):
             raise ConfigError(f"pauses is {pauses!r}, neither 'together' nor 'rolling'")
         self._terms = Terms(

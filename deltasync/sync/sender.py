@@ -9,17 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from deltasync.delta.backend import Plan
-from deltasync.errors import (
-    ConfigError,
-    SyncAborted,
-    WireError,
-)
+from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import check_options, check_send_transport, local_weights
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import with_group
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
-from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
 from deltasync.sync.protocol.lobby import Joining, Lobby, names_of
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
 from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
@@ -151,6 +147,7 @@ class WeightSender(Closing):
             TransportTimeout: Fewer than `count` receivers connected in time.
             EngineFailed: A receiver reported that it cannot take part; the message says why.
         """
+        check_seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         with self._caller.call():
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
@@ -224,6 +221,8 @@ class WeightSender(Closing):
             SourceChanged: The source is no longer the same model.
         """
         limit = CallTimeout(timeout_s, total_timeout_s)
+        if join_timeout_s is not None:
+            check_seconds("join_timeout_s", join_timeout_s)
         with self._caller.call(), self._own.one_call(on_source_read), one_call(self, limit):
             self._done = stats = self._send_weights(limit, join_timeout_s, on_source_read)
         for who, why in stats.lost.items():

@@ -17,6 +17,7 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from deltasync.sync.protocol.links import check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import forks
 
@@ -118,6 +119,7 @@ class StagingThread:
 
     def wait_staged(self, *, timeout_s: float) -> bool:
         """Wait for `is_staged`. Returns False after the timeout."""
+        check_seconds("timeout_s", timeout_s)
         if self._thread.ident is None:
             raise ConfigError("a StagingThread that does not run: use it as a context manager")
         with self._turn:

@@ -22,13 +22,13 @@ from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.options import SenderOptions, check_group
-from deltasync.sync.protocol.links import CallTimeout, OneCaller
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import LONGEST_S, Deadline
 from deltasync.wire.frame import encode
 
 _REPLY_TIMEOUT_S = 30.0
@@ -111,7 +111,8 @@ class TrainerRank(Closing):
             ReceiversLost: See `on_lost`.
             DeltaSyncError: This rank could not do its part.
         """
-        limit = CallTimeout(_PATIENCE * timeout_s, total_timeout_s)
+        check_seconds("timeout_s", timeout_s)
+        limit = CallTimeout(min(_PATIENCE * timeout_s, LONGEST_S), total_timeout_s)
         with self._caller.call():
             return judged(self._send_weights(limit, on_source_read), on_lost)
 

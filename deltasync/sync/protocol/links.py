@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
+from deltasync.transports.control.connection import BUSY_S, LONGEST_S, Deadline, Pace
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello, Message, Prepare
@@ -59,8 +60,17 @@ class OneCaller:
         self._calls = []
 
 
+def check_seconds(name: str, seconds: float, *, may_be_zero: bool = True) -> None:
+    """Raise ConfigError unless an argument of this name is a time that somebody can wait for."""
+    is_number = isinstance(seconds, Real)  # callers may have read it from a file
+    if is_number and 0 <= seconds <= LONGEST_S and (seconds or may_be_zero):
+        return
+    least = "0" if may_be_zero else "more than 0"
+    raise ConfigError(f"{name} is {seconds!r}: give {least} to {LONGEST_S:,.0f} seconds")
+
+
 class CallTimeout:
-    """The timeout of each wait of a call, and of all of it.
+    """The timeout of each wait of a call, and of all of it. Raises ConfigError.
 
     Args:
         timeout_s: For each wait.
@@ -68,8 +78,9 @@ class CallTimeout:
     """
 
     def __init__(self, timeout_s: float, total_timeout_s: float | None = None) -> None:
-        if total_timeout_s is not None and not total_timeout_s >= 0:
-            raise ConfigError(f"total_timeout_s is {total_timeout_s}; give seconds, or None")
+        check_seconds("timeout_s", timeout_s)
+        if total_timeout_s is not None:
+            check_seconds("total_timeout_s", total_timeout_s)
         self._timeout_s = timeout_s
         self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
 

@@ -36,6 +36,9 @@ from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+LONGEST_S = 1e6
+"""The longest wait, 11 days: systems take no more than 2^31 milliseconds."""
+
 _HEADER = struct.Struct("<2sBxI")
 _MAGIC = b"dS"
 _NONCE_BYTES = 32
@@ -65,9 +68,11 @@ class Kind(IntEnum):
 
 
 class Deadline:
-    """A moment on the monotonic clock."""
+    """A moment on the monotonic clock, at most `LONGEST_S` from now on. Raises ConfigError."""
 
     def __init__(self, timeout_s: float) -> None:
+        if not timeout_s <= LONGEST_S:  # nor is it NaN
+            raise ConfigError(f"timeout_s is {timeout_s}: give at most {LONGEST_S:,.0f} seconds")
         self._at = time.monotonic() + timeout_s
 
     @property
