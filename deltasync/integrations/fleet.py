@@ -374,17 +374,21 @@ class EngineFleet(Closing):
                 engine.follow(replace(phase, engines=mine))
 
     def _await_resumed(self, engines: Sequence[FleetEngine]) -> None:
-        """Wait, once, for the servers that hold the version under way to generate again."""
-        resuming = [each for e in engines if e.outcome.done() for each in e.updates]
-        self._slow |= wait(set(resuming) - self._slow, self._limit.wait_s).not_done
+        """Wait, once, for the servers that hold the version under way to generate again.
+
+        Once it was waited for some in vain, for no others: that would cost a timeout for each.
+        """
+        resuming = {each for e in engines if e.outcome.done() for each in e.updates} - self._slow
+        self._slow |= wait(resuming, 0 if self._slow else self._limit.wait_s).not_done
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
         """No version was sent. Servers that were asked to write one learn it."""
         were_asleep, said = self.sender.were_asleep, lost(self.sender)
         for engine in engines:
             engine.give_up(error, said)
-            if were_asleep:  # no worker has written, or left
-                engine.sleep_on()
+        if were_asleep:  # no worker has written, or left
+            wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
+            wait([engine.sleep_on() for engine in engines], self._limit.wait_s)
 
     def _end_sync(self, engines: Sequence[FleetEngine], stats: SyncStats) -> SyncStats:
         """Let servers name the version that they hold, and note which do not."""

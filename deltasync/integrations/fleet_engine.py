@@ -24,6 +24,7 @@ from deltasync.sync.stats import reasons
 from deltasync.wire.messages import Failed
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
+_RESUMED = 0  # no version
 _GRACE_S = 1.0  # for a server that has failed before: a restarted one connects in this time
 
 
@@ -228,12 +229,15 @@ class FleetEngine(Engine):
         self.why = self._reason(lost)
         self.is_here = not self.why
 
-    def sleep_on(self) -> None:
-        """Its weights sleep: no worker has written. Raises nothing."""
-        self.ended(self.terms.timeout_s)
-        super().begin_sync()
-        with suppress(DeltaSyncError):
-            self.pause.end()
+    def sleep_on(self) -> Future[None]:
+        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
+
+        Returns the end of that, which comes after the update.
+        """
+        hanging = {at: update for at, update in self._updates.items() if not update.done()}
+        resumed = self.submit(self.pause.end)
+        self._updates, self.outcome = {**hanging, _RESUMED: resumed}, Future()
+        return resumed
 
     def end_sync(self, version: int | None, lost: Mapping[str, str]) -> None:
         """All its workers hold the version, which it is to name; or None, for the reason lost."""
