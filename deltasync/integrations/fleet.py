@@ -149,7 +149,9 @@ class EngineFleet(Closing):
             if name in self._engines or twin is not None:
                 known = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {known} already: remove it first, or add another")
-            self._engines[name] = FleetEngine(name, server, workers, paused, self._terms)
+            after = [e for e in self._leaving if e.server is server or e.label == name]
+            engine = FleetEngine(name, server, workers, paused, self._terms, after=after)
+            self._engines[name] = engine
         return name
 
     def remove(self, name: str) -> None:

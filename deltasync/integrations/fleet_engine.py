@@ -53,6 +53,8 @@ class FleetEngine(Engine):
     Args:
         label: Its name in the fleet.
         server, workers, paused, terms: As of `Engine`.
+        after: The same server, removed a moment ago. What is still asked of it for that ends, or
+            `timeout_s` passes, before it is asked to connect.
 
     Attributes:
         version: See `ServerState`.
@@ -70,9 +72,12 @@ class FleetEngine(Engine):
         workers: int,
         paused: Callable[[], AbstractContextManager[object]],
         terms: Terms,
+        *,
+        after: Collection[FleetEngine] = (),
     ) -> None:
         super().__init__(server, workers, paused, terms)
-        self.label = label
+        self.label, self._after = label, after
+        self._after_until_s = time.monotonic() + terms.timeout_s
         self.version: int | None = None
         self.is_here = self.is_settled = self.has_left = self._was_here = False
         self.why = "it has not connected yet"
@@ -111,6 +116,8 @@ class FleetEngine(Engine):
     def begin_call(self) -> None:
         """Find out anew whether it is here."""
         now = time.monotonic()
+        if self._is_leaving:
+            self._awaited_until_s = now + min(_GRACE_S, self.terms.timeout_s)
         if self._was_here:
             self._missing_until_s = now + _RETURN_S
             self._awaited_until_s = now + _GRACE_S
@@ -123,7 +130,7 @@ class FleetEngine(Engine):
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self._is_removed or self._is_busy:
+        if self.is_settled or self._is_removed or self._is_busy or self._is_leaving:
             return False
         here = self.count(ranks, ranks)
         if self._connecting is not None:
@@ -174,6 +181,15 @@ class FleetEngine(Engine):
     @property
     def _is_busy(self) -> bool:
         return any(not update.done() for update in self.updates)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether calls of an earlier stay in the fleet may still reach the server."""
+        if self._after and time.monotonic() < self._after_until_s:
+            self._after = [engine for engine in self._after if not engine.has_left]
+        else:
+            self._after = ()
+        return bool(self._after)
 
     def _arrive(self, here: int, ranks: Mapping[str, int]) -> None:
         if here > self.workers:
