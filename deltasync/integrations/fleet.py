@@ -269,6 +269,7 @@ class EngineFleet(Closing):
 
     def _is_awaited(self, engines: Sequence[FleetEngine]) -> bool:
         """Whether a server may come soon, or has to, because without it they are too few."""
+        engines = [engine for engine in engines if not engine.is_removed]
         if sum(engine.is_here for engine in engines) >= self._min_engines:
             return any(engine.is_awaited() for engine in engines)
         return not all(engine.is_settled for engine in engines)

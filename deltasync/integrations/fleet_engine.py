@@ -62,7 +62,8 @@ class FleetEngine(Engine):
         is_here: Whether all workers are connected, and updates can be asked for.
         is_settled: Whether that is known for this call.
         why, error: Why it is not current.
-        has_left: Whether nothing has to be done for it any more after `remove`.
+        is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
+            any more.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class FleetEngine(Engine):
         self.error: BaseException | None = None
         self.names: tuple[str, ...] = ()
         self._is_new = True  # it has not been asked to connect
-        self._is_behind = self._is_removed = False
+        self._is_behind = self.is_removed = False
         self._connecting: Future[None] | None = None
         self._returned_s = 0.0  # when that ended
         self._declined: DeltaSyncError | None = None
@@ -130,7 +131,7 @@ class FleetEngine(Engine):
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self._is_removed or self._is_busy or self._is_leaving:
+        if self.is_settled or self.is_removed or self._is_busy or self._is_leaving:
             return False
         here = self.count(ranks, ranks)
         if self._connecting is not None:
@@ -230,7 +231,7 @@ class FleetEngine(Engine):
     def follow(self, phase: SyncPhase) -> None:
         """As `Engine.follow`; and when all workers hold the version, let the update end."""
         if not phase.is_held:
-            if not self._is_removed:
+            if not self.is_removed:
                 super().follow(phase)
             return
         self._held |= phase.engines
@@ -296,7 +297,7 @@ class FleetEngine(Engine):
 
     def remove(self) -> None:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
-        self._is_removed = True
+        self.is_removed = True
         self.submit(self._part)
         self._calls.shutdown(wait=False)
 

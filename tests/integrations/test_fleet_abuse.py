@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deltasync import SyncStats
 from deltasync.errors import DeltaSyncError, SyncAborted, TransportClosed
 from deltasync.integrations.trainer_info import Work
 from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
@@ -59,6 +60,23 @@ def test_a_server_that_hangs_as_it_leaves_is_not_waited_for_long(tmp_path: Path)
             assert time.monotonic() < end
             here.step()
         here.check("0", "1")
+
+
+@pytest.mark.parametrize("min_engines", [1, 2])
+def test_a_server_that_is_removed_as_it_connects_is_not_waited_for(
+    min_engines: int, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, timeout_s=40, min_engines=min_engines) as here:
+        here.servers["1"].hangs = "connect"
+        found: list[object] = []
+        thread = Thread(target=lambda: found.append(outcome(here.send)))
+        thread.start()
+        until(lambda: not here.servers["1"].hangs)
+        here.fleet.remove("1")
+        thread.join(20)
+        assert not thread.is_alive()
+        assert isinstance(found[0], SyncStats if min_engines == 1 else SyncAborted)
+        assert here.servers["0"].holds(here.source) == (min_engines == 1)
 
 
 def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
@@ -185,6 +203,7 @@ def test_closing_ends_a_sync_of_another_thread(call: str, tmp_path: Path) -> Non
 _EXHAUSTED = """
 import os, resource, tempfile
 from pathlib import Path
+from deltasync import SyncStats
 from deltasync.errors import DeltaSyncError
 from tests.integrations.fleets import Server, fleet_of, model, outcome
 
