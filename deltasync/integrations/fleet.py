@@ -239,14 +239,14 @@ class EngineFleet(Closing):
     def close(self) -> None:
         """Close every connection. Servers keep their weights.
 
-        Generation that an update has left paused is resumed or not as `EngineSync.close` does.
+        Generation that an update has left paused is resumed or not as `EngineSync.close` does, of
+        all servers at the same time, for which this waits at most `timeout_s`.
         """
         with self._lock:
             self._is_closed = True
             engines = [*self._engines.values(), *self._leaving]
         self.sender.close()
-        for engine in engines:
-            engine.close()
+        wait([engine.end() for engine in engines], self._timeout_s)
 
     # Who is here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -294,6 +295,17 @@ class FleetEngine(Engine):
         return reasons({who: why for who, why in lost.items() if self.had(who)})
 
     # Leaving
+
+    def end(self) -> Future[None]:
+        """`close`, in its thread if it has to be resumed, which may take long. Returns its end."""
+        if self.pause.is_on and not self._is_busy and threading.main_thread().is_alive():
+            resumed = self.submit(self.leave)
+            self._calls.shutdown(wait=False)
+            return resumed
+        self.close()
+        ended = Future[None]()
+        ended.set_result(None)
+        return ended
 
     def remove(self) -> None:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""

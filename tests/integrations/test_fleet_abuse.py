@@ -200,6 +200,22 @@ def test_closing_ends_a_sync_of_another_thread(call: str, tmp_path: Path) -> Non
             here.send()
 
 
+def test_closing_resumes_servers_although_another_one_hangs(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 3, timeout_s=1.5) as here:
+        here.send()
+        here.step()
+        for server in here.servers.values():
+            server.fails = "resume"
+        assert set(here.send().lost) == set(here.servers)
+        assert all(server.is_paused for server in here.servers.values())
+        here.servers["0"].hangs = "resume"
+        closing = Thread(target=here.fleet.close)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+        assert [server.is_paused for server in here.servers.values()] == [True, False, False]
+
+
 _EXHAUSTED = """
 import os, resource, tempfile
 from pathlib import Path
