@@ -65,13 +65,13 @@ class Vllm:
                     before.pop(url, int)()
                 return super().collective_rpc(method, *args)
 
-        client = Client(url, timeout_s=60)
+        client = Client(url, timeout_s=180)
         fleet.add(VllmServer(client), workers=client.workers(), paused=client.paused)
 
     def tokens(self, url: str, prompt: int = 17) -> Any:
         asked = {"model": str(self._model), "max_tokens": NUM_TOKENS, "temperature": 0}
         asked |= {"ignore_eos": True, "prompt": list(range(3, 3 + prompt))}
-        said = Http(url, timeout_s=60).post("v1/completions", asked)
+        said = Http(url, timeout_s=180).post("v1/completions", asked)
         assert said["usage"]["completion_tokens"] == NUM_TOKENS
         return said["choices"][0]["text"]
 
@@ -96,11 +96,11 @@ class Sglang:
                 before.pop(url, int)()
                 super().update(version)
 
-        server = Server(url, timeout_s=60)
+        server = Server(url, timeout_s=180)
         fleet.add(server, workers=server.workers, paused=server.paused)
 
     def tokens(self, url: str, prompt: int = 17) -> Any:
-        said = sglang_server.generate(Http(url, timeout_s=60), NUM_TOKENS, prompt=prompt)
+        said = sglang_server.generate(Http(url, timeout_s=180), NUM_TOKENS, prompt=prompt)
         assert len(said["output_ids"]) == NUM_TOKENS
         return said["output_ids"]
 
@@ -146,7 +146,7 @@ def asked(kind: Kind, *urls: str) -> Iterator[list[Requests]]:
 
 def await_answers(*clients: Requests) -> None:
     """Until each has had another two: one of them was asked for after this was called."""
-    deadline, wanted = time.monotonic() + 120, [client.answered + 2 for client in clients]
+    deadline, wanted = time.monotonic() + 240, [client.answered + 2 for client in clients]
     while any(client.answered < count for client, count in zip(clients, wanted, strict=True)):
         assert time.monotonic() < deadline, [client.errors for client in clients]
         time.sleep(0.05)
@@ -165,8 +165,9 @@ def test_requests_go_on_while_another_server_is_killed_and_restarted(
         with ThreadPoolExecutor(2) as pool:  # to start takes a minute, most of which is imports
             starts = zip((stack, mortal), map(kind.served, ports), strict=True)
             sound, other = pool.map(lambda start: start[0].enter_context(start[1]), starts)
-        fleet = stack.enter_context(EngineFleet(source, link, pauses="rolling", timeout_s=60))
+        fleet = stack.enter_context(EngineFleet(source, link, pauses="rolling", timeout_s=180))
         for url in (sound, other):
+            kind.tokens(url)  # the first step compiles, and no update is made meanwhile
             kind.add(fleet, url, before)
         stats = fleet.send_weights()
         assert (stats.full_synced, stats.joined, stats.lost) == (0, 2, {})
