@@ -381,35 +381,39 @@ class WeightSender(Closing):
             self._lost |= joining.lost
             self._session.admit(joining.agreed)
             done.joined = len(joining.agreed)
-            for differ in self._full_syncs(joining.differ):
-                self._full_sync(differ, done, timeout_s)
+            self._full_syncs(joining.differ, done, timeout_s)
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
                 if peer not in self._session.members:
                     self._lobby.forget(peer)
         return done
 
-    def _full_syncs(self, members: list[Member]) -> list[list[Member]]:
-        """Those that get a full sync together."""
-        held, engines = self.engines, {member.engine for member in members}
-        if not (held and members and self._are_enough(held)):
-            return [members] if members else []
-        return [[m for m in members if m.engine in turn] for turn in self._turns(engines, held)]
+    def _full_syncs(self, members: list[Member], done: Joined, timeout_s: float | None) -> None:
+        """Together; or in turns, if there are enough engines without those that join."""
+        held, turns = self.engines, [frozenset(member.engine for member in members)]
+        if held and members and self._are_enough(held):
+            turns = [frozenset(turn) for turn in self._turns(turns[0], held)]
+        while turns:
+            turn = turns.pop(0)
+            if self._full_sync([m for m in members if m.engine in turn], done, timeout_s) and turns:
+                turns = [frozenset().union(*turns)]  # or each that is late would cost a timeout
 
-    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> None:
-        limit, sent, is_decided = self._link.limit, done.result.sent, False
+    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> bool:
+        """One full sync, repeated with who is left. Returns whether one may have been late."""
+        limit, full = self._link.limit, self._weights.full
+        sent, is_decided = done.result.sent, False
         if timeout_s is not None and self._session.members:
             self._link.limit = limit.within(timeout_s)
+        one_wait = CallTimeout(0, self._link.timeout_s)
         while differ and not (is_decided or self._link.limit.is_over):
-            done.result = self._run(
-                self._weights.full(), differ, self.engines, version=self.version
-            )
+            done.result = self._run(full(), differ, self.engines, version=self.version)
             is_decided = done.result.decided
             differ = [m for m in differ if m.peer not in done.result.left]
         self._link.limit = limit
         done.result.sent += sent
         done.full_synced += len(differ) if is_decided else 0
         done.joined += len(differ) if is_decided else 0
+        return one_wait.is_over
 
     def _are_enough(self, engines: Collection[str]) -> bool:
         """Whether these engines alone may take a version."""

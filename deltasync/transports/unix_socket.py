@@ -14,6 +14,7 @@ import contextlib
 import socket
 import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -252,21 +253,29 @@ class SlotSender(SendTransport):
     def _free_slot(self, deadline: Deadline) -> Slot:
         """A slot that nobody reads. Drops the peers that have not let go by the deadline."""
         self._server.pump(0)
+        before: Counter[int] | None = None
         while True:
             for slot in self._slots:
                 self._take_releases(slot.readers)
                 slot.readers -= self._server.losses(slot.readers).keys()
                 if not slot.readers:
                     return slot
+            before = before or self._held()
             if deadline.passed:
-                self._raise_losses(self._expire_readers())
+                self._raise_losses(self._expire_readers(before))
             self._server.pump(deadline.remaining_s)
 
-    def _expire_readers(self) -> dict[int, TransportError]:
-        """Drop who holds the slot that has been read for longest."""
+    def _held(self) -> Counter[int]:
+        """How many slots each peer reads."""
+        return Counter(peer for slot in self._slots for peer in slot.readers)
+
+    def _expire_readers(self, before: Counter[int]) -> dict[int, TransportError]:
+        """Drop the peers that hold the older slot, or as many as before: none costs a wait more."""
         oldest = min(self._slots, key=lambda slot: slot.sequence)
+        now = self._held()
+        late = oldest.readers | {peer for peer in now if now[peer] == before[peer]}
         complaint = "did not let go of a payload in time"
-        return {peer: self._server.expire(peer, complaint) for peer in oldest.readers}
+        return {peer: self._server.expire(peer, complaint) for peer in late}
 
     def _take_releases(self, peers: set[int]) -> None:
         for peer in list(peers):

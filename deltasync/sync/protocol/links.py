@@ -28,6 +28,7 @@ from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello
 
 _READING_S = 0.1
 _CATCH_UP_S = 10.0  # a rank may have kernels to compile
+_WAIT_SHARE = 0.8
 _CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
 
 
@@ -85,9 +86,12 @@ class CallTimeout:
         self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
 
     def within(self, total_timeout_s: float) -> CallTimeout:
-        """The same for a part of the call, which may take this long from now on."""
+        """The same for a part of the call, which may take this long from now on.
+
+        One wait does not take all of that: the rest is for those that were not late.
+        """
         left_s = total_timeout_s if self.left_s is None else min(self.left_s, total_timeout_s)
-        return CallTimeout(self._timeout_s, left_s)
+        return CallTimeout(min(self._timeout_s, _WAIT_SHARE * left_s), left_s)
 
     @property
     def left_s(self) -> float | None:
