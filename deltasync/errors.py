@@ -52,7 +52,17 @@ from typing import Any
 
 
 class DeltaSyncError(Exception):
-    """Root of everything deltasync raises on purpose."""
+    """Root of everything deltasync raises on purpose. May be copied, and sent between processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[DeltaSyncError], args: tuple[Any, ...], state: Any) -> DeltaSyncError:
+    """A copy of an error, whatever its constructor takes."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(DeltaSyncError, ValueError):

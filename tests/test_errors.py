@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from deltasync import errors
 
@@ -49,3 +53,22 @@ def test_a_level_of_the_drawing_is_a_level_of_inheritance() -> None:
 def test_the_runbook_has_every_error() -> None:
     runbook = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert [c.__name__ for c in defined_classes() if f"`{c.__name__}`" not in runbook] == []
+
+
+MADE_OTHERWISE = {
+    "VersionGap": errors.VersionGap(held=1, base=2, offered=3),
+    "Refused": errors.Refused(kind="LayoutMismatch", message="differs"),
+    "SyncAborted": errors.SyncAborted("of one", may_follow=True),
+    "EngineFailed": errors.EngineFailed("of it", status=503, error="ValueError"),
+    "InvalidTable": errors.InvalidTable("bad", row=7),
+    "ReceiversLost": errors.ReceiversLost(SimpleNamespace(lost={"a": "b"}, version=1, receivers=2)),
+}
+
+
+@pytest.mark.parametrize("kind", defined_classes(), ids=lambda kind: kind.__name__)
+def test_an_error_arrives_in_another_process_as_it_is(kind: type[Exception]) -> None:
+    """Ray, multiprocessing and executors send what a worker raises, by pickle."""
+    error = MADE_OTHERWISE.get(kind.__name__) or kind("what, where, and what to do")
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
+    assert type(again) is kind
+    assert (str(again), vars(again), again.args) == (str(error), vars(error), error.args)
