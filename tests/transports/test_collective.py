@@ -195,6 +195,25 @@ def test_a_sender_that_lies_is_lost(kind: Kind, data: bytes) -> None:
         liar.close()
 
 
+def test_who_is_asked_into_a_group_by_a_sender_that_has_gone_is_told_that() -> None:
+    """As a receiver that was stopped, and then reads all that was said."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(Receiver(*listener.getsockname())) as receiver,
+    ):
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        sock, _ = listener.accept()
+        gone = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
+        for text in (b"first", b"second"):  # as many as it keeps
+            gone.write(Kind.FRAME, struct.pack("<Qqd", 0, -1, 0.0) + text)
+        gone.write(Kind.GROUP, struct.pack("<QIIHBd", 3, 1, 2, 1, 0, 1.0) + b"name")
+        gone.close()
+        for text in (b"first", b"second"):
+            assert receiver.receive(timeout_s=PATIENCE_S).header == text
+        with pytest.raises(PeerLost):
+            receiver.receive(timeout_s=PATIENCE_S)
+
+
 def test_a_receiver_that_lies_is_lost() -> None:
     with ExitStack() as stack:
         link = Link(ends(), stack)
