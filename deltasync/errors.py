@@ -63,10 +63,23 @@ def redacted(text: str) -> str:
 
 
 class DeltaSyncError(Exception):
-    """Root of everything deltasync raises on purpose. URLs in its text are `redacted`."""
+    """Root of everything deltasync raises on purpose. URLs in its text are `redacted`.
+
+    May be copied, and sent between processes.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[DeltaSyncError], args: tuple[Any, ...], state: Any) -> DeltaSyncError:
+    """A copy of an error, whatever its constructor takes."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(DeltaSyncError, ValueError):

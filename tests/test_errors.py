@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -100,3 +102,22 @@ def test_no_password_is_ever_shown(user: str, password: str, scheme: str) -> Non
 def test_a_secret_that_is_no_text_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTASYNC_SECRET", "s3cr3t\udcff")
     assert network_secret() == b"s3cr3t\xff"
+
+
+MADE_OTHERWISE = {
+    "VersionGap": errors.VersionGap(held=1, base=2, offered=3),
+    "Refused": errors.Refused(kind="LayoutMismatch", message="differs"),
+    "SyncAborted": errors.SyncAborted("of one", may_follow=True),
+    "EngineFailed": errors.EngineFailed("of it", status=503, error="ValueError"),
+    "InvalidTable": errors.InvalidTable("bad", row=7),
+    "ReceiversLost": errors.ReceiversLost(SimpleNamespace(lost={"a": "b"}, version=1, receivers=2)),
+}
+
+
+@pytest.mark.parametrize("kind", defined_classes(), ids=lambda kind: kind.__name__)
+def test_an_error_arrives_in_another_process_as_it_is(kind: type[Exception]) -> None:
+    """Ray, multiprocessing and executors send what a worker raises, by pickle."""
+    error = MADE_OTHERWISE.get(kind.__name__) or kind("what, where, and what to do")
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
+    assert type(again) is kind
+    assert (str(again), vars(again), again.args) == (str(error), vars(error), error.args)

@@ -22,7 +22,6 @@ from deltasync.errors import (
 )
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
-from deltasync.store.follower import Pause, StoreFollower
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
@@ -33,6 +32,7 @@ from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.links import OneCaller, check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.sync.records import ReceiverRecord
+from deltasync.sync.staging_thread import Pause, StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
@@ -224,7 +224,7 @@ class StoreReceiver(Closing):
                 self._session.on("lost")
             self._drop()
 
-    def follow(self, *, pause: Pause | None = None) -> StoreFollower:
+    def follow(self, *, pause: Pause | None = None) -> StagingThread:
         """Return a thread that stages each new version while the engine serves.
 
         Use it as a context manager. Versions that are published while one waits to be committed are
@@ -235,7 +235,7 @@ class StoreReceiver(Closing):
                 thread then commits in it by itself. None: the engine calls `commit` of the follower
                 when `is_staged`, in a pause of its own.
         """
-        return StoreFollower(self, pause)
+        return StagingThread(self, pause)
 
     def digests(self) -> dict[str, int]:
         """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""

@@ -34,7 +34,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltasync.errors import TransportError, TransportTimeout, TransportUnavailable
+from deltasync.errors import ConfigError, TransportError, TransportTimeout, TransportUnavailable
 from deltasync.transports.base import Capabilities, Frame, SendTransport
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
@@ -101,8 +101,11 @@ class Sender(SendTransport):
         device: torch.device | str | None = None,
         secret: bytes | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        store_port: int = 0,
     ) -> None:
         """Listen on `host`, which receivers must be able to reach.
+
+        Raises ConfigError, which names the port, if it cannot listen there.
 
         Args:
             host: Address of the interface to listen on.
@@ -112,19 +115,24 @@ class Sender(SendTransport):
             secret: Signs the control plane; receivers must have the same secret. Without one, an
                 address that is not loopback logs a warning.
             max_payload_bytes: Larger payloads are refused.
+            store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
         check_secret(secret)
         self._backend: Backend = backend
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)
         listener = listen_tcp(host, port)
+        try:
+            self._store_port, self._store = serve_store(host, store_port)
+        except ConfigError:
+            listener.close()
+            raise
         self._host, self._port = listener.getsockname()[:2]
         if secret is None:
             warn_of_strangers(self._host, self._port)
         self._busy_s = BUSY_S[device.type]
         self._gate = Gate(self._busy_s)
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)
-        self._store_port, self._store = serve_store(host)
         self._name = f"deltasync/{secrets.token_hex(8)}"
         self._tickets = 0
         self._epoch: tuple[int, ...] = ()

@@ -191,7 +191,15 @@ class Receiver(ReceiveTransport):
         self._leave()
         self._arrivals.clear()
 
+    def sender_address(self) -> tuple[str, int]:
+        """Return the host and port to connect to. Asked before each attempt.
+
+        A subclass may know better than the constructor, and raises OSError while nobody knows.
+        """
+        return self._address
+
     def _dial(self, timeout_s: float) -> socket.socket:
+        self._address = self.sender_address()
         return dial_tcp(*self._address, timeout_s=timeout_s)
 
     def _leave(self) -> None:

@@ -74,9 +74,12 @@ def device_of(backend: Backend, device: torch.device | str | None) -> torch.devi
     return torch.device(device)
 
 
-def serve_store(host: str) -> tuple[int, TCPStore]:
-    """A rendezvous store on a free port of `host` alone, and that port."""
-    listener = listen_tcp(host, 0)
+def serve_store(host: str, port: int) -> tuple[int, TCPStore]:
+    """A rendezvous store on `port` of `host` alone, or on a free one for 0; and the port.
+
+    Raises ConfigError if it cannot listen there.
+    """
+    listener = listen_tcp(host, port)
     port = int(listener.getsockname()[1])
     store = TCPStore(
         host,

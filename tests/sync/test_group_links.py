@@ -49,11 +49,11 @@ def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None
     options = SenderOptions(bucket_bytes=10_000)
     sender: WeightSender | TrainerRank
     if rank == 0:
-        group = TrainerGroup(Sender(port=ports[-1]), TRAINERS)
+        group = TrainerGroup(Sender(port=ports[-1], secret=SECRET), TRAINERS)
         sender = WeightSender(source, lane, options=options, group=group)
         sender.wait_for_receivers(receivers)
     else:
-        hub = Receiver("127.0.0.1", ports[-1])
+        hub = Receiver("127.0.0.1", ports[-1], secret=SECRET)
         sender = TrainerRank(source, lane, hub, rank=rank, world=TRAINERS, options=options)
     for version in range(1, VERSIONS + 1):
         advance(module, version)

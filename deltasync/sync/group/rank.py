@@ -33,6 +33,7 @@ from deltasync.wire.frame import encode
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
+_CONNECT_S = 1.0  # with a secret, how long one attempt waits to be let in
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
@@ -153,13 +154,7 @@ class TrainerRank(Closing):
     def _hear(self, deadline: Deadline) -> orders.Order:
         try:
             if not self._is_connected:
-                here = orders.Here(
-                    rank=self._rank,
-                    world=self.world,
-                    capture=self._captured,
-                    address=self._address,
-                )
-                self._link.connect(encode(here), timeout_s=deadline.remaining_s)
+                self._connect(deadline)
                 self._is_connected = True
             order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
@@ -170,6 +165,24 @@ class TrainerRank(Closing):
         if not isinstance(order, orders.Order):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Connect to rank 0, which lets ranks in when it sends, and may wait for receivers before.
+
+        These connect their lanes first: accepts them meanwhile.
+        """
+        here = orders.Here(
+            rank=self._rank, world=self.world, capture=self._captured, address=self._address
+        )
+        while True:
+            self._lanes.listen()
+            try:
+                timeout_s = min(_CONNECT_S, deadline.remaining_s)
+                self._link.connect(encode(here), timeout_s=timeout_s)
+                return
+            except TransportTimeout:
+                if deadline.passed:
+                    raise
 
     def _heard(self, deadline: Deadline) -> bytes:
         """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they

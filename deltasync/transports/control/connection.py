@@ -188,6 +188,7 @@ class Connection:
 
     Attributes:
         lost: Why the connection has ended, or None. What arrived before can still be taken.
+        local_host: The address by which the other end reaches this machine; empty without TCP.
     """
 
     def __init__(
@@ -200,8 +201,10 @@ class Connection:
         secret: bytes | None = None,
     ) -> None:
         sock.setblocking(False)
+        self.local_host = ""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.local_host = str(sock.getsockname()[0])
         self.lost: PeerLost | None = None
         self._socket = sock
         self._is_server = is_server
@@ -223,11 +226,6 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
-
-    @property
-    def local_host(self) -> str:
-        """The address by which the other end reaches this machine (TCP only)."""
-        return str(self._socket.getsockname()[0])
 
     @property
     def has_part(self) -> bool:
