@@ -5,6 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS := .venv-docs
 ENGINES := .venv-engines
+MEGATRON := .venv-megatron
 NOTEBOOK := .venv-notebook
 RAY := .venv-ray
 TRL := .venv-trl
@@ -20,7 +21,7 @@ VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
 .PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
-  engines test-engines sweep-engines gpu-engines test-ray test-trl test-verl clean
+  engines test-engines sweep-engines gpu-engines test-megatron test-ray test-trl test-verl clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -91,6 +92,9 @@ gpu-engines: $(STAMP)
 	$(BIN)/python -m tests.engines.gpu.pack make --engine sglang \
 	  $(ENGINES)/gpu-work-sglang $(ENGINES)/gpu-sglang
 
+test-megatron: $(MEGATRON)/.installed
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q -W default tests/megatron
+
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py
 
@@ -124,8 +128,8 @@ $(NOTEBOOK)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml con
 	$(INSTALL) -c constraints.txt -e '.[$*,test]'
 	touch $@
 
-$(ENGINES)/.installed $(TRL)/.installed $(VERL)/.installed: .venv-%/.installed: pyproject.toml \
-    constraints-%.txt
+$(ENGINES)/.installed $(MEGATRON)/.installed $(TRL)/.installed $(VERL)/.installed: \
+    .venv-%/.installed: pyproject.toml constraints-%.txt
 	$(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --no-deps -r constraints-$*.txt

@@ -202,6 +202,16 @@ def test_examples_do_not_hide_what_they_import(example: Path) -> None:
     assert roots.isdisjoint(path.stem for path in EXAMPLES)
 
 
+def test_the_trainer_of_another_machine_says_what_it_wants() -> None:
+    """Its options are those of the page; tests/engines runs it where vLLM is."""
+    result = run(ROOT / "docs" / "examples" / "vllm_remote.py", "--help")
+    assert result.returncode == 0, result.stderr
+    page = (ROOT / "docs" / "integrations" / "remote.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"--(?:host|port|backend|out)\b", page))
+    assert used == {"--host", "--port", "--backend", "--out"}
+    assert all(option in result.stdout for option in used)
+
+
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     not_run = [block for block in blocks() if block.not_run is not None]
     assert [str(block) for block in not_run if not block.not_run] == []

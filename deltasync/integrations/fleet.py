@@ -22,6 +22,7 @@ from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
@@ -53,7 +54,7 @@ class EngineFleet(Closing):
     from any thread, also while a sync is under way; all else by one thread.
 
     Args:
-        source: The trainer's parameters, by checkpoint name.
+        source: The trainer's parameters, by checkpoint name, or `StreamedWeights` of them.
         transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
         min_engines: Servers that a version needs. With fewer, it is aborted: none of them takes it,
             `send_weights` raises SyncAborted, and the next call covers it.
@@ -67,7 +68,7 @@ class EngineFleet(Closing):
 
     def __init__(
         self,
-        source: WeightSource,
+        source: WeightSource | LocalWeights,
         transport: SendTransport,
         *,
         min_engines: int = 1,

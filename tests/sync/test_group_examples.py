@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "megatron"])
+@pytest.mark.parametrize("name", ["fsdp", "own_sharding"])
 def test_it_runs(name: str) -> None:
     done = run_ranks(EXAMPLES / f"{name}.py", 2)
     assert [rank.returncode for rank in done] == [0, 0], done
@@ -40,7 +40,7 @@ def example_of(name: str) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_fused_tensors_of_ranks_are_the_checkpoint_s(world: int) -> None:
-    ours = example_of("megatron")
+    ours = example_of("own_sharding")
     layers = [ours.LocalLayer(world) for _ in range(world)]
     sources = [ours.LayerSource(layer, rank, world) for rank, layer in enumerate(layers)]
     target = ours.Layer()

@@ -1,6 +1,6 @@
 """A trainer that is tensor parallel in a way of its own, and a model that follows it.
 
-torchrun --nproc-per-node 2 docs/examples/megatron.py
+torchrun --nproc-per-node 2 docs/examples/own_sharding.py
 
 As in Megatron, each rank keeps some groups of attention heads, q, k and v of a group one after
 another in one tensor, and its parts of the MLP's gate and up projections in another. A checkpoint

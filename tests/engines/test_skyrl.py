@@ -1,0 +1,105 @@
+"""The recipe for SkyRL, which is not installed here: its client is a stand-in with its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+from deltasync.errors import DeltaSyncError
+from tests.engines.environment import ROOT
+from tests.engines.test_vllm_trainer import SHAPES, Fleet, engine_of
+from tests.sync.harness import random_model
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class SkyrlClient(Fleet):
+    """Two servers behind SkyRL's own method names; it has no `paused`, `clear_cache`, `workers`."""
+
+    is_paused = False
+
+    def pause_generation(self, clear_cache: bool = False) -> None:
+        self.calls.append("pause")
+        self.is_paused = True
+
+    def resume_generation(self) -> None:
+        self.calls.append("resume")
+        self.is_paused = False
+
+    def reset_prefix_cache(self, reset_running_requests: bool = True) -> None:
+        assert reset_running_requests
+        self.calls.append("reset")
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.disconnect()
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
+    module = import_module("skyrl_trainer")
+    module.register()
+    module.register()  # SkyRL calls it for each engine
+    yield module
+    WeightTransferTrainerFactory._registry.pop(module.BACKEND)
+
+
+def made(recipe: Any, model: nn.Module, client: SkyrlClient) -> Any:
+    info = recipe.sender_init_info("127.0.0.1", 0, 2, "gloo")
+    info.settings["timeout_s"] = 5.0
+    return WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=ModuleSource(model)
+    )
+
+
+def test_its_engine_pauses_writes_clears_and_resumes(recipe: Any) -> None:
+    model, client = random_model(SHAPES, 0), SkyrlClient(engine_of(), engine_of())
+    engine = made(recipe, model, client)
+    for version in range(1, 4):
+        client.calls.clear()
+        engine.send_weights()
+        assert client.hold(model)
+        assert client.version == str(version)
+        assert not client.is_paused
+        model.get_parameter("a").data.view(-1)[version::17] *= 3
+    update = ["pause", "start", "update", "finish", "reset", "start", "finish", "resume"]
+    assert client.calls == update
+    assert engine.skyrl_handles_prefix_cache_reset
+    assert not engine.skyrl_force_disable_expandable_segments
+    assert engine.skyrl_empty_cache_after_send
+    engine.shutdown()
+    engine.client.close()  # as SkyRL's `teardown_engine` does
+
+
+def test_an_update_that_fails_stays_paused_until_the_next(recipe: Any) -> None:
+    model, client = random_model(SHAPES, 0), SkyrlClient(engine_of(), engine_of())
+    engine = made(recipe, model, client)
+    engine.send_weights()
+    model.get_parameter("b").data[3] = 7
+    client.fails_to_update = True
+    with pytest.raises(DeltaSyncError):
+        engine.send_weights()
+    client.fails_to_update = False
+    engine.send_weights()
+    assert client.hold(model)
+    assert not client.is_paused
+    engine.shutdown()
+    client.close()
+
+
+def test_other_ranks_of_the_trainer_ask_nothing_of_servers(recipe: Any) -> None:
+    client = SkyrlClient(engine_of(), engine_of())
+    model = random_model(SHAPES, 0)
+    other = WeightTransferTrainerFactory.trainer_init(
+        recipe.sender_init_info("127.0.0.1", 1, 2, "gloo"),
+        client=client,
+        source=ModuleSource(model),
+    )
+    other.send_weights()
+    assert client.calls == []
