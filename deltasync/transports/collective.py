@@ -48,11 +48,11 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control.connection import (
-    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
     Pace,
+    busy_s,
     check_frame,
     check_size,
     failure,
@@ -121,7 +121,7 @@ class Sender(SendTransport):
         self._host, self._port = listener.getsockname()[:2]
         if secret is None:
             warn_of_strangers(self._host, self._port)
-        self._busy_s = BUSY_S[device.type]
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)
         self._store_port, self._store = serve_store(host)

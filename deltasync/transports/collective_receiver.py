@@ -27,12 +27,12 @@ from deltasync.transports.collective_messages import (
     TICKET,
 )
 from deltasync.transports.control.connection import (
-    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
     Message,
     Pace,
+    busy_s,
 )
 from deltasync.transports.control.endpoints import Client, Gate
 from deltasync.transports.control.tcp import check_secret, dial_tcp
@@ -118,7 +118,7 @@ class Receiver(ReceiveTransport):
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)
         self._address = host, port
-        self._busy_s = BUSY_S[device.type]
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._client = Client(
             self._dial,
