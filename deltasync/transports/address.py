@@ -33,13 +33,13 @@ class Address(BaseModel):
 
     @classmethod
     def of(cls, transport: SendTransport) -> Self | None:
-        """That of `transport`, if it has one."""
+        """That of `transport`, if it has one: none for back ends that others registered."""
         from deltasync.transports import collective, cuda_ipc, shared_memory
 
         match transport:
-            case collective.Sender():
+            case collective.Sender(backend=("gloo" | "nccl") as backend):
                 host, port = transport.address
-                return cls(link=transport.backend, host=host, port=port)
+                return cls(link=backend, host=host, port=port)
             case cuda_ipc.Sender():
                 return cls(link="cuda_ipc", path=str(transport.path))
             case shared_memory.Sender():
