@@ -77,7 +77,8 @@ class DeltaSyncError(Exception):
 
 def _restored(kind: type[DeltaSyncError], args: tuple[Any, ...], state: Any) -> DeltaSyncError:
     """A copy of an error, whatever its constructor takes."""
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind)
+    error.args = args  # OSErrors take none before __init__
     error.__dict__.update(state)
     return error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.target.base import WeightTarget
 from deltasync.transports import collective
-from deltasync.transports.process_group import Backend
 
 _HUB = "hub"  # where rank 0 listens to the other ranks
 _ASK_S = 0.5  # between two questions where the trainer listens
@@ -48,14 +47,14 @@ class Rendezvous:
             firewalls: two for each rank, two of rank 0 for the other ranks. 0 chooses free ports.
     """
 
-    def __init__(self, *, ranks: int = 1, backend: Backend = "gloo", port: int = 0) -> None:
+    def __init__(self, *, ranks: int = 1, backend: str = "gloo", port: int = 0) -> None:
         """Start the actor; arguments as the attributes. Raises ConfigError for a bad one."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if ranks < 1:
             raise ConfigError(f"ranks is {ranks}; a trainer has one or more")
-        if backend not in get_args(Backend):
+        if backend not in ("gloo", "nccl"):
             raise ConfigError(f"unknown backend {backend!r}; known are gloo and nccl")
         if port and not 0 < port <= 65534 - 2 * ranks:
             raise ConfigError(f"port is {port}; it and the next {2 * ranks + 1} are ports")
@@ -162,7 +161,7 @@ class Rendezvous:
         return str(host), int(port)
 
     def _listen(
-        self, place: int, backend: Backend, device: torch.device | str | None
+        self, place: int, backend: str, device: torch.device | str | None
     ) -> collective.Sender:
         import ray
 
@@ -202,7 +201,7 @@ class _Receiver(collective.Receiver):
         self,
         rendezvous: Rendezvous,
         name: str,
-        backend: Backend,
+        backend: str,
         device: torch.device | str | None,
     ) -> None:
         super().__init__("", 0, backend=backend, device=device, secret=rendezvous._secret)

@@ -42,7 +42,7 @@ Metrics = dict[str, float]
 class Options(OptionsModel):
     """The `engine_kwargs` of both ends."""
 
-    link: LinkName = Field(
+    link: Literal["nccl", "gloo", "cuda_ipc", "shared_memory"] = Field(
         default="gloo", description="what moves weights, from trainers to rollouts"
     )
     host: str = Field(default="", description="of this trainer's rank, as rollouts reach it")

@@ -309,7 +309,7 @@ class WeightSender(Closing):
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
             besides = names_of(self._newcomers()) if is_between else ()
-            done.result = self._run(done.delta, members, besides, version=version)
+            done.result = self._run(done.delta, members, besides, version)
             self._is_between = not done.result.decided
             done.attempts += 1
             done.diff_s += done.delta.waited_s - waited_s
@@ -352,8 +352,7 @@ class WeightSender(Closing):
     def _joined_first(self, timeout_s: float | None) -> Joined | None:
         """Let in who has greeted before a delta, if members are too few for one without them.
 
-        If the snapshot holds no version to join with, they count without that. Raises SyncAborted
-        if there are too few with them.
+        Without a version to join with, they only count. Raises SyncAborted if there are too few.
         """
         is_free = self._turns is all_at_once or not self._session.members
         if is_free or self._are_enough(self.engines):
@@ -400,13 +399,12 @@ class WeightSender(Closing):
 
     def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> bool:
         """One full sync, repeated with who is left. Returns whether one may have been late."""
-        limit, full = self._link.limit, self._weights.full
-        sent, is_decided = done.result.sent, False
+        limit, sent, is_decided = self._link.limit, done.result.sent, False
         if timeout_s is not None and self._session.members:
             self._link.limit = limit.within(timeout_s)
         one_wait = CallTimeout(0, self._link.timeout_s)
         while differ and not (is_decided or self._link.limit.is_over):
-            done.result = self._run(full(), differ, self.engines, version=self.version)
+            done.result = self._run(self._weights.full(), differ, self.engines, self.version)
             is_decided = done.result.decided
             differ = [m for m in differ if m.peer not in done.result.left]
         self._link.limit = limit
@@ -424,7 +422,7 @@ class WeightSender(Closing):
         return True
 
     def _run(
-        self, plan: Plan, participants: list[Member], besides: Collection[str], *, version: int
+        self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
         coding, asked = self._own.coding, self._own.options.compression
@@ -450,8 +448,7 @@ class WeightSender(Closing):
         finally:
             self._call.phases += work.phases
             failures = self._session.failures
-            named = [m for m in participants if m.peer in failures]
-            self._lost |= {str(member): failures[member.peer] for member in named}
+            self._lost |= {str(m): failures[m.peer] for m in participants if m.peer in failures}
 
     def _newcomers(self) -> list[dict[int, Hello]]:
         """Complete engines in the lobby, without those whose name is taken."""

@@ -48,7 +48,6 @@ from deltasync import (
 from deltasync.config import network_secret
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.transports import collective
-from deltasync.transports.process_group import Backend
 
 _BITS = "deltasync/bits"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -78,7 +77,7 @@ class Rank:
         self.trainers, self.port = options.trainers, options.port
         self.checkpoint: Path | None = options.checkpoint
         has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-        self.backend: Backend = "nccl" if has_gpus else "gloo"
+        self.backend: str = "nccl" if has_gpus else "gloo"
         self.device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
         # Without a secret that others do not know, the job's id keeps other jobs out, by mistake.
         self.secret = network_secret() or os.environ["TORCHELASTIC_RUN_ID"].encode()
@@ -96,14 +95,14 @@ class Rank:
                 return str(self.store.get(_BITS).decode())
         return None
 
-    def listen(self, place: int, backend: Backend) -> collective.Sender:
+    def listen(self, place: int, backend: str) -> collective.Sender:
         port = self.port + 2 * place
         host, device = os.environ["MASTER_ADDR"], None if backend != self.backend else self.device
         return collective.Sender(
             host, port, backend=backend, device=device, secret=self.secret, store_port=port + 1
         )
 
-    def connect(self, place: int, backend: Backend) -> collective.Receiver:
+    def connect(self, place: int, backend: str) -> collective.Receiver:
         port = self.port + 2 * place
         host, device = os.environ["MASTER_ADDR"], None if backend != self.backend else self.device
         return collective.Receiver(host, port, backend=backend, device=device, secret=self.secret)

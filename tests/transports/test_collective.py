@@ -172,9 +172,9 @@ def test_receivers_refuse_payloads_beyond_their_limit() -> None:
         (Kind.FRAME, struct.pack("<Qqd", 1, 1 << 62, 1.0) + b"header"),
         (Kind.FRAME, struct.pack("<Qqd", 1, -2, 1.0) + b"header"),
         (Kind.GROUP, b"short"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 2, 2, 1, 0, 1.0) + b"name"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 0, 2, 1, 0, 1.0) + b"name"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 9, 1.0) + b"name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 2, 2, 1, 1.0) + b"gloo name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 0, 2, 1, 1.0) + b"gloo name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, 1, 1.0) + b"gloo"),
         (Kind.START, bytes(8)),
         (Kind.START, struct.pack("<Q", 7)),
         (Kind.ABANDON, b"short"),
@@ -504,7 +504,7 @@ def test_a_sender_of_another_back_end_is_told_so() -> None:
         receiver.connect(b"", timeout_s=PATIENCE_S)
         sock, _ = listener.accept()
         other = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
-        other.write(Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 1, 1.0) + b"name")
+        other.write(Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, 1, 1.0) + b"nccl name")
         with pytest.raises(TransportTimeout):
             receiver.receive(timeout_s=0.2)
         other.read()

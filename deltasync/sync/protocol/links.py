@@ -21,7 +21,7 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import BUSY_S, LONGEST_S, Deadline, Pace
+from deltasync.transports.control.connection import LONGEST_S, Deadline, Pace, busy_s
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello, Message, Prepare
@@ -363,7 +363,7 @@ class ReceiverLinks:
         """
         if self._awaited() == [0] and not self._kept:
             return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
-        pace = Pace(BUSY_S[self._links[0].capabilities.devices[0]])
+        pace = Pace(busy_s(self._links[0].capabilities.devices[0]))
         patience = Deadline(self._catch_up_s)
         while True:
             first = self._first(reached)

@@ -65,6 +65,7 @@ class Kind(IntEnum):
     START = 9
     ABANDON = 11  # 10 was in use once
     PACKED = 12
+    MEMORY = 13
 
 
 class Deadline:
@@ -93,12 +94,16 @@ class Deadline:
         return Deadline(min(self.remaining_s, limit_s))
 
 
-BUSY_S = {"cuda": 0.002, "cpu": 0.0}
-"""For how long whoever waits for a payload on such a device, or for word of it, looks all the time.
+_BUSY_S = 0.002
 
-On GPUs what one end does between two words takes about as long, and waking up takes as long as a
-payload. On CPUs it would take time from those who copy.
-"""
+
+def busy_s(device_type: str) -> float:
+    """For how long whoever waits for a payload there, or for word of it, looks all the time.
+
+    On GPUs what one end does between two words takes about as long, and waking up takes as long as
+    a payload. On CPUs it would take time from those who copy.
+    """
+    return 0.0 if device_type == "cpu" else _BUSY_S
 
 
 class Pace:
