@@ -206,7 +206,7 @@ def test_who_is_asked_into_a_group_by_a_sender_that_has_gone_is_told_that() -> N
         gone = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
         for text in (b"first", b"second"):  # as many as it keeps
             gone.write(Kind.FRAME, struct.pack("<Qqd", 0, -1, 0.0) + text)
-        gone.write(Kind.GROUP, struct.pack("<QIIHBd", 3, 1, 2, 1, 0, 1.0) + b"name")
+        gone.write(Kind.GROUP, struct.pack("<QIIHBd", 3, 1, 2, 1, 0, 1.0) + b"gloo name")
         gone.close()
         for text in (b"first", b"second"):
             assert receiver.receive(timeout_s=PATIENCE_S).header == text
