@@ -7,6 +7,7 @@ DOCS := .venv-docs
 ENGINES := .venv-engines
 MEGATRON := .venv-megatron
 NOTEBOOK := .venv-notebook
+NIXL := .venv-nixl
 RAY := .venv-ray
 TRL := .venv-trl
 VERL := .venv-verl
@@ -21,7 +22,8 @@ VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
 
 .PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
-  engines test-engines sweep-engines gpu-engines test-megatron test-ray test-trl test-verl clean
+  engines test-engines sweep-engines gpu-engines test-megatron test-nixl \
+  test-ray test-trl test-verl clean
 
 demo: $(STAMP)
 	$(BIN)/deltasync demo
@@ -95,6 +97,11 @@ gpu-engines: $(STAMP)
 test-megatron: $(MEGATRON)/.installed
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q -W default tests/megatron
 
+# Twice: through the kernel of one host, and as between hosts without RDMA.
+test-nixl: $(NIXL)/.installed
+	OMP_NUM_THREADS=1 $(NIXL)/bin/python -m pytest -q tests/transports/test_nixl.py
+	OMP_NUM_THREADS=1 UCX_TLS=tcp $(NIXL)/bin/python -m pytest -q tests/transports/test_nixl.py
+
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray tests/integrations/test_torchrun.py
 
@@ -122,7 +129,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(NOTEBOOK)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml constraints.txt
+$(NIXL)/.installed $(NOTEBOOK)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml constraints.txt
 	$(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) -c constraints.txt -e '.[$*,test]'

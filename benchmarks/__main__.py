@@ -91,9 +91,7 @@ def cpu(
     quick: Quick = False,
     as_json: Json = False,
     out: Out = None,
-    record: Annotated[
-        bool, typer.Option("--record", help=f"Replace {RECORDS.relative_to(ROOT)}.")
-    ] = False,
+    record: Record = False,
     only: Annotated[
         list[str] | None, typer.Option(help=f"Some of: {', '.join(GROUPS)}. Repeatable.")
     ] = None,
@@ -101,7 +99,7 @@ def cpu(
     """Measure on the CPU, one thread per process; `fleet` apart, under eight minutes, or one."""
     groups = _chosen(only, GROUPS)
     results = _measure(groups, "quick" if quick else "full")
-    if record:
+    if record and groups == list(GROUPS):
         RECORDS.unlink(missing_ok=True)
     results = _kept(results, RECORDS if record else None, out)
     with _told_on_failure():

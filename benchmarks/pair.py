@@ -49,12 +49,21 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """One sync seen from both ends. CPU times tell the ends apart even where they overlap."""
+    """One sync seen from both ends. CPU times tell the ends apart even where they overlap.
+
+    Attributes:
+        receivers_cpu_s: Of each engine.
+    """
 
     stats: SyncStats
     seconds: float
     sender_cpu_s: float
-    receiver_cpu_s: float
+    receivers_cpu_s: tuple[float, ...]
+
+    @property
+    def receiver_cpu_s(self) -> float:
+        """Of the engine that took most."""
+        return max(self.receivers_cpu_s)
 
 
 class Pair:
@@ -86,7 +95,7 @@ class Pair:
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         if stats.lost:
             raise RuntimeError(f"an engine left: {stats.lost}")
-        return Synced(stats, seconds, cpu, max(self._answers()))
+        return Synced(stats, seconds, cpu, tuple(self._answers()))
 
     def trim(self) -> None:
         """Give freed memory back to the system, at both ends."""

@@ -28,6 +28,7 @@ TITLES = {
     "memory_files": "memory of the same command vs. its bound",
     "fleet_sender": "sender's CPU time with many engines, relative to one",
     "fleet_sync": "whole sync of many engines, relative to one",
+    "fleet_cores": "the same, relative to the CPU time of all processes over the cores",
 }
 _BY_DENSITY = ("diff", "diff_with_digests", "apply", "sync_over_diff", "sync_over_dense")
 _COLUMNS = ("case", "elements", "changed", "time", "baseline", "ratio", "goal", "met")

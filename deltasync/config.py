@@ -11,7 +11,7 @@ def network_secret() -> bytes | None:
     Workers of engines take it by themselves. A trainer gives it to `collective.Sender`.
     """
     secret = os.environ.get("DELTASYNC_SECRET")
-    return None if secret is None else secret.encode()
+    return None if secret is None else os.fsencode(secret)  # what is no text is shown by no error
 
 
 def wants_metrics() -> bool:

@@ -48,11 +48,39 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_URL = re.compile(r"(?<=://)\S+")
+# What stands before the host. A password with a slash in it breaks a URL, and is one all the same.
+_USER = re.compile(r"^(?:[^/]*@|[^/@:]*:(?!\d+/)[^@]*@)")
+_VALUE = re.compile(r"([?&][^=&]*=)[^&]*")
+
+
+def redacted(text: str) -> str:
+    """A text without the secrets that URLs in it may carry: users, passwords, values of queries."""
+    return _URL.sub(lambda url: _VALUE.sub(r"\1***", _USER.sub("***@", url[0])), text)
 
 
 class DeltaSyncError(Exception):
-    """Root of everything deltasync raises on purpose."""
+    """Root of everything deltasync raises on purpose. URLs in its text are `redacted`.
+
+    May be copied, and sent between processes.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[DeltaSyncError], args: tuple[Any, ...], state: Any) -> DeltaSyncError:
+    """A copy of an error, whatever its constructor takes."""
+    error = kind.__new__(kind)
+    error.args = args  # OSErrors take none before __init__
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(DeltaSyncError, ValueError):

@@ -142,7 +142,9 @@ def completed(program: Program) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(program.args, program.wait(), out, errors)
 
 
-def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(
+    program: Path, world_size: int, *arguments: str
+) -> list[subprocess.CompletedProcess[str]]:
     """Run ranks of `program` to their end, in the environment that torchrun makes for them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -150,11 +152,12 @@ def run_ranks(program: Path, world_size: int) -> list[subprocess.CompletedProces
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(world_size),
     }
     ranks = [
-        Program(program, environment=shared | {"LOCAL_RANK": rank, "RANK": rank})
+        Program(program, *arguments, environment=shared | {"LOCAL_RANK": rank, "RANK": rank})
         for rank in map(str, range(world_size))
     ]
     with ExitStack() as stack:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from deltasync.testing.processes import Child, ChildFailed
@@ -14,6 +16,19 @@ def free_port() -> int:
     """A TCP port of this host that nobody listened on a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of consecutive TCP ports of this host that nobody listened on a moment ago.
+
+    None of those that the system chooses from, so that no other test gets one meanwhile.
+    """
+    for first in random.sample(range(10_000, 32_000, 20), 500):
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
 
 
 def run_ranks(

@@ -1,8 +1,10 @@
-"""One sender and many engine processes: syncs against those of one engine, in turns."""
+"""One sender and many engine processes: syncs in turns with those of one engine."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from statistics import median
 
 from benchmarks.cases.kernels import size_of
 from benchmarks.cases.syncs import parts_of
@@ -15,9 +17,10 @@ DENSITY = 0.01
 
 
 def fleet(scale: Scale) -> Iterator[Result]:
-    """The sender's CPU time, and the whole sync: each engine is a process with a thread.
+    """The sender's CPU time, the whole sync, and how much of that is CPU time of all processes.
 
-    On a machine with fewer cores than engines, the whole sync is the time that they take in turns.
+    Each engine is a process with one thread. With fewer cores than engines they take turns, so that
+    the last of these is what no sender can avoid.
     """
     model = Model(hidden=scale.hidden, layers=scale.layers)
     with open_pair(model) as one, open_pair(model, num_engines=scale.num_engines) as many:
@@ -31,24 +34,32 @@ def fleet(scale: Scale) -> Iterator[Result]:
         many.check()
         fields = size_of(many.module, flips[many], DENSITY)
     alone, together = done[one][1:], done[many][1:]
-    for case, goal, samples, baseline in (
-        (
-            "fleet_sender",
-            SENDER_GOAL,
-            [s.sender_cpu_s for s in together],
-            [s.sender_cpu_s for s in alone],
-        ),
-        ("fleet_sync", SYNC_GOAL, [s.seconds for s in together], [s.seconds for s in alone]),
+    whole, least = [s.seconds for s in together], [_least_s(s) for s in together]
+    cpu, cpu_alone = [s.sender_cpu_s for s in together], [s.sender_cpu_s for s in alone]
+    one_engine = "the same with one engine"
+    for case, goal, samples, baseline, baseline_samples in (
+        ("fleet_sender", SENDER_GOAL, cpu, one_engine, cpu_alone),
+        ("fleet_sync", SYNC_GOAL, whole, one_engine, [s.seconds for s in alone]),
+        ("fleet_cores", None, whole, "CPU time of all processes, by number of cores", least),
     ):
         yield compared(
             case=case,
             **fields,
             samples=samples,
-            baseline="the same with one engine",
-            baseline_samples=baseline,
+            baseline=baseline,
+            baseline_samples=baseline_samples,
             ratio_is=SLOW_DOWN,
             goal=goal,
             bytes=together[0].stats.payload_bytes,
             bound_bytes=alone[0].stats.payload_bytes,
-            parts=parts_of(together),
+            parts=parts_of(together) | {"receivers_cpu_s": median(map(_receivers_cpu_s, together))},
         )
+
+
+def _receivers_cpu_s(sync: Synced) -> float:
+    return sum(sync.receivers_cpu_s)
+
+
+def _least_s(sync: Synced) -> float:
+    """What the sync takes if no core ever waits."""
+    return (sync.sender_cpu_s + _receivers_cpu_s(sync)) / len(os.sched_getaffinity(0))

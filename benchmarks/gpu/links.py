@@ -11,14 +11,13 @@ from benchmarks.gpu.setup import Link
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.base import ReceiveTransport, SendTransport
-from deltasync.transports.process_group import Backend
 
 
 def listen(link: Link, device: torch.device, path: Path) -> tuple[SendTransport, dict[str, Any]]:
     """The trainer's end, and its address as JSON. `path`: of a socket, where the link has one."""
     transport: SendTransport
     if link == "collective":
-        backend: Backend = "gloo" if device.type == "cpu" else "nccl"
+        backend: str = "gloo" if device.type == "cpu" else "nccl"
         transport = collective.Sender(backend=backend, device=device)
     elif device.type == "cpu":
         transport = shared_memory.Sender(path)

@@ -340,6 +340,6 @@ def reachable(address: Address | None, *, rank: int) -> Address:
     if address is None:
         raise ConfigError(
             f"an engine's workers cannot connect to the transport of rank {rank}: use "
-            "shared_memory, cuda_ipc or collective"
+            "shared_memory, cuda_ipc, nixl or collective"
         )
     return address

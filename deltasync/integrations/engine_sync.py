@@ -25,7 +25,7 @@ from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
 from deltasync.sync.engine_calls import check_newcomers, declared
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.links import CallTimeout, OneCaller
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
@@ -89,6 +89,7 @@ class EngineSync(Closing):
         timeout_s: float = 60.0,
         group: TrainerGroup | None = None,
     ) -> None:
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         terms = Terms(
             address=reachable(Address.of(transport), rank=0),
             without_routes=without_routes,

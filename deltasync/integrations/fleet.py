@@ -18,7 +18,7 @@ from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, W
 from deltasync.sync.engine_calls import declared, holders, let_go_of_strangers, listen, lost
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
-from deltasync.sync.protocol.links import CallTimeout, OneCaller
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
@@ -83,6 +83,7 @@ class EngineFleet(Closing):
     ) -> None:
         if min_engines < 1:
             raise ConfigError(f"min_engines is {min_engines}; a version needs a server")
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if pauses not in get_args(Pauses):
             raise ConfigError(f"pauses is {pauses!r}, neither 'together' nor 'rolling'")
         self._terms = Terms(
@@ -150,7 +151,9 @@ class EngineFleet(Closing):
             if name in self._engines or twin is not None:
                 known = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {known} already: remove it first, or add another")
-            self._engines[name] = FleetEngine(name, server, workers, paused, self._terms)
+            after = [e for e in self._leaving if e.server is server or e.label == name]
+            engine = FleetEngine(name, server, workers, paused, self._terms, after=after)
+            self._engines[name] = engine
         return name
 
     def remove(self, name: str) -> None:
@@ -238,14 +241,14 @@ class EngineFleet(Closing):
     def close(self) -> None:
         """Close every connection. Servers keep their weights.
 
-        Generation that an update has left paused is resumed or not as `EngineSync.close` does.
+        Generation that an update has left paused is resumed or not as `EngineSync.close` does, of
+        all servers at the same time, for which this waits at most `timeout_s`.
         """
         with self._lock:
             self._is_closed = True
             engines = [*self._engines.values(), *self._leaving]
         self.sender.close()
-        for engine in engines:
-            engine.close()
+        wait([engine.end() for engine in engines], self._timeout_s)
 
     # Who is here
 
@@ -268,6 +271,7 @@ class EngineFleet(Closing):
 
     def _is_awaited(self, engines: Sequence[FleetEngine]) -> bool:
         """Whether a server may come soon, or has to, because without it they are too few."""
+        engines = [engine for engine in engines if not engine.is_removed]
         if sum(engine.is_here for engine in engines) >= self._min_engines:
             return any(engine.is_awaited() for engine in engines)
         return not all(engine.is_settled for engine in engines)
@@ -375,17 +379,21 @@ class EngineFleet(Closing):
                 engine.follow(replace(phase, engines=mine))
 
     def _await_resumed(self, engines: Sequence[FleetEngine]) -> None:
-        """Wait, once, for the servers that hold the version under way to generate again."""
-        resuming = [each for e in engines if e.outcome.done() for each in e.updates]
-        self._slow |= wait(set(resuming) - self._slow, self._limit.wait_s).not_done
+        """Wait, once, for the servers that hold the version under way to generate again.
+
+        Once it was waited for some in vain, for no others: that would cost a timeout for each.
+        """
+        resuming = {each for e in engines if e.outcome.done() for each in e.updates} - self._slow
+        self._slow |= wait(resuming, 0 if self._slow else self._limit.wait_s).not_done
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
         """No version was sent. Servers that were asked to write one learn it."""
         were_asleep, said = self.sender.were_asleep, lost(self.sender)
         for engine in engines:
             engine.give_up(error, said)
-            if were_asleep:  # no worker has written, or left
-                engine.sleep_on()
+        if were_asleep:  # no worker has written, or left
+            wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
+            wait([engine.sleep_on() for engine in engines], self._limit.wait_s)
 
     def _end_sync(self, engines: Sequence[FleetEngine], stats: SyncStats) -> SyncStats:
         """Let servers name the version that they hold, and note which do not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from deltasync.sync.stats import reasons
 from deltasync.wire.messages import Failed
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
+_RESUMED = 0  # no version
 _GRACE_S = 1.0  # for a server that has failed before: a restarted one connects in this time
 
 
@@ -52,6 +54,8 @@ class FleetEngine(Engine):
     Args:
         label: Its name in the fleet.
         server, workers, paused, terms: As of `Engine`.
+        after: The same server, removed a moment ago. What is still asked of it for that ends, or
+            `timeout_s` passes, before it is asked to connect.
 
     Attributes:
         version: See `ServerState`.
@@ -59,7 +63,8 @@ class FleetEngine(Engine):
         is_here: Whether all workers are connected, and updates can be asked for.
         is_settled: Whether that is known for this call.
         why, error: Why it is not current.
-        has_left: Whether nothing has to be done for it any more after `remove`.
+        is_removed: Whether `remove` was called. has_left: whether nothing has to be done for that
+            any more.
     """
 
     def __init__(
@@ -69,16 +74,19 @@ class FleetEngine(Engine):
         workers: int,
         paused: Callable[[], AbstractContextManager[object]],
         terms: Terms,
+        *,
+        after: Collection[FleetEngine] = (),
     ) -> None:
         super().__init__(server, workers, paused, terms)
-        self.label = label
+        self.label, self._after = label, after
+        self._after_until_s = time.monotonic() + terms.timeout_s
         self.version: int | None = None
         self.is_here = self.is_settled = self.has_left = self._was_here = False
         self.why = "it has not connected yet"
         self.error: BaseException | None = None
         self.names: tuple[str, ...] = ()
         self._is_new = True  # it has not been asked to connect
-        self._is_behind = self._is_removed = False
+        self._is_behind = self.is_removed = False
         self._connecting: Future[None] | None = None
         self._returned_s = 0.0  # when that ended
         self._declined: DeltaSyncError | None = None
@@ -110,6 +118,8 @@ class FleetEngine(Engine):
     def begin_call(self) -> None:
         """Find out anew whether it is here."""
         now = time.monotonic()
+        if self._is_leaving:
+            self._awaited_until_s = now + min(_GRACE_S, self.terms.timeout_s)
         if self._was_here:
             self._missing_until_s = now + _RETURN_S
             self._awaited_until_s = now + _GRACE_S
@@ -122,7 +132,7 @@ class FleetEngine(Engine):
 
     def look(self, ranks: Mapping[str, int]) -> bool:
         """Find out whether it is here. Returns whether it has to be asked to connect."""
-        if self.is_settled or self._is_removed or self._is_busy:
+        if self.is_settled or self.is_removed or self._is_busy or self._is_leaving:
             return False
         here = self.count(ranks, ranks)
         if self._connecting is not None:
@@ -174,6 +184,15 @@ class FleetEngine(Engine):
     def _is_busy(self) -> bool:
         return any(not update.done() for update in self.updates)
 
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether calls of an earlier stay in the fleet may still reach the server."""
+        if self._after and time.monotonic() < self._after_until_s:
+            self._after = [engine for engine in self._after if not engine.has_left]
+        else:
+            self._after = ()
+        return bool(self._after)
+
     def _arrive(self, here: int, ranks: Mapping[str, int]) -> None:
         if here > self.workers:
             self._fail(ConfigError(f"{here} workers have connected, and workers={self.workers}"))
@@ -213,7 +232,7 @@ class FleetEngine(Engine):
     def follow(self, phase: SyncPhase) -> None:
         """As `Engine.follow`; and when all workers hold the version, let the update end."""
         if not phase.is_held:
-            if not self._is_removed:
+            if not self.is_removed:
                 super().follow(phase)
             return
         self._held |= phase.engines
@@ -228,12 +247,15 @@ class FleetEngine(Engine):
         self.why = self._reason(lost)
         self.is_here = not self.why
 
-    def sleep_on(self) -> None:
-        """Its weights sleep: no worker has written. Raises nothing."""
-        self.ended(self.terms.timeout_s)
-        super().begin_sync()
-        with suppress(DeltaSyncError):
-            self.pause.end()
+    def sleep_on(self) -> Future[None]:
+        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
+
+        Returns the end of that, which comes after the update.
+        """
+        hanging = {at: update for at, update in self._updates.items() if not update.done()}
+        resumed = self.submit(self.pause.end)
+        self._updates, self.outcome = {**hanging, _RESUMED: resumed}, Future()
+        return resumed
 
     def end_sync(self, version: int | None, lost: Mapping[str, str]) -> None:
         """All its workers hold the version, which it is to name; or None, for the reason lost."""
@@ -274,9 +296,20 @@ class FleetEngine(Engine):
 
     # Leaving
 
+    def end(self) -> Future[None]:
+        """`close`, in its thread if it has to be resumed, which may take long. Returns its end."""
+        if self.pause.is_on and not self._is_busy and threading.main_thread().is_alive():
+            resumed = self.submit(self.leave)
+            self._calls.shutdown(wait=False)
+            return resumed
+        self.close()
+        ended = Future[None]()
+        ended.set_result(None)
+        return ended
+
     def remove(self) -> None:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""
-        self._is_removed = True
+        self.is_removed = True
         self.submit(self._part)
         self._calls.shutdown(wait=False)
 

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
+from deltasync.sync.protocol.links import check_seconds
 
 _MAX_REASON = 4096
 _MAX_ANSWER = 64 << 20
@@ -28,8 +29,11 @@ class Http:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no http or https address")
+        if "@" in url:
+            raise ConfigError(f"{url!r} names a user: give api_key, and the URL without it")
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

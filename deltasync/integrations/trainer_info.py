@@ -12,6 +12,7 @@ from deltasync.delta.bits import torch_dtype
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import UnknownDtype
 from deltasync.transports.address import Address
+from deltasync.transports.control.connection import LONGEST_S
 
 Work = Literal["write", "pass", "name"]
 """What an update does: write a version; take one that changes nothing; only name one."""
@@ -50,7 +51,7 @@ class TrainerInfo(BaseModel):
         default="refuse", description="what to do if updates cannot be proved"
     )
     max_staged_bytes: int = Field(ge=0, description="memory for a version before it is written")
-    timeout_s: float = Field(gt=0, le=86_400, description="for each wait")
+    timeout_s: float = Field(gt=0, le=LONGEST_S, description="for each wait")
 
     def sent(self) -> SentTensors:
         """What a proof depends on."""

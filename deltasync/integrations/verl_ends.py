@@ -31,6 +31,7 @@ from deltasync.sync.stats import SyncStats, reasons
 from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports.address import Address, LinkName, listen
 from deltasync.transports.base import SendTransport
+from deltasync.transports.control.connection import LONGEST_S
 
 _MAX_BUCKET_BYTES = 64 << 20
 
@@ -41,7 +42,7 @@ Metrics = dict[str, float]
 class Options(OptionsModel):
     """The `engine_kwargs` of both ends."""
 
-    link: LinkName = Field(
+    link: Literal["nccl", "gloo", "cuda_ipc", "shared_memory"] = Field(
         default="gloo", description="what moves weights, from trainers to rollouts"
     )
     host: str = Field(default="", description="of this trainer's rank, as rollouts reach it")
@@ -49,7 +50,7 @@ class Options(OptionsModel):
         default="changed", description="which tensors a rollout is given in a sync"
     )
     timeout_s: float = Field(
-        default=600.0, gt=0, description="for each wait; covers the trainer's export"
+        default=600.0, gt=0, le=LONGEST_S, description="for each wait; covers the trainer's export"
     )
     sender: SenderOptions = SenderOptions()
 

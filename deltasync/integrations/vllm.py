@@ -18,6 +18,7 @@ from deltasync.integrations import vllm_core
 from deltasync.integrations.http import Http
 from deltasync.integrations.trainer_info import Caches, Work
 from deltasync.integrations.vllm_core import BACKEND, NOT_CLEARED
+from deltasync.sync.protocol.links import check_seconds
 
 PauseMode = Literal["abort", "wait", "keep"]
 _SCHEDULING = ["scheduling"]  # resumes, unless a part of the engine sleeps
@@ -109,6 +110,7 @@ class AsyncClient:
     def __init__(
         self, engine: Any, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 300.0
     ) -> None:
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         self._engine, self._loop, self._timeout_s = engine, loop, timeout_s
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:

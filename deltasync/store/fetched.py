@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
 from deltasync.store.folding import FoldedDeltas, named_in
 from deltasync.store.manifest import StoredFile, Way, sha256_of
-from deltasync.store.objects import Objects
+from deltasync.store.objects import Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
 from deltasync.transports.base import Frame
@@ -122,20 +122,15 @@ class Fetched:
             what = missing if facts is None else f"has {facts.num_bytes} bytes"
             raise ObjectDamaged(f"{file.key} {what}; {file.bytes} bytes are expected")
         step, flying = self._objects.options.part_bytes, deque[Future[memoryview]]()
-        with ThreadPoolExecutor(self._objects.options.parallel) as pool:
-            try:
-                for start in range(0, file.bytes, step):
-                    stop = min(start + step, file.bytes)
-                    flying.append(pool.submit(self._objects.get_range, file.key, start, stop))
-                    if len(flying) >= self._objects.options.parallel:
-                        check_time()
-                        yield flying.popleft().result()
-                while flying:
-                    check_time()
-                    yield flying.popleft().result()
-            finally:
-                for one in flying:
-                    one.cancel()
+        for start in range(0, file.bytes, step):
+            stop = min(start + step, file.bytes)
+            flying.append(started(self._objects.get_range, file.key, start, stop))
+            if len(flying) >= self._objects.options.parallel:
+                check_time()
+                yield flying.popleft().result()
+        while flying:
+            check_time()
+            yield flying.popleft().result()
 
 
 @dataclass(slots=True)

@@ -12,11 +12,13 @@ from deltasync.errors import StoreError, StoreRefused
 from deltasync.store import keys
 from deltasync.store.catalogue import Run
 from deltasync.store.manifest import Lease, canonical
+from deltasync.store.objects import started
 
 logger = logging.getLogger(__name__)
 LEASE_S = 3600
 _REFRESH_S = LEASE_S / 3
 _RETRY_S = 30.0
+_PARTING_S = 5.0
 
 
 class Leaseholder:
@@ -64,8 +66,12 @@ class Leaseholder:
             self.refresh(holds=holds, version=version)
 
     def drop(self) -> None:
-        """Need nothing any more. Any thread may call it; it writes no lease afterwards."""
+        """Need nothing any more. Any thread may call it; it writes no lease afterwards.
+
+        A store that does not answer is not waited for: leases expire.
+        """
         self._is_dropped = True
         if self._may_exist:
-            with suppress(StoreError):
-                self._run.objects.delete(keys.lease_key(self._holder))
+            deleted = started(self._run.objects.delete, keys.lease_key(self._holder))
+            with suppress(StoreError, TimeoutError):
+                deleted.result(_PARTING_S)

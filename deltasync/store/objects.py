@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,6 +23,7 @@ from pydantic import Field, SecretBytes
 
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, ObjectDamaged, StoreError, StoreRefused, StoreUnavailable
+from deltasync.transports.control.connection import LONGEST_S
 
 Data = bytes | bytearray | memoryview
 Result = TypeVar("Result")
@@ -35,10 +38,12 @@ _process: dict[str, int] = {}  # which has used obstore first
 class StoreOptions(OptionsModel):
     """How a store is reached. Times in seconds, sizes in bytes."""
 
-    timeout_s: float = Field(default=60.0, gt=0, description="for one request, its data included")
+    timeout_s: float = Field(
+        default=60.0, gt=0, le=LONGEST_S, description="for one request, its data included"
+    )
     retries: int = Field(default=8, ge=0, description="of a request that failed")
     retry_timeout_s: float = Field(
-        default=180.0, gt=0, description="after which a request is not tried again"
+        default=180.0, gt=0, le=LONGEST_S, description="after which a request is not tried again"
     )
     part_bytes: int = Field(
         default=16 << 20,
@@ -124,11 +129,11 @@ class Objects:
         """
         self._check_no_pipe(key)
         with suppress(FileNotFoundError), self._answered(key):
-            found = self._obstore.get(self._store, self._prefix + key)
+            found = self._wait(self._obstore.get, self._store, self._prefix + key)
             size = found.meta["size"]
             if size > max_bytes:
                 raise ObjectDamaged(f"{key}: {size} bytes, at most {max_bytes} are expected")
-            return bytes(found.bytes())
+            return bytes(self._wait(found.bytes))
         return None
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -141,8 +146,8 @@ class Objects:
         self._check_no_pipe(key)
         try:
             with self._answered(key):
-                path = self._prefix + key
-                data = memoryview(self._obstore.get_range(self._store, path, start=start, end=stop))
+                args = self._store, self._prefix + key
+                data = memoryview(self._wait(self._obstore.get_range, *args, start=start, end=stop))
         except FileNotFoundError:
             raise ObjectDamaged(f"{key} does not exist: it was deleted") from None
         except StoreError as error:
@@ -157,7 +162,7 @@ class Objects:
     def head(self, key: str) -> ObjectFacts | None:
         """What the store says of an object; None if there is none."""
         with suppress(FileNotFoundError), self._answered(key):
-            return self._facts(self._obstore.head(self._store, self._prefix + key))
+            return self._facts(self._wait(self._obstore.head, self._store, self._prefix + key))
         return None
 
     def listed(self, folder: str, *, after: str | None = None) -> Iterator[ObjectFacts]:
@@ -172,7 +177,7 @@ class Objects:
             )
         while True:
             with self._answered(folder):
-                batch = next(batches, None)
+                batch = self._wait(next, batches, None)
             if batch is None:
                 return
             yield from map(self._facts, batch)
@@ -180,7 +185,8 @@ class Objects:
     def folders(self) -> list[str]:
         """Names of the folders right here, in order."""
         with self._answered("folders"):
-            found = self._obstore.list_with_delimiter(self._store, self._prefix or None)
+            list_here = self._obstore.list_with_delimiter
+            found = self._wait(list_here, self._store, self._prefix or None)
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
     def create(self, key: str, data: bytes) -> bool:
@@ -249,7 +255,7 @@ class Objects:
             if self.folder is not None:
                 _unlink(self.folder, key)
             else:
-                self._obstore.delete(self._store, self._prefix + key)
+                self._wait(self._obstore.delete, self._store, self._prefix + key)
 
     def _open(self, make: bool) -> Any:
         if self.folder is not None:
@@ -281,7 +287,8 @@ class Objects:
             raise ConfigError(f"{self.url}: {_first_line(error)}") from None
 
     def _put(self, key: str, data: bytes, *, mode: Any) -> None:
-        self._obstore.put(self._store, self._prefix + key, data, mode=mode, use_multipart=False)
+        path, put = self._prefix + key, self._obstore.put
+        self._wait(put, self._store, path, data, mode=mode, use_multipart=False)
         self._sync(key)
 
     def _put_parts(self, key: str, parts: Iterable[Data]) -> None:
@@ -290,6 +297,12 @@ class Objects:
             self._store, self._prefix + key, iter(parts), chunk_size=size, max_concurrency=parallel
         )
         self._sync(key)
+
+    def _wait(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What a call of obstore returns. A Ctrl-C ends the wait, if not the request."""
+        if self.folder is not None or threading.current_thread() is not threading.main_thread():
+            return call(*args, **options)
+        return started(call, *args, **options).result()
 
     def _sync(self, key: str) -> None:
         """Make a file survive a loss of power, and its name, before anything names it."""
@@ -354,6 +367,29 @@ class Objects:
             f"{self.url}: {what}: {_first_line(error)}; check space, permissions, credentials and "
             "the name of the bucket or folder"
         )
+
+
+def started(call: Callable[..., Result], *args: Any, **options: Any) -> Future[Result]:
+    """A call in a thread of its own, for which the end of the process does not wait."""
+    future = Future[Result]()
+
+    def run() -> None:
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, traceback: _told(future, error))
+            future.set_result(call(*args, **options))
+
+    try:
+        threading.Thread(target=run, name="deltasync-store", daemon=True).start()
+    except RuntimeError:  # there is no room for one more, or the process ends
+        run()
+    return future
+
+
+def _told(future: Future[Result], error: BaseException | None) -> bool:
+    """What a call raised is raised where its result is asked for."""
+    if error is not None:
+        future.set_exception(error)
+    return True
 
 
 def _check_process(url: str) -> None:

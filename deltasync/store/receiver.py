@@ -22,7 +22,6 @@ from deltasync.errors import (
 )
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
-from deltasync.store.follower import Pause, StoreFollower
 from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
@@ -30,9 +29,10 @@ from deltasync.store.routes import Route, find_route
 from deltasync.store.staging import StoredSync, check_digests, is_version, join
 from deltasync.sync.arguments import check_options, check_target
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import OneCaller
+from deltasync.sync.protocol.links import OneCaller, check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
 from deltasync.sync.records import ReceiverRecord
+from deltasync.sync.staging_thread import Pause, StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
@@ -173,6 +173,7 @@ class StoreReceiver(Closing):
             TransportTimeout: It was not fetched in time. The old version is held.
             DeltaSyncError: As of `commit`.
         """
+        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
@@ -199,6 +200,7 @@ class StoreReceiver(Closing):
             StoreError: As of `fetch`.
             CallOrderError: A version is staged: commit it first, or call `discard`.
         """
+        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._record.watched():
             return self._stage(to, timeout_s, wants_newer=True)
 
@@ -222,7 +224,7 @@ class StoreReceiver(Closing):
                 self._session.on("lost")
             self._drop()
 
-    def follow(self, *, pause: Pause | None = None) -> StoreFollower:
+    def follow(self, *, pause: Pause | None = None) -> StagingThread:
         """Return a thread that stages each new version while the engine serves.
 
         Use it as a context manager. Versions that are published while one waits to be committed are
@@ -233,7 +235,7 @@ class StoreReceiver(Closing):
                 thread then commits in it by itself. None: the engine calls `commit` of the follower
                 when `is_staged`, in a pause of its own.
         """
-        return StoreFollower(self, pause)
+        return StagingThread(self, pause)
 
     def digests(self) -> dict[str, int]:
         """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
@@ -326,9 +328,8 @@ class StoreReceiver(Closing):
 
     def _is_known(self, found: Published) -> bool:
         """Whether it is the version that was committed here last, and the weights are in order."""
-        held = self._held
         is_in_order = self._bound is not None and not self._session.dirty
-        return is_in_order and held is not None and held.sha256 == found.sha256
+        return is_in_order and self._held is not None and self._held.sha256 == found.sha256
 
     def _bring(self, target: Published, deadline: float) -> bool:
         """Stage a version over the cheapest way that turns out to be in order."""
@@ -383,8 +384,7 @@ class StoreReceiver(Closing):
         if self._bound == layout_hash and self._weights.are_kept():
             return
         self._bound = self._held = None
-        specs = run.layout(layout_hash)
-        self._weights.bind(specs, lanes=1, is_alone=self._world == 1)
+        self._weights.bind(run.layout(layout_hash), lanes=1, is_alone=self._world == 1)
         self._bound = layout_hash
         self._stream = own_stream(self._weights.backend.device, self._stream)
 

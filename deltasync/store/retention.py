@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from numbers import Real
 from pathlib import Path
 
 from deltasync.errors import ConfigError, ManifestInvalid, StoreUnavailable
@@ -99,8 +100,8 @@ def gc(
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: at least one version has to stay")
-    if not unfinished_after_s >= 0:
-        raise ConfigError(f"unfinished_after_s={unfinished_after_s}: give 0 seconds or more")
+    if not (isinstance(unfinished_after_s, Real) and unfinished_after_s >= 0):
+        raise ConfigError(f"unfinished_after_s={unfinished_after_s!r}: give 0 seconds or more")
     found = Run.open(url, run, options)
     now = _clock(found)
     live, expired = _leases(found, now)
@@ -109,10 +110,7 @@ def gc(
     before_s = now.timestamp() - unfinished_after_s
     doomed, leftovers = _doomed(found, floor, expired, before_s), _leftovers(found, before_s)
     if not dry_run:
-        for facts in doomed:
-            if not _is_renewed(found, facts):
-                found.objects.delete(facts.key)
-            advance(1)
+        _delete(found, doomed, advance)
         for path, _ in leftovers:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -176,8 +174,19 @@ def _lease_of(run: Run, data: bytes, key: str) -> Lease:
     return lease
 
 
-def _is_renewed(run: Run, facts: ObjectFacts) -> bool:
-    """Whether it is a lease that had expired, and was written again meanwhile."""
+def _delete(run: Run, doomed: _Doomed, advance: Advance) -> None:
+    unfinished = {facts.key for facts in doomed.unfinished}
+    for facts in doomed:
+        if not _is_needed_now(run, facts, is_unfinished=facts.key in unfinished):
+            run.objects.delete(facts.key)
+        advance(1)
+
+
+def _is_needed_now(run: Run, facts: ObjectFacts, *, is_unfinished: bool) -> bool:
+    """Whether it is a lease that was written again, or an upload that was finished, meanwhile."""
+    if is_unfinished:
+        version = keys.version_of(facts.key)
+        return version is not None and facts.key in _named(run, version)
     if not facts.key.startswith(keys.LEASES):
         return False
     now = run.objects.head(facts.key)

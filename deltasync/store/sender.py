@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ import numpy as np
 from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, ObjectDamaged
 from deltasync.store import keys
 from deltasync.store.besides import Besides, BesidesWriter, PublishOptions
 from deltasync.store.catalogue import Published, record_of
@@ -186,6 +187,8 @@ class StoreSender(Closing):
         Raises:
             StoreUnavailable, StoreRefused: The version was not published, or its manifest got no
                 answer; the next call finds out, and covers it.
+            ObjectDamaged: What was uploaded was deleted before the manifest named it. The version
+                was not published; the next call covers it.
             WriterConflict: Another writer publishes to this run. This object is of no more use.
             SourceChanged: The source is no longer the same model; make a new StoreSender.
         """
@@ -286,7 +289,7 @@ class StoreSender(Closing):
         return self._finish(self._pending)
 
     def _finish(self, pending: _Pending) -> Published:
-        published = self._writer.commit(pending.manifest)
+        published = self._committed(pending.manifest)
         if pending.delta is not None:
             pending.delta.decided()
         self._holds_head, self._pending = True, None
@@ -300,15 +303,25 @@ class StoreSender(Closing):
         pending = self._pending
         if pending is None:
             return
-        if not isinstance(self._weights, OwnWeights):
-            self._writer.commit(pending.manifest)
-            self._pending, self._holds_head = None, False
-            return
-        self._finish(pending)
-        if pending.delta is None:
-            self._besides.restart()
-        else:
-            self._besides.add(pending.manifest.ways[0])
+        with suppress(ObjectDamaged):  # then the version was never published
+            if not isinstance(self._weights, OwnWeights):
+                self._holds_head = False
+                self._committed(pending.manifest)
+                self._pending = None
+                return
+            self._finish(pending)
+            if pending.delta is None:
+                self._besides.restart()
+            else:
+                self._besides.add(pending.manifest.ways[0])
+
+    def _committed(self, manifest: Manifest) -> Published:
+        """What exists now. If it never will, its changes are those of the next version."""
+        try:
+            return self._writer.commit(manifest)
+        except ObjectDamaged:
+            self._pending = None
+            raise
 
     def _is_same(self, head: Published) -> bool:
         """Whether the version of the store is what was captured."""

@@ -143,11 +143,14 @@ class RunWriter:
         Raises:
             WriterConflict: There is another manifest of this version. This object then does nothing
                 more.
+            ObjectDamaged: An object that it names is gone. The version does not exist, and never
+                will by this manifest.
             StoreUnavailable: The manifest may be there, or may not. Only `commit` of the same one
                 finds out.
         """
         self.check_alone()
         data, key = canonical(manifest), keys.manifest_key(manifest.version)
+        self._check_whole(manifest)
         if not self.run.objects.create(key, data):
             self._lost = self._conflict(manifest)
             self.discard(file for way in manifest.ways for file in way.files)
@@ -176,6 +179,23 @@ class RunWriter:
         for file in files:
             with suppress(StoreError):
                 self.run.objects.delete(file.key)
+
+    def _check_whole(self, manifest: Manifest) -> None:
+        """Raise ObjectDamaged if an object of a version that does not exist yet is gone.
+
+        `gc` deletes objects that no manifest names for a day, and this process may have slept.
+        """
+        objects = self.run.objects
+        for file in (file for way in manifest.ways for file in way.files):
+            facts = objects.head(file.key)
+            if facts is not None and facts.num_bytes == file.bytes:
+                continue
+            if self.run.published(manifest.version) is not None:
+                return  # an earlier attempt has arrived, or another writer has won
+            raise ObjectDamaged(
+                f"{objects.url}: {file.key} was deleted or altered before v{manifest.version} was "
+                "published, as gc does if this process slept meanwhile: publish again"
+            )
 
     def _conflict(self, manifest: Manifest) -> str:
         other = "another writer"

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from deltasync.errors import ConfigError, DeltaSyncError, ReceiversLost, StepApplied
+from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports import forks
 
@@ -87,6 +88,7 @@ class StepHook:
             raise ConfigError(f"on_busy is {on_busy!r}, neither 'wait' nor 'skip' nor None")
         if on_lost not in ("continue", "raise"):
             raise ConfigError(f"on_lost is {on_lost!r}, neither 'continue' nor 'raise'")
+        CallTimeout(timeout_s, total_timeout_s)  # raises before a step does
         if on_busy == "skip" and sender.world > 1:
             raise ConfigError("ranks of a trainer cannot skip, each when it is busy: say 'wait'")
         self.steps = self.syncs = self.failures = self.skipped = 0

@@ -14,6 +14,7 @@ from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError
+from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
 
 
@@ -123,6 +124,7 @@ class ReceiverOptions(OptionsModel):
     stall_timeout_s: float = Field(
         default=60.0,
         gt=0,
+        le=LONGEST_S,
         description="longest silence of the sender within a sync, seconds; at least twice the "
         "timeout of its own, since it may wait for another receiver",
     )

@@ -25,7 +25,7 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_receiver
 from deltasync.sync.events import subscriptions
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import OneCaller, ReceiverLinks
+from deltasync.sync.protocol.links import OneCaller, ReceiverLinks, check_seconds
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
 from deltasync.sync.records import ReceiverRecord
 from deltasync.sync.target.base import WeightTarget
@@ -150,6 +150,7 @@ class WeightReceiver(Closing):
             TransportTimeout: No sync came. The receiver stays a member; call again.
             DeltaSyncError: The sync failed; call again to rejoin.
         """
+        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
@@ -177,6 +178,7 @@ class WeightReceiver(Closing):
         memory than `max_staged_bytes`, returns True at once: `commit` then receives and writes it
         in place, and if that breaks off, the receiver is dirty.
         """
+        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._watched():
             return self._stage(timeout_s)
 

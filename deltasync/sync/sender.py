@@ -9,17 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from deltasync.delta.backend import Plan
-from deltasync.errors import (
-    ConfigError,
-    SyncAborted,
-    WireError,
-)
+from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import check_options, check_send_transport, local_weights
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import with_group
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
-from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
 from deltasync.sync.protocol.lobby import Joining, Lobby, names_of
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
 from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
@@ -151,6 +147,7 @@ class WeightSender(Closing):
             TransportTimeout: Fewer than `count` receivers connected in time.
             EngineFailed: A receiver reported that it cannot take part; the message says why.
         """
+        check_seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         with self._caller.call():
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
@@ -224,6 +221,8 @@ class WeightSender(Closing):
             SourceChanged: The source is no longer the same model.
         """
         limit = CallTimeout(timeout_s, total_timeout_s)
+        if join_timeout_s is not None:
+            check_seconds("join_timeout_s", join_timeout_s)
         with self._caller.call(), self._own.one_call(on_source_read), one_call(self, limit):
             self._done = stats = self._send_weights(limit, join_timeout_s, on_source_read)
         for who, why in stats.lost.items():
@@ -310,7 +309,7 @@ class WeightSender(Closing):
                 done.diff_s += time.perf_counter() - began
             waited_s = done.delta.waited_s
             besides = names_of(self._newcomers()) if is_between else ()
-            done.result = self._run(done.delta, members, besides, version=version)
+            done.result = self._run(done.delta, members, besides, version)
             self._is_between = not done.result.decided
             done.attempts += 1
             done.diff_s += done.delta.waited_s - waited_s
@@ -353,8 +352,7 @@ class WeightSender(Closing):
     def _joined_first(self, timeout_s: float | None) -> Joined | None:
         """Let in who has greeted before a delta, if members are too few for one without them.
 
-        If the snapshot holds no version to join with, they count without that. Raises SyncAborted
-        if there are too few with them.
+        Without a version to join with, they only count. Raises SyncAborted if there are too few.
         """
         is_free = self._turns is all_at_once or not self._session.members
         if is_free or self._are_enough(self.engines):
@@ -382,35 +380,38 @@ class WeightSender(Closing):
             self._lost |= joining.lost
             self._session.admit(joining.agreed)
             done.joined = len(joining.agreed)
-            for differ in self._full_syncs(joining.differ):
-                self._full_sync(differ, done, timeout_s)
+            self._full_syncs(joining.differ, done, timeout_s)
         finally:  # whoever has not come in by now has to greet again
             for peer in [peer for hellos in engines for peer in hellos]:
                 if peer not in self._session.members:
                     self._lobby.forget(peer)
         return done
 
-    def _full_syncs(self, members: list[Member]) -> list[list[Member]]:
-        """Those that get a full sync together."""
-        held, engines = self.engines, {member.engine for member in members}
-        if not (held and members and self._are_enough(held)):
-            return [members] if members else []
-        return [[m for m in members if m.engine in turn] for turn in self._turns(engines, held)]
+    def _full_syncs(self, members: list[Member], done: Joined, timeout_s: float | None) -> None:
+        """Together; or in turns, if there are enough engines without those that join."""
+        held, turns = self.engines, [frozenset(member.engine for member in members)]
+        if held and members and self._are_enough(held):
+            turns = [frozenset(turn) for turn in self._turns(turns[0], held)]
+        while turns:
+            turn = turns.pop(0)
+            if self._full_sync([m for m in members if m.engine in turn], done, timeout_s) and turns:
+                turns = [frozenset().union(*turns)]  # or each that is late would cost a timeout
 
-    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> None:
+    def _full_sync(self, differ: list[Member], done: Joined, timeout_s: float | None) -> bool:
+        """One full sync, repeated with who is left. Returns whether one may have been late."""
         limit, sent, is_decided = self._link.limit, done.result.sent, False
         if timeout_s is not None and self._session.members:
             self._link.limit = limit.within(timeout_s)
+        one_wait = CallTimeout(0, self._link.timeout_s)
         while differ and not (is_decided or self._link.limit.is_over):
-            done.result = self._run(
-                self._weights.full(), differ, self.engines, version=self.version
-            )
+            done.result = self._run(self._weights.full(), differ, self.engines, self.version)
             is_decided = done.result.decided
             differ = [m for m in differ if m.peer not in done.result.left]
         self._link.limit = limit
         done.result.sent += sent
         done.full_synced += len(differ) if is_decided else 0
         done.joined += len(differ) if is_decided else 0
+        return one_wait.is_over
 
     def _are_enough(self, engines: Collection[str]) -> bool:
         """Whether these engines alone may take a version."""
@@ -421,7 +422,7 @@ class WeightSender(Closing):
         return True
 
     def _run(
-        self, plan: Plan, participants: list[Member], besides: Collection[str], *, version: int
+        self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
         coding, asked = self._own.coding, self._own.options.compression
@@ -447,8 +448,7 @@ class WeightSender(Closing):
         finally:
             self._call.phases += work.phases
             failures = self._session.failures
-            named = [m for m in participants if m.peer in failures]
-            self._lost |= {str(member): failures[member.peer] for member in named}
+            self._lost |= {str(m): failures[m.peer] for m in participants if m.peer in failures}
 
     def _newcomers(self) -> list[dict[int, Hello]]:
         """Complete engines in the lobby, without those whose name is taken."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
@@ -17,10 +19,13 @@ from deltasync.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from deltasync.sync.protocol.links import check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import forks
 
 logger = logging.getLogger(__name__)
+
+Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
 _LACK_OF_MEMORY = (
@@ -59,8 +64,9 @@ class StagingThread:
     """Runs `stage` of a receiver in the background; the engine only commits.
 
     Use it as a context manager. The engine's thread calls `is_staged` (free) or `wait_staged`,
-    pauses, calls `commit`, and resumes. If a sync fails, its error is kept in `last_error` and the
-    receiver rejoins; the engine serves its old version meanwhile.
+    pauses, calls `commit`, and resumes; or the engine offers a `pause`, and this thread commits in
+    it. If a sync fails, its error is kept in `last_error` and the receiver rejoins; the engine
+    serves its old version meanwhile.
 
     Leaving the context waits for the current `stage`, at most until the sender ends it or its
     silence times out. A version that is staged by then can still be committed, by the receiver or
@@ -70,6 +76,8 @@ class StagingThread:
 
     Args:
         receiver: Only this object may use it from now on. It is not closed here.
+        pause: Returns a context manager in which the engine does not use its weights; None if the
+            engine calls `commit`.
 
     Attributes:
         last_error: The error of the last sync or join that failed here, or None. A lack of memory,
@@ -77,9 +85,9 @@ class StagingThread:
             `commit` are not kept.
     """
 
-    def __init__(self, receiver: Staging) -> None:
+    def __init__(self, receiver: Staging, pause: Pause | None = None) -> None:
         self.last_error: Exception | None = None
-        self._receiver, self._logged = receiver, ""
+        self._receiver, self._pause, self._logged = receiver, pause, ""
         self._turn = threading.Condition()
         self._is_staged = self._is_committing = self._is_stopping = False
         self._crash: Exception | None = None
@@ -118,6 +126,7 @@ class StagingThread:
 
     def wait_staged(self, *, timeout_s: float) -> bool:
         """Wait for `is_staged`. Returns False after the timeout."""
+        check_seconds("timeout_s", timeout_s)
         if self._thread.ident is None:
             raise ConfigError("a StagingThread that does not run: use it as a context manager")
         with self._turn:
@@ -145,6 +154,11 @@ class StagingThread:
                 self._turn.notify_all()
 
     @property
+    def _turn_s(self) -> float:
+        """How long one `stage` waits, for a sync or for the trainer to let this receiver in."""
+        return _TURN_S
+
+    @property
     def _has_staged(self) -> bool:
         """Whether there is something to commit: not after `detach` or `invalidate`."""
         is_outside = self._receiver.state is ReceiverState.OUTSIDE
@@ -167,7 +181,7 @@ class StagingThread:
 
     def _take_turn(self) -> None:
         try:
-            staged = self._receiver.stage(timeout_s=_TURN_S)
+            staged = self._receiver.stage(timeout_s=self._turn_s)
         except TransportClosed:
             raise
         except (DeltaSyncError, MemoryError, RuntimeError, OSError) as error:
@@ -182,7 +196,9 @@ class StagingThread:
         with self._turn:
             self._is_staged, self._logged = staged, ""
             self._turn.notify_all()
-        if staged:
+        if staged and self._pause is not None:
+            self._commit_in(self._pause)
+        elif staged:
             self._await_commit()
 
     def _await_commit(self) -> None:
@@ -191,6 +207,15 @@ class StagingThread:
             while self._has_staged and not self._is_stopping:
                 self._turn.wait(_TURN_S)
             self._is_staged = self._is_staged and self._is_stopping
+
+    def _commit_in(self, pause: Pause) -> None:
+        try:
+            with pause():
+                self.commit()
+        except TransportClosed:
+            raise
+        except DeltaSyncError as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Keep an error after which the receiver tries again, soon."""

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltasync.errors import ConfigError
 from deltasync.transports.base import ReceiveTransport, SendTransport
 
-LinkName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory"]
+LinkName = Literal["nccl", "gloo", "nixl", "cuda_ipc", "shared_memory"]
 
 
-_NETWORK = ("gloo", "nccl")
+_NETWORK = ("gloo", "nccl", "nixl")
 
 
 class Address(BaseModel):
@@ -27,19 +27,22 @@ class Address(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     link: LinkName
-    host: str = Field(default="", description="of `nccl` and `gloo`")
-    port: int = Field(default=0, ge=0, lt=1 << 16, description="of `nccl` and `gloo`")
+    host: str = Field(default="", description="of `nccl`, `gloo` and `nixl`")
+    port: int = Field(default=0, ge=0, lt=1 << 16, description="of `nccl`, `gloo` and `nixl`")
     path: str = Field(default="", description="of the socket of the others")
 
     @classmethod
     def of(cls, transport: SendTransport) -> Self | None:
-        """That of `transport`, if it has one."""
-        from deltasync.transports import collective, cuda_ipc, shared_memory
+        """That of `transport`, if it has one: none for back ends that others registered."""
+        from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match transport:
-            case collective.Sender():
+            case collective.Sender(backend=("gloo" | "nccl") as backend):
                 host, port = transport.address
-                return cls(link=transport.backend, host=host, port=port)
+                return cls(link=backend, host=host, port=port)
+            case nixl.Sender():
+                host, port = transport.address
+                return cls(link="nixl", host=host, port=port)
             case cuda_ipc.Sender():
                 return cls(link="cuda_ipc", path=str(transport.path))
             case shared_memory.Sender():
@@ -48,7 +51,7 @@ class Address(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `gloo://HOST:PORT`, `nccl://HOST:PORT`, `shared_memory:PATH` or `cuda_ipc:PATH`.
+        """Read `gloo://HOST:PORT`, also `nccl` and `nixl`, `shared_memory:PATH`, `cuda_ipc:PATH`.
 
         Raises ConfigError for anything else.
         """
@@ -63,7 +66,7 @@ class Address(BaseModel):
         except ValueError:  # of pydantic too
             raise ConfigError(
                 f"{text!r} is no address: give gloo://HOST:PORT, nccl://HOST:PORT, "
-                "shared_memory:PATH or cuda_ipc:PATH"
+                "nixl://HOST:PORT, shared_memory:PATH or cuda_ipc:PATH"
             ) from None
 
     def __str__(self) -> str:
@@ -75,11 +78,13 @@ class Address(BaseModel):
 
     def sender(self, *, secret: bytes | None = None) -> SendTransport:
         """Listen there; port 0 chooses a free one. Links on a network share `secret`."""
-        from deltasync.transports import collective, cuda_ipc, shared_memory
+        from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match self.link:
             case "nccl" | "gloo":
                 return collective.Sender(self.host, self.port, backend=self.link, secret=secret)
+            case "nixl":
+                return nixl.Sender(self.host, self.port, secret=secret)
             case "cuda_ipc":
                 return cuda_ipc.Sender(self.path)
             case "shared_memory":
@@ -87,7 +92,7 @@ class Address(BaseModel):
 
     def receiver(self, device: torch.device, *, secret: bytes | None = None) -> ReceiveTransport:
         """The other end, of weights on `device`. Links on a network share `secret`."""
-        from deltasync.transports import collective, cuda_ipc, shared_memory
+        from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
         match self.link:
             case "nccl":
@@ -96,6 +101,8 @@ class Address(BaseModel):
                 )
             case "gloo":
                 return collective.Receiver(self.host, self.port, secret=secret)
+            case "nixl":
+                return nixl.Receiver(self.host, self.port, device=device, secret=secret)
             case "cuda_ipc":
                 return cuda_ipc.Receiver(self.path, device=device)
             case "shared_memory":
@@ -114,19 +121,21 @@ def listen(
 
     Args:
         link: What moves weights.
-        host: Of `nccl` and `gloo`: the interface to listen on.
+        host: Of `nccl`, `gloo` and `nixl`: the interface to listen on.
         path: Of the others: the socket; None for one of this user's that nothing else has.
         device: Where payloads live; None for the link's default.
         secret: See `Address.receiver`.
 
     Raises ConfigError for another link.
     """
-    from deltasync.transports import collective, cuda_ipc, shared_memory
+    from deltasync.transports import collective, cuda_ipc, nixl, shared_memory
 
     sender: SendTransport
     match link:
         case "nccl" | "gloo":
             sender = collective.Sender(host, backend=link, device=device, secret=secret)
+        case "nixl":
+            sender = nixl.Sender(host, device=device, secret=secret)
         case "cuda_ipc":
             sender = cuda_ipc.Sender(path, device=device)
         case "shared_memory":

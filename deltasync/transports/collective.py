@@ -1,4 +1,4 @@
-"""Payloads by one torch.distributed broadcast (gloo or NCCL), everything else over TCP.
+"""Payloads by one torch.distributed broadcast (gloo, NCCL or another), everything else over TCP.
 
 The process group is deltasync's own: the application's default group is neither used nor created.
 Before its broadcast, a frame with a payload takes one round over the control plane:
@@ -34,7 +34,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltasync.errors import TransportError, TransportTimeout, TransportUnavailable
+from deltasync.errors import ConfigError, TransportError, TransportTimeout, TransportUnavailable
 from deltasync.transports.base import Capabilities, Frame, SendTransport
 from deltasync.transports.collective_messages import (
     DEFAULT_MAX_PAYLOAD_BYTES,
@@ -48,11 +48,11 @@ from deltasync.transports.collective_messages import (
 )
 from deltasync.transports.collective_receiver import Receiver
 from deltasync.transports.control.connection import (
-    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
     Pace,
+    busy_s,
     check_frame,
     check_size,
     failure,
@@ -60,8 +60,6 @@ from deltasync.transports.control.connection import (
 from deltasync.transports.control.endpoints import Gate, Server
 from deltasync.transports.control.tcp import check_secret, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
-    BACKENDS,
-    Backend,
     GroupSpec,
     Join,
     Membership,
@@ -97,34 +95,44 @@ class Sender(SendTransport):
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        backend: Backend = "gloo",
+        backend: str = "gloo",
         device: torch.device | str | None = None,
         secret: bytes | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        store_port: int = 0,
     ) -> None:
         """Listen on `host`, which receivers must be able to reach.
+
+        Raises ConfigError, which names the port, if it cannot listen there.
 
         Args:
             host: Address of the interface to listen on.
             port: 0 chooses a free port; see `address`.
-            backend: "gloo" for CPUs, "nccl" for GPUs.
-            device: Where payloads live; by default the CPU or the current GPU.
+            backend: "gloo" for CPUs, "nccl" for GPUs, or one that is registered with
+                `torch.distributed.Backend.register_backend`.
+            device: Where payloads live; by default the CPU or the current device of the type that
+                the back end is for.
             secret: Signs the control plane; receivers must have the same secret. Without one, an
                 address that is not loopback logs a warning.
             max_payload_bytes: Larger payloads are refused.
+            store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
         check_secret(secret)
-        self._backend: Backend = backend
+        self._backend = backend
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)
         listener = listen_tcp(host, port)
+        try:
+            self._store_port, self._store = serve_store(host, store_port)
+        except ConfigError:
+            listener.close()
+            raise
         self._host, self._port = listener.getsockname()[:2]
         if secret is None:
             warn_of_strangers(self._host, self._port)
-        self._busy_s = BUSY_S[device.type]
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._server = Server(listener, self._gate, kinds={Kind.REPLY, Kind.READY}, secret=secret)
-        self._store_port, self._store = serve_store(host)
         self._name = f"deltasync/{secrets.token_hex(8)}"
         self._tickets = 0
         self._epoch: tuple[int, ...] = ()
@@ -144,7 +152,7 @@ class Sender(SendTransport):
         return self._host, self._port
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> str:
         """The broadcasting library; receivers must use the same."""
         return self._backend
 
@@ -307,12 +315,12 @@ class Sender(SendTransport):
     def _form_group(self, deadline: Deadline) -> dict[int, TransportError]:
         """Form a group with the members of the epoch. Returns the peers that failed, and why."""
         ticket = self._next_ticket()
-        name = f"{self._name}/{ticket}"
-        size, backend = len(self._members) + 1, BACKENDS.index(self._backend)
+        name, size = f"{self._name}/{ticket}", len(self._members) + 1
+        text = f"{self._backend} {name}".encode()
         for rank, peer in enumerate(sorted(self._members), start=1):
             timeout_s = bounded(deadline.remaining_s)
-            group = GROUP.pack(ticket, rank, size, self._store_port, backend, timeout_s)
-            self._server.write([peer], Kind.GROUP, group + name.encode())
+            group = GROUP.pack(ticket, rank, size, self._store_port, timeout_s)
+            self._server.write([peer], Kind.GROUP, group + text)
         if failures := self._round(ticket, deadline):
             return failures
         plan = GroupSpec(

@@ -9,8 +9,8 @@ DEFAULT_MAX_PAYLOAD_BYTES = 4 << 30
 # it follows START.
 FRAME = struct.Struct("<Qqd")
 NO_PAYLOAD = -1
-# Ticket, rank, size, store port, place in BACKENDS, timeout; the name follows.
-GROUP = struct.Struct("<QIIHBd")
+# Ticket, rank, size, store port, timeout; the back end follows, a space and the group's name.
+GROUP = struct.Struct("<QIIHxd")
 # Of START, after which a frame's header follows; of READY, where what is wrong follows; of PACKED
 # and ABANDON.
 TICKET = struct.Struct("<Q")

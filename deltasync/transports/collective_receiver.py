@@ -27,18 +27,16 @@ from deltasync.transports.collective_messages import (
     TICKET,
 )
 from deltasync.transports.control.connection import (
-    BUSY_S,
     BrokenProtocol,
     Deadline,
     Kind,
     Message,
     Pace,
+    busy_s,
 )
 from deltasync.transports.control.endpoints import Client, Gate
 from deltasync.transports.control.tcp import check_secret, dial_tcp
 from deltasync.transports.process_group import (
-    BACKENDS,
-    Backend,
     Broadcast,
     GroupSpec,
     Join,
@@ -105,7 +103,7 @@ class Receiver(ReceiveTransport):
         host: str,
         port: int,
         *,
-        backend: Backend = "gloo",
+        backend: str = "gloo",
         device: torch.device | str | None = None,
         secret: bytes | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
@@ -114,11 +112,11 @@ class Receiver(ReceiveTransport):
         allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
         """
         check_secret(secret)
-        self._backend: Backend = backend
+        self._backend = backend
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)
         self._address = host, port
-        self._busy_s = BUSY_S[device.type]
+        self._busy_s = busy_s(device.type)
         self._gate = Gate(self._busy_s)
         self._client = Client(
             self._dial,
@@ -191,7 +189,15 @@ class Receiver(ReceiveTransport):
         self._leave()
         self._arrivals.clear()
 
+    def sender_address(self) -> tuple[str, int]:
+        """Return the host and port to connect to. Asked before each attempt.
+
+        A subclass may know better than the constructor, and raises OSError while nobody knows.
+        """
+        return self._address
+
     def _dial(self, timeout_s: float) -> socket.socket:
+        self._address = self.sender_address()
         return dial_tcp(*self._address, timeout_s=timeout_s)
 
     def _leave(self) -> None:
@@ -289,11 +295,11 @@ class Receiver(ReceiveTransport):
         if self._is_flying:
             raise BrokenProtocol("a group while a payload is on its way")
         self._leave()
-        self._ticket, rank, size, store_port, backend, timeout_s = GROUP.unpack_from(data)
-        if not 0 < rank < size or backend >= len(BACKENDS):
-            raise BrokenProtocol(f"rank {rank} in a group of {size}, back end {backend}")
-        if BACKENDS[backend] != self._backend:
-            theirs = BACKENDS[backend]
+        self._ticket, rank, size, store_port, timeout_s = GROUP.unpack_from(data)
+        theirs, _, name = data[GROUP.size :].decode("ascii", errors="replace").partition(" ")
+        if not 0 < rank < size or not name:
+            raise BrokenProtocol(f"rank {rank} in a group of {size}, named {name!r}")
+        if theirs != self._backend:
             self._answer(self._ticket, f"broadcasts over {self._backend}, the sender over {theirs}")
             return
         self._plan = GroupSpec(
@@ -301,7 +307,7 @@ class Receiver(ReceiveTransport):
             stream=self._membership.stream,
             store_host=self._address[0],
             store_port=store_port,
-            name=data[GROUP.size :].decode("ascii", errors="replace"),
+            name=name,
             rank=rank,
             size=size,
             timeout_s=bounded(timeout_s),

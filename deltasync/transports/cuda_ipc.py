@@ -40,24 +40,17 @@ from deltasync.errors import PeerLost, TransportError, TransportTimeout, Transpo
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import (
-    BUSY_S,
     DEFAULT_MAX_MESSAGE_BYTES,
     BrokenProtocol,
     Deadline,
     Kind,
     Message,
     Pace,
+    busy_s,
 )
 from deltasync.transports.cuda_runtime import HANDLE_BYTES, UUID_BYTES, Gpu, IpcEvent
-from deltasync.transports.unix_socket import (
-    EMPTY_SLOT,
-    NO_SLOT,
-    NUM_SLOTS,
-    Announcement,
-    Slot,
-    SlotReceiver,
-    SlotSender,
-)
+from deltasync.transports.slots import EMPTY_SLOT, NO_SLOT, NUM_SLOTS, Announcement, Slot
+from deltasync.transports.unix_socket import UnixReceiver, UnixSender
 
 # slot, bytes, UUID of the GPU, handle of the memory, handle of the event
 _SEGMENT = struct.Struct(f"<BxxxxxxxQ{UUID_BYTES}s{HANDLE_BYTES}s{HANDLE_BYTES}s")
@@ -172,7 +165,7 @@ class _Slot(Slot):
         _free_unmapped()
 
 
-class Sender(SlotSender):
+class Sender(UnixSender):
     """The sender's end: payloads in the memory of one GPU."""
 
     def __init__(
@@ -182,7 +175,7 @@ class Sender(SlotSender):
         device: torch.device | str | None = None,
         max_payload_bytes: int | None = None,
     ) -> None:
-        """As `SlotSender`, with slots on `device`, by default the current GPU.
+        """As `UnixSender`, with slots on `device`, by default the current GPU.
 
         Payloads from `buffer()` are sent as they are; others, of this or another GPU, are copied.
         Raises TransportUnavailable without CUDA.
@@ -240,7 +233,7 @@ class _Imported:
                 os.close(self._lease)
 
 
-class Receiver(SlotReceiver):
+class Receiver(UnixReceiver):
     """A receiver's end: maps the sender's memory, and reads it in place on the same GPU."""
 
     def __init__(
@@ -290,7 +283,7 @@ class Receiver(SlotReceiver):
             self._send_releases(Deadline(_RELEASE_TIMEOUT_S))
 
     def _next(self, deadline: Deadline) -> Frame:
-        pace = Pace(BUSY_S["cuda"])
+        pace = Pace(busy_s("cuda"))
         while True:
             self._send_releases(deadline)
             if (frame := self._take_ready()) is not None:
@@ -366,8 +359,8 @@ class Receiver(SlotReceiver):
         if message.kind is Kind.SEGMENT:
             self._map(message)
             return
-        segments = {index: segment.memory for index, segment in self._segments.items()}
-        self._waiting.append(Announcement.parse(message.data, segments))
+        sizes = {index: segment.memory.numel() for index, segment in self._segments.items()}
+        self._waiting.append(Announcement.parse(message.data, sizes))
         num_bytes = sum(len(told.header) for told in self._waiting)
         if len(self._waiting) > _MAX_WAITING or num_bytes > DEFAULT_MAX_MESSAGE_BYTES:
             raise BrokenProtocol("more frames than can wait for a payload")

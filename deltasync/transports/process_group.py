@@ -1,6 +1,8 @@
 """Process groups of our own: formed, used and left without blocking the caller.
 
-The only file that knows how gloo and NCCL differ, and what streams have to do with it. Whatever a
+The only file that knows how back ends differ, and what streams have to do with it. gloo and NCCL
+are made as torch makes them; others are what was registered with torch.distributed
+(`Backend.register_backend`, as packages for other accelerators do), on their own device. Whatever a
 back end blocks in runs on a thread that ends with the timeout it was given; the interpreter waits
 for it before it exits, because a thread that returns from a back end into an interpreter that is
 gone would crash the process.
@@ -14,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, cast, get_args
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,7 @@ from deltasync.transports import forks
 from deltasync.transports.control.connection import Deadline
 from deltasync.transports.control.tcp import listen_tcp
 
-Backend = Literal["gloo", "nccl"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)  # their places are what travels
+_PLUGINS: dict[str, Any] = dist.Backend._plugins  # by name in capitals: what was registered
 
 
 class Group(Protocol):
@@ -42,10 +43,7 @@ _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
 _GROWTH_BITS = 5  # lengths of slots are rounded up to so many leading bits
-_WAY_OUT = {
-    "gloo": "",
-    "nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc",
-}
+_WAY_OUT = {"nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc"}
 
 
 def bounded(timeout_s: float) -> float:
@@ -55,28 +53,58 @@ def bounded(timeout_s: float) -> float:
     return min(max(timeout_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S)
 
 
-def device_of(backend: Backend, device: torch.device | str | None) -> torch.device:
+def device_of(backend: str, device: torch.device | str | None) -> torch.device:
     """The device payloads live on. Raises TransportUnavailable, ConfigError."""
+    types = _device_types(backend)
+    if device is None:
+        device = types[0] if types[0] == "cpu" else f"{types[0]}:{_current_index(types[0])}"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"this torch knows no device {device!r}: {error}") from error
+    if found.type not in types:
+        raise ConfigError(f"{backend} moves payloads on {', '.join(types)}, not on {device}")
+    return found
+
+
+def _device_types(backend: str) -> list[str]:
+    """What payloads of a back end may live on. Raises TransportUnavailable, ConfigError."""
     if backend == "gloo":
-        available, type_ = dist.is_gloo_available(), "cpu"
+        available, types = dist.is_gloo_available(), ["cpu"]
     elif backend == "nccl":
-        available, type_ = dist.is_nccl_available() and torch.cuda.is_available(), "cuda"
+        available, types = dist.is_nccl_available() and torch.cuda.is_available(), ["cuda"]
+    elif backend.upper() in _PLUGINS:
+        available, types = True, list(dist.Backend.backend_capability[backend.lower()])
     else:
-        raise ConfigError(f"unknown backend {backend!r}; known are gloo and nccl")
+        known = ", ".join(["gloo", "nccl", *(name.lower() for name in _PLUGINS)])
+        raise ConfigError(
+            f"unknown backend {backend!r}; known are {known}; others register themselves with "
+            "torch.distributed: import the package that does it at both ends"
+        )
     if not available:
         raise TransportUnavailable(
             f"this machine or this build of torch cannot run {backend}; the other backend may do"
         )
-    if device is None:
-        device = type_ if type_ == "cpu" else f"cuda:{torch.cuda.current_device()}"
-    if torch.device(device).type != type_:
-        raise ConfigError(f"{backend} moves payloads on {type_}, not on {device}")
-    return torch.device(device)
+    return types
 
 
-def serve_store(host: str) -> tuple[int, TCPStore]:
-    """A rendezvous store on a free port of `host` alone, and that port."""
-    listener = listen_tcp(host, 0)
+def _current_index(device_type: str) -> int:
+    """The number of the current accelerator of this type. Raises TransportUnavailable."""
+    try:
+        module = torch.get_device_module(device_type)
+        if module.is_available():
+            return int(module.current_device())
+    except RuntimeError:  # torch has no such module: the package that brings it is not imported
+        pass
+    raise TransportUnavailable(f"no device of type {device_type} is available to this process")
+
+
+def serve_store(host: str, port: int) -> tuple[int, TCPStore]:
+    """A rendezvous store on `port` of `host` alone, or on a free one for 0; and the port.
+
+    Raises ConfigError if it cannot listen there.
+    """
+    listener = listen_tcp(host, port)
     port = int(listener.getsockname()[1])
     store = TCPStore(
         host,
@@ -95,14 +123,15 @@ class StreamEvent:
     error: str | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+        self._event: Any = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._event = module.Event()
+            self._event.record(module.current_stream(device))
 
     def is_done(self) -> bool:
         """Whether everything that was enqueued before it is done. Never blocks."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
 
 class BroadcastStream:
@@ -114,13 +143,16 @@ class BroadcastStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._stream = torch.get_device_module(device).Stream(device)
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
         """Makes the stream current."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is None:
+            return contextlib.nullcontext()
+        entered = torch.get_device_module(self.device).stream(self._stream)
+        return cast("contextlib.AbstractContextManager[object]", entered)
 
 
 class PayloadBuffer:
@@ -172,7 +204,7 @@ class GroupSpec:
     """Which group to form, and as whom.
 
     Attributes:
-        backend: gloo or nccl.
+        backend: Its name in torch.distributed.
         stream: Where broadcasts are launched.
         store_host: Where the sender serves the rendezvous store.
         store_port: Its port.
@@ -183,7 +215,7 @@ class GroupSpec:
         own_host: Our address on the network that leads to the sender.
     """
 
-    backend: Backend
+    backend: str
     stream: BroadcastStream
     store_host: str
     store_port: int
@@ -208,8 +240,10 @@ class GroupSpec:
         store = PrefixStore(self.name, tcp)
         if self.backend == "nccl":
             group = _nccl_group(self, store)
-        else:
+        elif self.backend == "gloo":
             group = _gloo_group(self, store, timeout)
+        else:
+            group = _registered_group(self, store, timeout)
         with self.stream.entered():
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
             first = Broadcast(group, byte, self.stream, self.timeout_s)
@@ -251,7 +285,7 @@ class Join:
         try:
             self.group = plan.form()
         except RuntimeError as error:
-            self.error = f"{error}{_WAY_OUT[plan.backend]}"
+            self.error = f"{error}{_WAY_OUT.get(plan.backend, '')}"
         finally:
             if self.group is None:
                 self.error = self.error or "the group could not be formed"
@@ -371,7 +405,8 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
             groups.append(join.group)
             join.group = None
     while groups:
-        groups[-1].abort()
+        with contextlib.suppress(RuntimeError):  # of a registered one that cannot
+            groups[-1].abort()
         groups.pop()
     cut_off.clear()
 
@@ -390,4 +425,24 @@ def _nccl_group(plan: GroupSpec, store: Store) -> Group:
     options._timeout = timedelta(seconds=_MAX_TIMEOUT_S)
     with torch.cuda.device(plan.stream.device):
         group = dist.ProcessGroupNCCL(store, plan.rank, plan.size, options)
+    return cast("Group", forks.kept_in_children(group))
+
+
+def _registered_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
+    """What the function that was registered for this back end makes, called as torch does."""
+    plugin, device = _PLUGINS[plan.backend.upper()], plan.stream.device
+    with (
+        torch.get_device_module(device).device(device)
+        if device.type != "cpu"
+        else (contextlib.nullcontext())
+    ):
+        if not plugin.extended_api:
+            group = plugin.creator_fn(store, plan.rank, plan.size, timeout)
+        else:
+            options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+            options.store = store
+            options.group_rank, options.group_size = plan.rank, plan.size
+            options.timeout, options.group_id = timeout, plan.name
+            options.global_ranks_in_group = list(range(plan.size))
+            group = plugin.creator_fn(options, None)
     return cast("Group", forks.kept_in_children(group))

@@ -23,15 +23,8 @@ from deltasync.errors import PeerLost, TransportUnavailable
 from deltasync.transports import forks
 from deltasync.transports.base import Frame
 from deltasync.transports.control.connection import BrokenProtocol, Deadline, Kind, Message
-from deltasync.transports.unix_socket import (
-    EMPTY_SLOT,
-    NO_SLOT,
-    NUM_SLOTS,
-    Announcement,
-    Slot,
-    SlotReceiver,
-    SlotSender,
-)
+from deltasync.transports.slots import EMPTY_SLOT, NO_SLOT, NUM_SLOTS, Announcement, Slot
+from deltasync.transports.unix_socket import UnixReceiver, UnixSender
 
 _SEGMENT = struct.Struct("<BxxxxxxxQ")  # slot, segment bytes
 _GRANULE_BYTES = 1 << 16
@@ -77,20 +70,20 @@ class _Slot(Slot):
         self.free()
 
 
-class Sender(SlotSender):
+class Sender(UnixSender):
     """The sender's end: payloads in host memory."""
 
     def __init__(
         self, path: str | Path | None = None, *, max_payload_bytes: int | None = None
     ) -> None:
-        """As `SlotSender`. Raises TransportUnavailable without memfd."""
+        """As `UnixSender`. Raises TransportUnavailable without memfd."""
         if not hasattr(os, "memfd_create"):
             raise TransportUnavailable("shared memory needs Linux; use the collective transport")
         slots = [_Slot(index) for index in range(NUM_SLOTS)]
         super().__init__(path, slots, max_payload_bytes=max_payload_bytes)
 
 
-class Receiver(SlotReceiver):
+class Receiver(UnixReceiver):
     """A receiver's end: maps the sender's segments and reads payloads in place."""
 
     def __init__(self, path: str | Path, *, max_payload_bytes: int | None = None) -> None:
@@ -150,7 +143,8 @@ class Receiver(SlotReceiver):
             os.close(message.descriptor)
 
     def _frame(self, data: bytes) -> Frame:
-        told = Announcement.parse(data, self._segments)
+        sizes = {index: segment.numel() for index, segment in self._segments.items()}
+        told = Announcement.parse(data, sizes)
         if told.slot == NO_SLOT:
             return Frame(told.header)
         if told.slot == EMPTY_SLOT:

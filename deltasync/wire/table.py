@@ -5,6 +5,7 @@ docs/wire-format.md, section 3. Offsets are not on the wire: they follow from th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -33,6 +34,22 @@ ROW = np.dtype(
 )
 Rows: TypeAlias = NDArray[np.void]
 Ints: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Entry:
+    """A row of a table as numbers: many times faster to read one by one than the array's."""
+
+    parameter: int
+    kind: int
+    index_codec: int
+    value_codec: int
+    reserved: int
+    start: int
+    span: int
+    count: int
+    index_bytes: int
+    value_bytes: int
 
 
 class RowKind(IntEnum):

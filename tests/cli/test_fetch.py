@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import pytest
 from torch import Tensor
 
 from deltasync.files.checkpoint import Checkpoint
-from tests.cli.command import COMMAND, call, run
+from tests.cli.command import COMMAND, call, hearing_signals, run, start
+from tests.programs import completed
+from tests.store.faulty import faulty
 from tests.store.published import RUN, Publisher
 from tests.store.stores import KEYS, Place, local_place, s3_place, s3_server
 from tests.strategies import same_bits
@@ -171,3 +177,37 @@ def test_keys_and_remote_stores(tmp_path: Path) -> None:
         key.write_bytes(b"wrong")
         line = refused("fetch", place.url, "--out", tmp_path / "no", "--key-file", key, *reach)
         assert "MacMismatch" in line
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("silent", ["", "objects/"])
+def test_ctrl_c_ends_the_wait_for_a_store_that_never_answers(tmp_path: Path, silent: str) -> None:
+    with s3_server() as s3, faulty(s3) as (endpoint, faults), hearing_signals():
+        place = s3_place(s3)
+        Publisher(place).publish(2)
+        reached, faults.slow_s = threading.Event(), 60.0
+
+        def choose(method: str, path: str) -> str | None:
+            if silent in path:
+                reached.set()
+            return "slow" if reached.is_set() else None
+
+        faults.choose = choose
+        config = [word for key in KEYS.items() for word in ("--config", "=".join(key))]
+        words: list[str | Path] = [
+            "fetch",
+            place.url,
+            "--out",
+            tmp_path / "out",
+            "--config",
+            f"endpoint={endpoint}",
+        ]
+        process = start(*words, *config)
+        assert reached.wait(60)
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        done = completed(process)
+        assert time.monotonic() - began < 30
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert not (tmp_path / "out").exists()

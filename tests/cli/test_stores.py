@@ -24,6 +24,14 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.mark.parametrize("command", ["log", "gc", "verify"])
+def test_no_command_shows_the_password_of_a_url(command: str) -> None:
+    done = call(command, "ftp://user:s3cr3t@127.0.0.1/x")
+    assert done.returncode == 2
+    assert "ftp://***@127.0.0.1/x" in done.stderr
+    assert "s3cr3t" not in done.stdout + done.stderr
+
+
 def publish(store: Path, run: str, versions: int, *, key: bytes | None = None) -> None:
     model = nn.Linear(64, 64)
     sender = StoreSender(

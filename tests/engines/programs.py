@@ -17,7 +17,7 @@ from deltasync.integrations.http import Http
 from tests.engines.environment import ROOT
 
 TIMEOUT_S = 280
-_START_TIMEOUT_S = 150
+_START_TIMEOUT_S = 270
 
 
 class Program:

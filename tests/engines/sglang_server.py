@@ -27,10 +27,12 @@ ON_GPU = {"--attention-backend": "triton", "--mem-fraction-static": 0.8} | _LIMI
 
 
 @contextmanager
-def served(folder: Path, weights: dict[str, Tensor], *settings: object) -> Iterator[str]:
+def served(
+    folder: Path, weights: dict[str, Tensor], *settings: object, port: int | None = None
+) -> Iterator[str]:
     """The address of a server that was started on these weights."""
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    port = free_port()
+    port = port or free_port()
     chosen = ON_GPU if torch.cuda.is_available() else ON_CPU
     flags = [word for pair in chosen.items() for word in pair]
     flags += [

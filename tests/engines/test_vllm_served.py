@@ -70,11 +70,13 @@ def test_the_asynchronous_example(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @contextmanager
-def served(model: Path, monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> Iterator[str]:
+def served(
+    model: Path, monkeypatch: pytest.MonkeyPatch, *, packs: bool, port: int | None = None
+) -> Iterator[str]:
     """The address of a `vllm serve`."""
     use_cpu(monkeypatch, packs=packs)
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    port = free_port()
+    port = port or free_port()
     backend = ["--weight-transfer-config", '{"backend": "deltasync"}']
     serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port, *backend]
     with Program(*serve) as program:

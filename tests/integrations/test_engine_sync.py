@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from deltasync.errors import ConfigError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from tests.programs import run
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
+def test_times_that_are_none_are_refused_before_anything_else(timeout_s: Any) -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="timeout_s is"):
+        EngineSync(nothing, nothing, nothing, timeout_s=timeout_s)
+    with pytest.raises(ConfigError, match="timeout_s is"):
+        EngineFleet(nothing, nothing, timeout_s=timeout_s)
+
 
 _WITHIN_ATEXIT = """
 import atexit

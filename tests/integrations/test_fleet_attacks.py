@@ -470,3 +470,21 @@ def test_a_server_that_joins_while_training_goes_on_is_caught_up(tmp_path: Path)
         assert read.is_set()
         assert (stats.kind, stats.receivers) == ("delta", 2)
         here.check("0", "late")
+
+
+def test_a_server_that_hangs_as_all_sleep_keeps_nobody_else_paused(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 3, timeout_s=1.5) as here:
+        here.send()
+        for server in here.servers.values():
+            server.workers[0].sleep()
+        for name in ("1", "2"):
+            here.servers[name].hangs = "resume"
+        here.step()
+        with pytest.raises(ConfigError, match="the engine's weights sleep"):
+            here.send()
+        assert not here.servers["0"].is_paused
+        for server in here.servers.values():
+            server.workers[0].wake()
+            server.goes_on.set()
+        here.catch_up()
+        here.check("0", "1", "2")

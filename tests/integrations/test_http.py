@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
 from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import SglangServer
+from deltasync.integrations.vllm import HttpClient
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,6 +58,13 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 0, "5", None])
+def test_times_that_are_none_are_refused_at_once(timeout_s: Any) -> None:
+    for make in (Http, HttpClient, SglangServer):
+        with pytest.raises(ConfigError, match="timeout_s is"):
+            make("http://127.0.0.1:9", timeout_s=timeout_s)
+
+
 def test_answers_are_json_or_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a server is reached directly
     assert Http(url).post("echo", {"a": [1]}) == {"a": [1]}
@@ -77,5 +87,8 @@ def test_errors_say_what_the_server_said(url: str) -> None:
 def test_servers_that_are_not_there() -> None:
     with pytest.raises(PeerLost):
         Http("http://127.0.0.1:9").get("health")
+    with pytest.raises(ConfigError, match="give api_key") as caught:
+        Http("http://user:s3cr3t@127.0.0.1:9")
+    assert "s3cr3t" not in str(caught.value)
     with pytest.raises(ConfigError):
         Http("127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""The recipe for torchrun, run in the environment that it makes, and by it with a rank killed."""
+"""The recipe for torchrun, run in the environment that it makes, and by it with ranks killed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,46 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.programs import run_ranks
+from tests.ranks import free_ports
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "docs/examples/torchrun_ranks.py"
-JOINED = re.compile(r"step (\d+) is v1: 3 ranks joined, (\d) of them by a full sync, (\d+) bytes")
+JOINED = re.compile(
+    r"step (\d+) is v(\d+): (\d) ranks joined, (\d) of them by a full sync, (\d+) bytes(; lost .*)?"
+)
 DELTA = re.compile(r"step (\d+) is v(\d+): [\d.]+% changed, \d+ bytes")
+NOBODY = re.compile(r"step (\d+): (NoReceivers|SyncAborted): .*")
 # Of several ranks, on one line at times: torchrun starts them with -u, so that the end of a line is
 # written by itself.
 HOLDS = re.compile(r"rank (\d) holds the trainer's bits")
+
+Host = Sequence[str]
+"""What runs a command on a host."""
 
 pytestmark = pytest.mark.timeout(170)
 
 
 @contextmanager
-def ranks(*options: str, recipe_options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """torchrun, which writes what its four ranks print, and ends them when it is told to end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", *options, str(RECIPE), *recipe_options]
+def ranks(
+    *options: str, recipe: Sequence[str], per_node: int = 4, host: Host = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """torchrun, which writes what its ranks print. All of it ends with the context."""
+    command = [*host, sys.executable, "-m", "torch.distributed.run", *options]
+    command += ["--nproc-per-node", str(per_node), str(RECIPE), *recipe]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as torchrun:
         try:
             yield torchrun
         finally:
-            torchrun.terminate()
+            kill_node(torchrun)
 
 
 def lines_of(torchrun: subprocess.Popen[str]) -> Iterator[str]:
@@ -45,30 +54,67 @@ def lines_of(torchrun: subprocess.Popen[str]) -> Iterator[str]:
     yield from map(str.rstrip, torchrun.stdout)
 
 
+def children(torchrun: subprocess.Popen[str]) -> list[int]:
+    path = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
 def kill(torchrun: subprocess.Popen[str], *, rank: int) -> None:
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    mine = f"RANK={rank}\0".encode()
-    [pid] = [pid for pid in children if b"\0" + mine in Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(int(pid), signal.SIGKILL)
+    mine = f"\0RANK={rank}\0".encode()
+    [pid] = [p for p in children(torchrun) if mine in Path(f"/proc/{p}/environ").read_bytes()]
+    os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_hold_the_trainer_s_bits_after_every_step() -> None:
-    done = run_ranks(RECIPE, 4)
+def kill_node(torchrun: subprocess.Popen[str]) -> None:
+    """By SIGKILL: the agent, so that it does nothing about its ranks, and then these."""
+    mine = children(torchrun)
+    torchrun.kill()
+    for pid in mine:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_ranks_hold_the_trainer_s_bits_after_every_step(trainers: int) -> None:
+    options = ("--trainers", str(trainers), "--port", str(free_ports(2 * trainers + 2)))
+    done = run_ranks(RECIPE, 4, *options)
     assert [rank.returncode for rank in done] == [0, 0, 0, 0], done
     first, *others = "".join(rank.stdout for rank in done).splitlines()
-    assert JOINED.fullmatch(first)
+    joined = JOINED.fullmatch(first)
+    assert joined, first
+    assert joined.group(2, 3, 4) == ("1", str(4 - trainers), str(4 - trainers))
     deltas = [match.groups() for line in others if (match := DELTA.fullmatch(line))]
     assert deltas == [(str(step), str(step + 1)) for step in range(1, 6)]
-    assert sorted(HOLDS.findall("\n".join(others))) == ["1", "2", "3"]
+    assert sorted(HOLDS.findall("\n".join(others))) == ["1", "2", "3"][trainers - 1 :]
+
+
+def joined(lines: Iterator[str], count: int) -> tuple[int, int, int]:
+    """Step and version at which so many ranks have joined, and how many by a full sync."""
+    here = full = 0
+    for line in lines:
+        if match := JOINED.fullmatch(line):
+            here, full = here + int(match[3]), full + int(match[4])
+            if here == count:
+                return int(match[1]), int(match[2]), full
+    raise AssertionError("the trainer has ended")
+
+
+def noting_steps(lines: Iterator[str], seen: list[int]) -> Iterator[str]:
+    """The same, and in `seen` the steps of which a delta was sent."""
+    for line in lines:
+        if match := DELTA.fullmatch(line):
+            seen.append(int(match[1]))
+        yield line
 
 
 def test_ranks_that_are_restarted_resume_and_are_sent_nothing(tmp_path: Path) -> None:
-    recipe_options = ("--steps", "100", "--checkpoint", str(tmp_path / "checkpoint"))
+    recipe = ["--steps", "100", "--checkpoint", str(tmp_path / "checkpoint")]
+    recipe += ["--port", str(free_ports(4))]
     joinings, seen = [], [0]
-    with ranks("--max-restarts", "1", recipe_options=recipe_options) as torchrun:
+    with ranks("--standalone", "--max-restarts", "1", recipe=recipe) as torchrun:
         for line in lines_of(torchrun):
             if match := JOINED.fullmatch(line):
-                joinings.append([*map(int, match.groups()), seen[-1]])
+                joinings.append([*map(int, match.group(1, 4, 5)), seen[-1]])
             elif match := DELTA.fullmatch(line):
                 seen.append(int(match[1]))
                 if seen[-1] == 3 and len(joinings) == 1:
@@ -79,3 +125,55 @@ def test_ranks_that_are_restarted_resume_and_are_sent_nothing(tmp_path: Path) ->
     assert (full, full_again, payload) == (3, 0, 0)
     assert reached - 1 <= resumed <= reached  # it was saved after it was sent
     assert seen[-4:] == [100, -1, -1, -1]
+
+
+def two_nodes(
+    stack: ExitStack, folder: Path, *, address: str, store: int, port: int, hosts: Sequence[Host]
+) -> tuple[Iterator[str], Sequence[subprocess.Popen[str]], Callable[[], object]]:
+    """A node that trains and one that follows: the first one's lines, both, and the second anew."""
+    recipe = ["--trainers", "2", "--port", str(port), "--steps", "1000000", "--step-s", "0.1"]
+    recipe += ["--checkpoint", str(folder / "checkpoint")]
+
+    def node(number: int) -> subprocess.Popen[str]:
+        options = ["--nnodes", "2", "--node-rank", str(number), "--max-restarts", "1"]
+        options += ["--rdzv-endpoint", f"{address}:{store}"]
+        here = ranks(*options, per_node=2, recipe=recipe, host=hosts[number])
+        return stack.enter_context(here)
+
+    nodes = node(0), node(1)
+    return lines_of(nodes[0]), nodes, lambda: node(1)
+
+
+def check_a_node_that_comes_back(
+    lines: Iterator[str], second: subprocess.Popen[str], again: Callable[[], object]
+) -> int:
+    """Kill the node that follows with its torchrun, and start it again. Returns the step then."""
+    assert joined(lines, 2) == (0, 1, 2)
+    kill_node(second)
+    next(line for line in lines if NOBODY.fullmatch(line))
+    again()
+    step, version, _ = joined(lines, 2)
+    assert step > 1  # no rank that trains was restarted
+    assert version > 1
+    return step
+
+
+def test_nodes_come_back_each_by_itself(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        lines, (first, second), again = two_nodes(
+            stack,
+            tmp_path,
+            address="127.0.0.1",
+            store=free_ports(1),
+            port=free_ports(6),
+            hosts=[(), ()],
+        )
+        before = check_a_node_that_comes_back(lines, second, again)
+        next(line for line in lines if DELTA.fullmatch(line))
+        kill(first, rank=1)
+        seen = list[int]()
+        resumed, version, full = joined(noting_steps(lines, seen), 2)
+        reached = max([before + 1, *seen])
+        assert version == 1  # of a new trainer
+        assert reached - 1 <= resumed <= reached  # the checkpoint is saved after the sync
+        assert full == (0 if resumed == reached else 2)  # nothing is sent if the digests agree

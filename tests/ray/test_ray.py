@@ -1,9 +1,8 @@
-"""The recipe for Ray, run as it is: what it says of every sync, and of the rollout that dies."""
+"""The recipe for Ray, run as it is: what it says of every sync, as engines die and are added."""
 
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,34 +10,22 @@ import pytest
 from tests.engines.environment import ROOT
 from tests.engines.programs import Program
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 Sync = dict[str, str]
-"""The named groups of SYNC; those without a match are empty."""
+"""The named groups of SYNC."""
 
 SYNC = re.compile(
-    r"v(?P<version>\d+): (?P<kind>full|delta), (?P<density>[\d.]+)% changed, "
-    r"(?P<bytes>\d+) bytes, (?P<receivers>\d+) rollouts hold it"
-    r"(, 1 of them by a full sync of (?P<joined_bytes>\d+) bytes)?"
-    r"(; lost (?P<lost>[\w-]+)\[0/1\]: PeerLost: .*)?"
+    r"v(?P<version>\d+): (?P<kind>full|delta), [\d.]+% of [\d,]+ elements, [\d,]+ bytes, "
+    r"(?P<receivers>\d+) receivers \((?P<joined>\d+) joined, (?P<lost>\d+) lost\), [\d.]+ ms"
 )
 
 
 @pytest.fixture(scope="module")
-def lines() -> Iterator[list[str]]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as files:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is left in the home folder
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_TMPDIR", files)  # a short path: sockets lie in it
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with Program(ROOT / "docs/examples/ray_rollouts.py") as recipe:
-            yield recipe.wait().splitlines()
-
-
-@pytest.fixture
-def syncs(lines: list[str]) -> list[Sync]:
-    return [match.groupdict("") for line in lines if (match := SYNC.fullmatch(line))]
+def syncs(ray_environment: None) -> Iterator[list[Sync]]:
+    with Program(ROOT / "docs/examples/ray_rollouts.py") as recipe:
+        lines = recipe.wait().splitlines()
+        yield [match.groupdict() for line in lines if (match := SYNC.fullmatch(line))]
 
 
 def test_every_step_is_a_version(syncs: list[Sync]) -> None:
@@ -46,18 +33,12 @@ def test_every_step_is_a_version(syncs: list[Sync]) -> None:
     assert [sync["kind"] for sync in syncs] == ["full"] + 8 * ["delta"]
 
 
-def test_the_others_go_on_when_a_rollout_dies(syncs: list[Sync]) -> None:
-    [lost] = [sync for sync in syncs if sync["lost"]]
-    assert (lost["version"], lost["lost"]) == ("4", "rollout-2")
-    assert lost["receivers"] == ("3" if lost["joined_bytes"] else "2")  # if it is back already
+def test_the_others_go_on_when_engines_die(syncs: list[Sync]) -> None:
+    assert sum(int(sync["lost"]) for sync in syncs) == 2
+    assert all(int(sync["receivers"]) > 0 for sync in syncs)
 
 
-def test_a_rollout_that_ray_restarts_joins_by_a_full_sync_for_it_alone(syncs: list[Sync]) -> None:
-    [joined] = [sync for sync in syncs if sync["joined_bytes"]]
-    assert (joined["kind"], joined["receivers"]) == ("delta", "3")
-    assert int(joined["joined_bytes"]) == int(syncs[0]["bytes"])
-    assert int(joined["bytes"]) < int(syncs[0]["bytes"]) / 2  # what the others were sent
-
-
-def test_all_hold_the_trainer_s_bits_at_the_end(lines: list[str]) -> None:
-    assert "the trainer and 3 rollouts hold the same bits" in lines
+def test_engines_that_start_join_while_syncs_go_on(syncs: list[Sync]) -> None:
+    first, *others = syncs
+    assert (first["receivers"], first["joined"]) == ("3", "3")
+    assert 1 <= sum(int(sync["joined"]) for sync in others) <= 3  # as fast as the machine starts

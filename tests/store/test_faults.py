@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from deltasync.errors import StoreRefused, StoreUnavailable
+from deltasync.errors import ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store import keys
 from deltasync.store.objects import Objects
+from deltasync.store.retention import GcStats, gc
 from tests.store.faulty import FAULTS, Faults, faulty
 from tests.store.replay import assert_holds
 from tests.store.stores import Place, s3_place
@@ -107,6 +109,100 @@ def test_s03_the_next_call_finds_out_what_became_of_a_manifest(
     assert sender.publish().version == 3
     assert_holds(run_of(place), 2, expected, tmp_path / "2")
     assert_holds(run_of(place), 3, weights_of(model), tmp_path / "3")
+
+
+def _collected(place: Place, **more: Any) -> GcStats:
+    """What a collector does to whom nothing is too young."""
+    time.sleep(1.2)  # S3 tells seconds
+    return gc(place.url, "run", keep=99, unfinished_after_s=0, options=place.options, **more)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_s03_objects_that_are_collected_before_their_manifest_is_known_are_not_named(
+    broken: tuple[Place, Place, Faults], tmp_path: Path, arrives: bool
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    model.step(1)
+    fault = "lost answer" if arrives else "lost request"
+    faults.choose = lambda method, path: fault if "/manifests/" in path else None
+    with pytest.raises(StoreUnavailable):
+        sender.publish()
+    faults.choose = lambda method, path: None
+    assert _collected(place).unfinished == (0 if arrives else 1)
+    model.step(2)
+    version = sender.publish().version
+    assert version == (3 if arrives else 2)
+    assert_holds(run_of(place), version, weights_of(model), tmp_path)
+    assert _are_whole(place)
+
+
+def test_s03_the_first_version_is_written_again_if_it_was_collected(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    faults.choose = lambda method, path: "lost request" if "/manifests/" in path else None
+    with pytest.raises(StoreUnavailable):
+        sender.publish()
+    faults.choose = lambda method, path: None
+    assert _collected(place).unfinished == 1
+    assert sender.publish().kind == "anchor"
+    assert_holds(run_of(place), 1, weights_of(model), tmp_path)
+    assert _are_whole(place)
+
+
+def test_s03_a_writer_that_slept_between_upload_and_manifest_publishes_nothing(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    model.step(1)
+    collected: list[int] = []
+
+    def sleep(method: str, path: str) -> None:
+        if method == "HEAD" and "-delta-" in path and not collected:
+            collected.append(_collected(place).unfinished)
+
+    faults.choose = sleep
+    with pytest.raises(ObjectDamaged, match="publish again"):
+        sender.publish()
+    assert collected == [1]
+    assert run_of(place).versions() == [1]
+    assert sender.publish().version == 2
+    assert_holds(run_of(place), 2, weights_of(model), tmp_path)
+    assert _are_whole(place)
+
+
+def test_s03_an_upload_that_is_named_while_gc_runs_stays(
+    broken: tuple[Place, Place, Faults], tmp_path: Path
+) -> None:
+    place, bad, faults = broken
+    model = Model()
+    sender = sender_of(model, bad)
+    sender.publish()
+    run_of(place).objects.put(keys.frames_key(1, "delta"), b"half")  # which gc meets first
+    model.step(1)
+    faults.choose = lambda method, path: "lost request" if "/manifests/" in path else None
+    with pytest.raises(StoreUnavailable):
+        sender.publish()
+    faults.choose = lambda method, path: None
+    _collected(place, advance=lambda objects: sender.publish() if sender.version == 1 else None)
+    assert run_of(place).versions() == [1, 2, 3]
+    assert_holds(run_of(place), 3, weights_of(model), tmp_path)
+    assert _are_whole(place)
+
+
+def _are_whole(place: Place) -> bool:
+    """Whether all objects that manifests name are there."""
+    run = run_of(place)
+    ways = (way for version in run.versions() for way in run.ways(run.require(version)))
+    return all(run.objects.head(file.key) for way in ways for file in way.files)
 
 
 def test_s02_a_failed_upload_is_covered_by_the_next(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from deltasync.errors import (
     StoreRefused,
     TransportClosed,
 )
+from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from tests.store.published import RUN, Follower, Publisher
@@ -96,6 +98,22 @@ def test_senders_live_without_descriptors(publisher: Publisher) -> None:
     with follower.receiver:
         assert follower.receiver.fetch() == max(publisher.states)
     assert_right(publisher, follower)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 1e9, "5", None])
+def test_what_is_no_time_is_refused_before_anything_is_fetched(
+    publisher: Publisher, seconds: Any
+) -> None:
+    follower = Follower(publisher.place)
+    with follower.receiver as receiver:
+        for call in (receiver.fetch, receiver.stage, receiver.follow().wait_staged):
+            with pytest.raises(ConfigError, match="timeout_s is"):
+                call(timeout_s=seconds)
+        assert receiver.run is None, "nothing was opened"
+    for name in ("timeout_s", "retry_timeout_s"):
+        if seconds != "5":  # which pydantic reads
+            with pytest.raises(ConfigError, match=f"{name} is"):
+                StoreOptions(**{name: seconds})
 
 
 @pytest.mark.parametrize("seed", range(3))

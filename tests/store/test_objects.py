@@ -7,14 +7,16 @@ import resource
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltasync.errors import ConfigError, ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store.objects import Objects, StoreOptions
-from tests.store.stores import KEYS, Place
+from tests.store.stores import KEYS, Place, s3_place
 
 
 def objects_of(place: Place) -> Objects:
@@ -238,3 +240,52 @@ def test_a_full_disk_is_refused_and_nothing_appears(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], check=True, timeout=60)
     found = [name for _, _, names in os.walk(tmp_path) for name in names]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("url", "config"),
+    [
+        ("http://user:s3cr3t@127.0.0.1:9/x", {}),
+        ("https://127.0.0.1:9/x?sig=s3cr3t", {}),
+        ("ftp://user:s3cr3t@127.0.0.1/x", {}),
+        ("s3://bucket/x", KEYS | {"endpoint": "http://user:s3cr3t@127.0.0.1:9"}),
+    ],
+)
+def test_secrets_of_urls_are_in_no_error(url: str, config: dict[str, str]) -> None:
+    options = StoreOptions(config=config, retries=0, timeout_s=2, retry_timeout_s=2)
+    with pytest.raises((ConfigError, StoreUnavailable)) as caught:
+        Objects(url, options).get("a", max_bytes=1)
+    assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
+    assert "127.0.0.1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"config": {"secret_access_key": b"s3cr3t\xff"}},
+        {"config": "s3cr3t"},
+        {"mac_key": ["s3cr3t"]},
+    ],
+)
+def test_options_that_are_secret_are_in_no_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="what it is should be") as caught:
+        StoreOptions(**wrong)
+    assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
+    assert "s3cr3t" not in repr(StoreOptions(config={"secret_access_key": "s3cr3t"}))
+
+
+def test_objects_are_reached_where_no_thread_can_start(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.12 has it within `atexit`, and a machine without memory for one more stack."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    objects = objects_of(s3_place(s3))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert objects.create("a", b"hello")
+    assert objects.get("a", max_bytes=5) == b"hello"
+    assert [facts.key for facts in objects.listed("")] == ["a"]
+    objects.delete("a")
+    assert objects.head("a") is None

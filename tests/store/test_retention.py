@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
@@ -230,7 +231,7 @@ def test_ages_beyond_all_times_are_never_reached(
     assert len(history) == 10
 
 
-@pytest.mark.parametrize("age_s", [-1.0, float("nan"), float("-inf")])
-def test_ages_that_are_none_are_refused(tmp_path: Path, age_s: float) -> None:
+@pytest.mark.parametrize("age_s", [-1.0, float("nan"), float("-inf"), "1", None])
+def test_ages_that_are_none_are_refused(tmp_path: Path, age_s: Any) -> None:
     with pytest.raises(ConfigError, match="unfinished_after_s"):
         gc(tmp_path, keep=1, unfinished_after_s=age_s)

@@ -60,9 +60,9 @@ def bits_equal(left: nn.Module, right: nn.Module) -> bool:
     )
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
     """Wait for what another thread is to do."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from deltasync import Policy, SenderOptions, sync_after_step
+from deltasync import (
+    ModuleTarget,
+    Policy,
+    SenderOptions,
+    StagingThread,
+    WeightReceiver,
+    sync_after_step,
+)
 from deltasync.errors import ConfigError, ReceiversLost, StepApplied, SyncAborted, TransportTimeout
+from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet, random_model
@@ -47,6 +58,51 @@ def joined(here: Fleet, *engines: str) -> tuple[list[Model], list[Slow]]:
     here.wait(len(engines))
     here.sender.send_weights(timeout_s=5)
     return replicas, links
+
+
+NO_TIMES: list[Any] = [math.nan, math.inf, -math.inf, -1, 1e9, 10**400, "5", None, [1.0]]
+"""What cannot be waited for, of whatever argument."""
+
+
+@pytest.mark.parametrize("seconds", NO_TIMES, ids=lambda seconds: str(seconds)[:6])
+def test_what_is_no_time_is_refused_before_anything_begins(seconds: Any) -> None:
+    source, replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    with fleet(source) as here, inprocess.Sender() as link:
+        sender, optimizer = here.sender, torch.optim.SGD(source.parameters())
+        receiver = WeightReceiver(ModuleTarget(replica), link.receiver())
+        calls: list[Callable[[], object]] = [
+            lambda: sender.wait_for_receivers(1, timeout_s=seconds),
+            lambda: sender.send_weights(timeout_s=seconds),
+            lambda: receiver.receive_weights(timeout_s=seconds),
+            lambda: receiver.stage(timeout_s=seconds),
+            lambda: StagingThread(receiver).wait_staged(timeout_s=seconds),
+            lambda: sync_after_step(optimizer, sender, timeout_s=seconds),
+        ]
+        if seconds is not None:
+            calls += [
+                lambda: sender.send_weights(total_timeout_s=seconds),
+                lambda: sender.send_weights(join_timeout_s=seconds),
+                lambda: sync_after_step(optimizer, sender, total_timeout_s=seconds),
+            ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="timeout_s is"):
+                call()
+        assert not optimizer._optimizer_step_post_hooks
+        assert not link.poll(timeout_s=0), "nobody greeted"
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e9])
+def test_transports_wait_for_no_such_time(seconds: float) -> None:
+    with shared_memory.Sender() as link, pytest.raises(ConfigError, match="timeout_s is"):
+        link.poll(timeout_s=seconds)
+
+
+def test_each_rank_of_a_trainer_refuses_what_is_no_time() -> None:
+    model = random_model(SHAPES, 0)
+    with trainer_of(model, rows_of(model, 2)) as trainer:
+        for seconds in NO_TIMES:
+            with pytest.raises(ConfigError, match="timeout_s is"):
+                trainer.ranks[1].send_weights(timeout_s=seconds)
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["before the decision", "after it"])

@@ -14,7 +14,6 @@ from deltasync import (
     WeightSender,
 )
 from deltasync.transports.collective import Receiver, Sender
-from deltasync.transports.process_group import Backend
 from tests.ranks import free_port, run_ranks
 from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
@@ -27,21 +26,21 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
-def test_receivers_follow_two_ranks(backend: Backend) -> None:
+def test_receivers_follow_two_ranks(backend: str) -> None:
     """On GPUs trainers share the first one, and each receiver has one to itself."""
     ports = [free_port() for _ in range(TRAINERS + 1)]
     receivers = 2 if backend == "gloo" else min(2, torch.cuda.device_count() - 1)
     run_ranks(take_part, TRAINERS + receivers, receivers, backend, ports, timeout_s=150)
 
 
-def take_part(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None:
+def take_part(rank: int, receivers: int, backend: str, ports: list[int]) -> None:
     if rank >= TRAINERS:
         follow(rank - TRAINERS, backend, ports)
     else:
         train(rank, receivers, backend, ports)
 
 
-def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None:
+def train(rank: int, receivers: int, backend: str, ports: list[int]) -> None:
     device = "cpu" if backend == "gloo" else "cuda:0"
     module = random_model(SHAPES, 1)
     source = Sharded(module, rows_of(module, TRAINERS)[rank], device)
@@ -49,11 +48,11 @@ def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None
     options = SenderOptions(bucket_bytes=10_000)
     sender: WeightSender | TrainerRank
     if rank == 0:
-        group = TrainerGroup(Sender(port=ports[-1]), TRAINERS)
+        group = TrainerGroup(Sender(port=ports[-1], secret=SECRET), TRAINERS)
         sender = WeightSender(source, lane, options=options, group=group)
         sender.wait_for_receivers(receivers)
     else:
-        hub = Receiver("127.0.0.1", ports[-1])
+        hub = Receiver("127.0.0.1", ports[-1], secret=SECRET)
         sender = TrainerRank(source, lane, hub, rank=rank, world=TRAINERS, options=options)
     for version in range(1, VERSIONS + 1):
         advance(module, version)
@@ -64,7 +63,7 @@ def train(rank: int, receivers: int, backend: Backend, ports: list[int]) -> None
     sender.close()
 
 
-def follow(number: int, backend: Backend, ports: list[int]) -> None:
+def follow(number: int, backend: str, ports: list[int]) -> None:
     device = "cpu" if backend == "gloo" else f"cuda:{number + 1}"
     expected, module = random_model(SHAPES, 1), random_model(SHAPES, 2)
     module.to(device)

@@ -46,7 +46,7 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import DEFAULT_MAX_PAYLOAD_BYTES, Receiver, Sender
 from deltasync.transports.control.connection import Connection, Kind
 from tests.programs import run
-from tests.ranks import free_port, run_ranks
+from tests.ranks import free_port, free_ports, run_ranks
 
 
 def ends(secret: bytes | None = None, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> Ends:
@@ -172,9 +172,9 @@ def test_receivers_refuse_payloads_beyond_their_limit() -> None:
         (Kind.FRAME, struct.pack("<Qqd", 1, 1 << 62, 1.0) + b"header"),
         (Kind.FRAME, struct.pack("<Qqd", 1, -2, 1.0) + b"header"),
         (Kind.GROUP, b"short"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 2, 2, 1, 0, 1.0) + b"name"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 0, 2, 1, 0, 1.0) + b"name"),
-        (Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 9, 1.0) + b"name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 2, 2, 1, 1.0) + b"gloo name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 0, 2, 1, 1.0) + b"gloo name"),
+        (Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, 1, 1.0) + b"gloo"),
         (Kind.START, bytes(8)),
         (Kind.START, struct.pack("<Q", 7)),
         (Kind.ABANDON, b"short"),
@@ -193,6 +193,25 @@ def test_a_sender_that_lies_is_lost(kind: Kind, data: bytes) -> None:
         with pytest.raises(PeerLost):
             receiver.receive(timeout_s=PATIENCE_S)
         liar.close()
+
+
+def test_who_is_asked_into_a_group_by_a_sender_that_has_gone_is_told_that() -> None:
+    """As a receiver that was stopped, and then reads all that was said."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(Receiver(*listener.getsockname())) as receiver,
+    ):
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        sock, _ = listener.accept()
+        gone = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
+        for text in (b"first", b"second"):  # as many as it keeps
+            gone.write(Kind.FRAME, struct.pack("<Qqd", 0, -1, 0.0) + text)
+        gone.write(Kind.GROUP, struct.pack("<QIIHBd", 3, 1, 2, 1, 0, 1.0) + b"gloo name")
+        gone.close()
+        for text in (b"first", b"second"):
+            assert receiver.receive(timeout_s=PATIENCE_S).header == text
+        with pytest.raises(PeerLost):
+            receiver.receive(timeout_s=PATIENCE_S)
 
 
 def test_a_receiver_that_lies_is_lost() -> None:
@@ -485,7 +504,7 @@ def test_a_sender_of_another_back_end_is_told_so() -> None:
         receiver.connect(b"", timeout_s=PATIENCE_S)
         sock, _ = listener.accept()
         other = Connection(sock, is_server=True, kinds=set(Kind), max_message_bytes=1 << 20)
-        other.write(Kind.GROUP, struct.pack("<QIIHBd", 1, 1, 2, 1, 1, 1.0) + b"name")
+        other.write(Kind.GROUP, struct.pack("<QIIHxd", 1, 1, 2, 1, 1.0) + b"nccl name")
         with pytest.raises(TransportTimeout):
             receiver.receive(timeout_s=0.2)
         other.read()
@@ -709,3 +728,40 @@ def test_nccl_on_one_gpu_is_refused_and_the_way_out_named() -> None:
         payload = torch.zeros(10, dtype=torch.uint8, device="cuda:0")
         with pytest.raises((TransportUnavailable, PeerLost), match="cuda_ipc"):
             sender.send(Frame(b"x", payload), timeout_s=60)
+
+
+def test_both_ports_may_be_chosen() -> None:
+    """Nothing else listens, but for what gloo opens, on ports of the system's choice."""
+    port = free_ports(2)
+    with Sender("127.0.0.1", port, store_port=port + 1) as sender:
+        assert sender.address == ("127.0.0.1", port)
+        assert listening(os.getpid()) >= {port, port + 1}
+    with Sender("127.0.0.1", port, store_port=port + 1):  # both are free again
+        pass
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_port_in_use_is_named_and_the_other_one_is_free_again(taken: int) -> None:
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port + taken)):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port + taken}: .*in use"):
+            Sender("127.0.0.1", port, store_port=port + 1)
+        assert port + 1 - taken not in listening(os.getpid())
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_what_is_no_port_is_said(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        Sender("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        Sender("127.0.0.1", store_port=port)
+
+
+def listening(process: int) -> set[int]:
+    """TCP ports on which a process listens."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(r[1][-4:], 16) for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in sockets}

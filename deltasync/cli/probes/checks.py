@@ -20,7 +20,7 @@ from deltasync.cli.probes.trial import Trial
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 TRIAL_TIMEOUT_S = 180.0  # for all trials, which run at once; compiling kernels takes long
-LINKS = ("shared_memory", "gloo", "cuda_ipc", "nccl")
+LINKS = ("shared_memory", "gloo", "nixl", "cuda_ipc", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ def all_checks() -> Iterator[Check]:
 
 def _trials(num_gpus: int) -> list[str]:
     names = ["shared_memory", "gloo"]
+    if find_spec("nixl"):
+        names.append("nixl")
     if num_gpus:
         names += ["cuda_ipc", "triton"] if find_spec("triton") else ["cuda_ipc"]
     if num_gpus > 1 and dist.is_nccl_available():
@@ -179,7 +181,7 @@ def _kernels(num_gpus: int, problems: dict[str, str | None]) -> Check:
 
 def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
     if link not in problems:
-        needs = "two GPUs" if link == "nccl" else "a GPU"
+        needs = {"nccl": "two GPUs", "nixl": "pip install 'deltasync[nixl]'"}.get(link, "a GPU")
         return Check(link, None, f"not tried: it needs {needs}")
     problem = problems[link]
     if problem is None:
@@ -187,6 +189,7 @@ def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
     advice = {
         "shared_memory": "it needs Linux with memfd, and a path for a socket; else use collective",
         "gloo": "processes must reach 127.0.0.1: look at firewalls and GLOO_SOCKET_IFNAME",
+        "nixl": "UCX_LOG_LEVEL=info says what UCX misses; else use collective",
         "cuda_ipc": "in containers share the host's IPC and PID namespaces; else use collective",
         "nccl": "NCCL_DEBUG=INFO says what NCCL misses; else use cuda_ipc on one host",
     }[link]

@@ -99,7 +99,7 @@ def main() -> None:
     match sys.argv[1]:
         case "triton":
             try_triton()
-        case "shared_memory" | "gloo" as link:
+        case "shared_memory" | "gloo" | "nixl" as link:
             try_link(link, ("cpu", "cpu"))
         case "cuda_ipc":
             try_link("cuda_ipc", ("cuda:0", "cuda:0"))

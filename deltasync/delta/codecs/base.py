@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -129,6 +130,7 @@ class RowCodec(Protocol):
         ...
 
 
+@cache
 def unsigned_dtype(dtype: Dtype) -> np.dtype[Any]:
     """The numpy type that carries the bits of `dtype`."""
     return np.dtype(f"<u{dtype.item_size}")

@@ -198,5 +198,6 @@ def _read(data: Block, count: int, width: int) -> Ints:
 
 def _most(indices: Indices, block_bits: int) -> int:
     """The most changes in any block."""
-    firsts = np.flatnonzero(np.diff(indices >> block_bits, prepend=-1))
-    return int(np.diff(firsts, append=len(indices)).max(initial=0))
+    blocks = indices >> block_bits
+    ends = np.concatenate(([-1], np.flatnonzero(blocks[1:] != blocks[:-1]), [len(blocks) - 1]))
+    return int((ends[1:] - ends[:-1]).max())

@@ -23,7 +23,7 @@ from deltasync.delta.codecs.base import (
     unsigned_dtype,
 )
 from deltasync.delta.codecs.gap import decode_steps
-from deltasync.delta.codecs.known import ROW_CODECS, digest_at, digest_run
+from deltasync.delta.codecs.known import ROW_CODECS, RowDigests, digest_at, digest_run
 from deltasync.delta.codecs.old import Old, OldRows
 from deltasync.delta.kernels import host
 from deltasync.errors import (
@@ -38,9 +38,12 @@ from deltasync.errors import (
 from deltasync.wire.codecs import IndexCodec, ValueCodec
 from deltasync.wire.coded import CodedPayload, CodedTable
 from deltasync.wire.messages import ParameterSpec
-from deltasync.wire.table import Ints, RowKind, Rows, read_table
+from deltasync.wire.table import Entry, Ints, RowKind, Rows, read_table
 
 _NO_INDICES = np.empty(0, np.int32)
+_INDEX_CODECS = tuple(IndexCodec)  # by number
+_RAW_INDEX, _RAW, _ULP = IndexCodec.RAW, ValueCodec.RAW, ValueCodec.ULP  # Enum looks up slowly
+_DENSE = RowKind.DENSE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,13 +120,17 @@ def decode_payload(
     rows, index_at, value_at = checked_rows(coded, raw_bytes, numels, item_sizes)
     payload, table = np.zeros(raw_bytes, np.uint8), rows.view(np.uint8)
     payload[: len(table)] = table
-    index_cuts, value_cuts = (cuts.tolist() for cuts in coded.blocks())
+    index_cuts, value_cuts, *places = (
+        numbers.tolist() for numbers in (*coded.blocks(), index_at, value_at)
+    )
+    entries, digests, found = coded.rows.tolist(), coded.digests.tolist(), RowDigests()
     for n in range(num_rows):
         index = coded.index[index_cuts[n] : index_cuts[n + 1]]
         value = coded.value[value_cuts[n] : value_cuts[n + 1]]
-        work = _Decoding(n, coded.rows[n], int(coded.digests[n]), index, value, old)
-        for at, array in zip((index_at[n], value_at[n]), work.decoded(), strict=True):
-            payload[at : at + array.nbytes] = array.view(np.uint8)
+        work = _Decoding(n, Entry(*entries[n]), digests[n], index, value, old, found)
+        for begins, array in zip(places, work.decoded(), strict=True):
+            payload[begins[n] : begins[n] + array.nbytes] = array.view(np.uint8)
+    found.finish()
     return payload
 
 
@@ -169,37 +176,46 @@ class _Decoding:
         digest: Of the old values that it was made from.
         index, value: uint8[n], its blocks: arbitrary bytes.
         old: What it changes.
+        found: Compares `digest` with that of what is held here.
     """
 
     def __init__(
-        self, number: int, row: np.void, digest: int, index: Block, value: Block, old: OldRows
+        self,
+        number: int,
+        row: Entry,
+        digest: int,
+        index: Block,
+        value: Block,
+        old: OldRows,
+        found: RowDigests,
     ) -> None:
-        self._place = number, int(row["parameter"])
-        self._start, self._span = int(row["start"]), int(row["span"])
-        self._digest, self._is_dense = digest, row["kind"] == RowKind.DENSE
-        self._index_codec = IndexCodec(int(row["index_codec"]))
-        self._value_codec = ValueCodec(int(row["value_codec"]))
-        self._spec, self._old = old.spec(*self._place), old
+        self._place = number, row.parameter
+        self._start, self._span = row.start, row.span
+        self._digest, self._is_dense = digest, row.kind == _DENSE
+        self._index_codec = _INDEX_CODECS[row.index_codec]
+        self._value_codec = row.value_codec
+        self._spec, self._old, self._found = old.spec(*self._place), old, found
         self._kind = unsigned_dtype(self._spec.dtype)
-        self._row = CodedRow(index, value, int(row["count"]), self._span, self._spec.dtype)
+        self._row = CodedRow(index, value, row.count, self._span, self._spec.dtype)
 
     def decoded(self) -> tuple[Indices, Bits]:
         """(int32[count] indices, or none of a dense row; unsigned[count] new bits)."""
         if self._is_dense:
             return _NO_INDICES, self._dense()
-        if self._value_codec not in (ValueCodec.RAW, ValueCodec.ULP):
+        if self._value_codec not in (_RAW, _ULP):
             return self._by_pair()
         indices = self._checked(self._indices())
-        if self._value_codec is ValueCodec.RAW:
+        if self._value_codec == _RAW:
             return indices, self._raw(self._row.value, self._kind)
         old = self._old.at(*self._place, self._start, indices)
         if old is None:  # of what is not held here, any value will do
             return indices, np.zeros(len(indices), self._kind)
-        self._check_base(old, indices)
+        if old[1]:  # which no step depends on: later is soon enough
+            self._found.add(self._spec, self._start, indices, old[0], self._compare)
         return indices, decode_steps(self._row, old[0])
 
     def _dense(self) -> Bits:
-        if self._value_codec is ValueCodec.RAW:
+        if self._value_codec == _RAW:
             return self._raw(self._row.value, self._kind)
         if len(self._row.value) < self._span:  # before memory is taken
             raise TruncatedFrame(f"{self._spec.name}: fewer steps than elements")
@@ -210,7 +226,7 @@ class _Decoding:
         return decode_steps(self._row, old[0])
 
     def _indices(self) -> Indices:
-        if self._index_codec is IndexCodec.RAW:
+        if self._index_codec is _RAW_INDEX:
             return self._raw(self._row.index, np.dtype("<i4"))
         return ROW_CODECS[self._index_codec].indices([self._row])[0]
 
@@ -265,9 +281,11 @@ class _Decoding:
         if not is_whole:
             return
         if indices is None:
-            found = digest_run(self._spec, self._start, bits)
+            self._compare(digest_run(self._spec, self._start, bits))
         else:
-            found = digest_at(self._spec, self._start, indices, bits)
+            self._compare(digest_at(self._spec, self._start, indices, bits))
+
+    def _compare(self, found: int) -> None:
         if found != self._digest:
             raise self._wrong_base()
 

@@ -29,6 +29,7 @@ from deltasync.wire.codecs import IndexCodec, ValueCodec
 _BLOCK = 1 << 15  # elements worked on at once: temporaries stay in the L2 cache
 _ESCAPE = 255  # of steps: the new bits follow
 _WIDE = 2  # bytes of a gap
+_ESCAPES = {1: 0xFF, _WIDE: 0xFFFF}  # of gaps, by their width: so many more follow
 _NARROW_UP_TO = 368  # mean gap from which two bytes are shorter than one and its escapes
 
 
@@ -75,7 +76,7 @@ def _gap_codes(indices: Indices, before: int, kind: np.dtype[Any]) -> bytes:
     np.subtract(indices[1:], indices[:-1], out=gaps[1:])
     gaps[0] = indices[0] - before
     gaps -= 1
-    most = int(np.iinfo(kind).max)
+    most = _ESCAPES[kind.itemsize]
     if gaps.max() < most:
         return gaps.astype(kind).tobytes()
     skipped = gaps // most
@@ -119,7 +120,7 @@ def decode_gaps(block: Block, count: int, span: int) -> Indices:
 
 def _ends(codes: NDArray[Any], count: int) -> NDArray[np.intp] | None:
     """int64[count]: where the code of each index ends; None if each has one code."""
-    escape = np.iinfo(codes.dtype).max
+    escape = _ESCAPES[codes.itemsize]
     if len(codes) == count and codes.max() < escape:
         return None
     ends = np.flatnonzero(codes != escape)

@@ -48,7 +48,10 @@ class Segments:
         weighted, limit = 25 * (sizes - written) + 12 * written - 1, 52 * written
         parameters = np.zeros(len(sizes), np.int64)
         for k in range(_MAX_PARAMETER):
-            parameters += (weighted >> k >= limit) & (written > 0)
+            are_longer = (weighted >> k >= limit) & (written > 0)
+            if not are_longer.any():  # nor will any be by a larger one
+                break
+            parameters += are_longer
         begins = np.cumsum(sizes) - sizes
         return cls(sizes, chosen, written, chosen > written, parameters, begins)
 

@@ -22,17 +22,18 @@ from deltasync.sync.group.agreement import Agreement, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
 from deltasync.sync.options import SenderOptions, check_group
-from deltasync.sync.protocol.links import CallTimeout, OneCaller
+from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.connection import LONGEST_S, Deadline
 from deltasync.wire.frame import encode
 
 _REPLY_TIMEOUT_S = 30.0
 _TURN_S = 0.2
+_CONNECT_S = 1.0  # with a secret, how long one attempt waits to be let in
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
 
@@ -111,7 +112,8 @@ class TrainerRank(Closing):
             ReceiversLost: See `on_lost`.
             DeltaSyncError: This rank could not do its part.
         """
-        limit = CallTimeout(_PATIENCE * timeout_s, total_timeout_s)
+        check_seconds("timeout_s", timeout_s)
+        limit = CallTimeout(min(_PATIENCE * timeout_s, LONGEST_S), total_timeout_s)
         with self._caller.call():
             return judged(self._send_weights(limit, on_source_read), on_lost)
 
@@ -152,13 +154,7 @@ class TrainerRank(Closing):
     def _hear(self, deadline: Deadline) -> orders.Order:
         try:
             if not self._is_connected:
-                here = orders.Here(
-                    rank=self._rank,
-                    world=self.world,
-                    capture=self._captured,
-                    address=self._address,
-                )
-                self._link.connect(encode(here), timeout_s=deadline.remaining_s)
+                self._connect(deadline)
                 self._is_connected = True
             order = orders.decode(self._heard(deadline))
         except TransportTimeout as error:
@@ -169,6 +165,24 @@ class TrainerRank(Closing):
         if not isinstance(order, orders.Order):
             raise MalformedMessage(f"{order.kind} is no order")
         return order
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Connect to rank 0, which lets ranks in when it sends, and may wait for receivers before.
+
+        These connect their lanes first: accepts them meanwhile.
+        """
+        here = orders.Here(
+            rank=self._rank, world=self.world, capture=self._captured, address=self._address
+        )
+        while True:
+            self._lanes.listen()
+            try:
+                timeout_s = min(_CONNECT_S, deadline.remaining_s)
+                self._link.connect(encode(here), timeout_s=timeout_s)
+                return
+            except TransportTimeout:
+                if deadline.passed:
+                    raise
 
     def _heard(self, deadline: Deadline) -> bytes:
         """The next header from rank 0. Accepts lanes meanwhile: receivers connect them before they

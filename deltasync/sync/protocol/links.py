@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 
 from torch import Tensor
 
@@ -20,13 +21,14 @@ from deltasync.errors import (
     WireError,
 )
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
-from deltasync.transports.control.connection import BUSY_S, Deadline, Pace
+from deltasync.transports.control.connection import LONGEST_S, Deadline, Pace, busy_s
 from deltasync.wire import messages
 from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Abort, Attempt, Begin, Bucket, Failed, Hello, Message, Prepare
 
 _READING_S = 0.1
 _CATCH_UP_S = 10.0  # a rank may have kernels to compile
+_WAIT_SHARE = 0.8
 _CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do not listen to them
 
 
@@ -59,8 +61,17 @@ class OneCaller:
         self._calls = []
 
 
+def check_seconds(name: str, seconds: float, *, may_be_zero: bool = True) -> None:
+    """Raise ConfigError unless an argument of this name is a time that somebody can wait for."""
+    is_number = isinstance(seconds, Real)  # callers may have read it from a file
+    if is_number and 0 <= seconds <= LONGEST_S and (seconds or may_be_zero):
+        return
+    least = "0" if may_be_zero else "more than 0"
+    raise ConfigError(f"{name} is {seconds!r}: give {least} to {LONGEST_S:,.0f} seconds")
+
+
 class CallTimeout:
-    """The timeout of each wait of a call, and of all of it.
+    """The timeout of each wait of a call, and of all of it. Raises ConfigError.
 
     Args:
         timeout_s: For each wait.
@@ -68,15 +79,19 @@ class CallTimeout:
     """
 
     def __init__(self, timeout_s: float, total_timeout_s: float | None = None) -> None:
-        if total_timeout_s is not None and not total_timeout_s >= 0:
-            raise ConfigError(f"total_timeout_s is {total_timeout_s}; give seconds, or None")
+        check_seconds("timeout_s", timeout_s)
+        if total_timeout_s is not None:
+            check_seconds("total_timeout_s", total_timeout_s)
         self._timeout_s = timeout_s
         self._total = None if total_timeout_s is None else Deadline(total_timeout_s)
 
     def within(self, total_timeout_s: float) -> CallTimeout:
-        """The same for a part of the call, which may take this long from now on."""
+        """The same for a part of the call, which may take this long from now on.
+
+        One wait does not take all of that: the rest is for those that were not late.
+        """
         left_s = total_timeout_s if self.left_s is None else min(self.left_s, total_timeout_s)
-        return CallTimeout(self._timeout_s, left_s)
+        return CallTimeout(min(self._timeout_s, _WAIT_SHARE * left_s), left_s)
 
     @property
     def left_s(self) -> float | None:
@@ -348,7 +363,7 @@ class ReceiverLinks:
         """
         if self._awaited() == [0] and not self._kept:
             return 0, self._links[0].receive(timeout_s=deadline.remaining_s)
-        pace = Pace(BUSY_S[self._links[0].capabilities.devices[0]])
+        pace = Pace(busy_s(self._links[0].capabilities.devices[0]))
         patience = Deadline(self._catch_up_s)
         while True:
             first = self._first(reached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -330,23 +331,28 @@ class Round:
         self._session.decide()
         self._result.decided = True
         self._send_decided(Commit(version=self._version))
-        for number, turn in enumerate(turns):
-            self._report_phase(turn, is_decided=True)
-            if not number:
+        waiting = deque(turns)
+        while waiting:
+            self._report_phase(turn := waiting.popleft(), is_decided=True)
+            if turn is turns[0]:
                 self._plan.decided()  # while the receivers write
-            self._finish(turn)
+            if self._finish(turn) and waiting:  # or each that is late would cost a timeout
+                waiting = deque([frozenset().union(*waiting)])
         now = time.perf_counter()
         self._result.commit_s = now - began
         self.phases.append(("commit", began, now))
         self._drop(self._session.finish())
 
-    def _finish(self, engines: Collection[str]) -> None:
-        """Let each of these engines go on as soon as all its own ranks have answered."""
+    def _finish(self, engines: Collection[str]) -> bool:
+        """Let each of these engines go on as soon as all its own ranks have answered.
+
+        Returns whether all the time for that has passed.
+        """
         if self._is_alone:
             for peer, reply in self._replies():
                 self._note_committed(peer, reply)
             self._let_go_on(engines)
-            return
+            return False
         deadline = Deadline(self._link.timeout_s)
         awaited: dict[str, set[int]] = {}
         for peer, member in self._session.participants.items():
@@ -360,6 +366,7 @@ class Round:
             done = {engine for engine, rest in awaited.items() if not rest}
             self._let_go_on(done)
             awaited = {engine: rest for engine, rest in awaited.items() if rest}
+        return deadline.passed
 
     def _note_committed(self, peer: int, reply: Message | DeltaSyncError) -> None:
         if not isinstance(reply, Committed) or reply.version != self._version:

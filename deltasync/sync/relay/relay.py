@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import Literal
 
 from deltasync.errors import (
@@ -23,6 +22,7 @@ from deltasync.errors import (
 )
 from deltasync.sync.held import follow, proved
 from deltasync.sync.options import ReceiverOptions, SenderOptions
+from deltasync.sync.protocol.links import check_seconds
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.relay.kept import KeptDeltas
 from deltasync.sync.relay.weights import RelayedWeights
@@ -91,10 +91,7 @@ class Relay(Closing):
         max_kept_bytes: int | None = None,
         options: ReceiverOptions | None = None,
     ) -> None:
-        if not 0 < timeout_s <= TIMEOUT_MAX:
-            raise ConfigError(
-                f"timeout_s is {timeout_s}: give more than 0 seconds, and no infinity"
-            )
+        check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if max_kept_bytes is not None and max_kept_bytes < 0:
             raise ConfigError(f"max_kept_bytes is {max_kept_bytes}: give 0 or more")
         self.name = name = name or f"relay-{uuid.uuid4().hex[:8]}"
@@ -144,6 +141,7 @@ class Relay(Closing):
         Raises:
             TransportClosed: The relay was closed.
         """
+        check_seconds("timeout_s", timeout_s)
         if not self._is_started:
             self._is_started = True
             self._staging.__enter__()

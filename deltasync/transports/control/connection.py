@@ -36,6 +36,9 @@ from deltasync.transports import forks
 from deltasync.transports.base import Capabilities, Frame
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+LONGEST_S = 1e6
+"""The longest wait, 11 days: systems take no more than 2^31 milliseconds."""
+
 _HEADER = struct.Struct("<2sBxI")
 _MAGIC = b"dS"
 _NONCE_BYTES = 32
@@ -62,12 +65,15 @@ class Kind(IntEnum):
     START = 9
     ABANDON = 11  # 10 was in use once
     PACKED = 12
+    MEMORY = 13
 
 
 class Deadline:
-    """A moment on the monotonic clock."""
+    """A moment on the monotonic clock, at most `LONGEST_S` from now on. Raises ConfigError."""
 
     def __init__(self, timeout_s: float) -> None:
+        if not timeout_s <= LONGEST_S:  # nor is it NaN
+            raise ConfigError(f"timeout_s is {timeout_s}: give at most {LONGEST_S:,.0f} seconds")
         self._at = time.monotonic() + timeout_s
 
     @property
@@ -88,12 +94,16 @@ class Deadline:
         return Deadline(min(self.remaining_s, limit_s))
 
 
-BUSY_S = {"cuda": 0.002, "cpu": 0.0}
-"""For how long whoever waits for a payload on such a device, or for word of it, looks all the time.
+_BUSY_S = 0.002
 
-On GPUs what one end does between two words takes about as long, and waking up takes as long as a
-payload. On CPUs it would take time from those who copy.
-"""
+
+def busy_s(device_type: str) -> float:
+    """For how long whoever waits for a payload there, or for word of it, looks all the time.
+
+    On GPUs what one end does between two words takes about as long, and waking up takes as long as
+    a payload. On CPUs it would take time from those who copy.
+    """
+    return 0.0 if device_type == "cpu" else _BUSY_S
 
 
 class Pace:
@@ -183,6 +193,7 @@ class Connection:
 
     Attributes:
         lost: Why the connection has ended, or None. What arrived before can still be taken.
+        local_host: The address by which the other end reaches this machine; empty without TCP.
     """
 
     def __init__(
@@ -195,8 +206,10 @@ class Connection:
         secret: bytes | None = None,
     ) -> None:
         sock.setblocking(False)
+        self.local_host = ""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.local_host = str(sock.getsockname()[0])
         self.lost: PeerLost | None = None
         self._socket = sock
         self._is_server = is_server
@@ -218,11 +231,6 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
-
-    @property
-    def local_host(self) -> str:
-        """The address by which the other end reaches this machine (TCP only)."""
-        return str(self._socket.getsockname()[0])
 
     @property
     def has_part(self) -> bool:

@@ -51,6 +51,8 @@ class Gate:
             self._selector = forks.closed_in_children(selectors.DefaultSelector())
             self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
         self._selector.register(self._alarm, selectors.EVENT_READ)
+        # Looked up for each message of each peer: the selector takes several times as long.
+        self._watched: dict[Connection | socket.socket, int] = {}
         forks.inert_in_children(self._forked)
 
     @contextlib.contextmanager
@@ -91,14 +93,17 @@ class Gate:
         events = selectors.EVENT_READ
         if isinstance(source, Connection) and source.is_writing:
             events |= selectors.EVENT_WRITE
+        if self._watched.get(source) == events:
+            return
         try:
-            if self._selector.get_key(source).events != events:
-                self._selector.modify(source, events)
+            self._selector.modify(source, events)
         except KeyError:
             self._selector.register(source, events)
+        self._watched[source] = events
 
     def forget(self, source: Connection | socket.socket) -> None:
         """Stop waking for `source`; must be called before it is closed."""
+        self._watched.pop(source, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 

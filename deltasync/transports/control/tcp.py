@@ -43,10 +43,14 @@ def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
 
 def listen_tcp(host: str, port: int) -> socket.socket:
     """A socket that listens on `host`:`port`. Raises ConfigError if it cannot."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"cannot listen on {host}:{port}: ports are 1 to 65535, or 0 for any")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with forks.making:
             server = socket.create_server((host, port), family=family)
             return forks.closed_in_children(server)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; give an address of this host and a free port"
+        ) from error

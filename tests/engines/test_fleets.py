@@ -1,0 +1,212 @@
+"""Two servers behind one sender: requests go on, and a server that is killed is caught up."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Protocol
+
+import pytest
+from safetensors.torch import load_file
+
+from deltasync import SyncStats
+from deltasync.errors import DeltaSyncError
+from deltasync.integrations.fleet import EngineFleet
+from deltasync.integrations.http import Http
+from deltasync.integrations.sglang import SglangServer
+from deltasync.integrations.vllm import HttpClient, VllmServer
+from deltasync.integrations.vllm_core import UPDATE
+from deltasync.transports import shared_memory
+from tests.engines import sglang_server, test_vllm_served
+from tests.engines.checkpoints import Weights, write_config, write_model
+from tests.engines.environment import use_sglang
+from tests.ranks import free_port
+
+pytestmark = pytest.mark.timeout(900)  # three servers start
+
+NUM_TOKENS = 60
+
+Before = dict[str, Callable[[], object]]
+"""What happens before the next update of the server at a URL."""
+
+
+class Kind(Protocol):
+    """How servers of an engine are started, added to a fleet, and asked."""
+
+    def __init__(self, model: Path, patch: pytest.MonkeyPatch) -> None: ...
+
+    def served(self, port: int) -> AbstractContextManager[str]: ...
+
+    def add(self, fleet: EngineFleet, url: str, before: Before) -> None: ...
+
+    def tokens(self, url: str, prompt: int = 17) -> Any:
+        """What follows so many tokens."""
+
+    def version(self, url: str) -> str: ...
+
+
+class Vllm:
+    def __init__(self, model: Path, patch: pytest.MonkeyPatch) -> None:
+        self._model, self._patch = model, patch
+
+    def served(self, port: int) -> AbstractContextManager[str]:
+        return test_vllm_served.served(self._model, self._patch, packs=False, port=port)
+
+    def add(self, fleet: EngineFleet, url: str, before: Before) -> None:
+        class Client(HttpClient):
+            def collective_rpc(self, method: str, *args: object) -> Any:
+                if method == UPDATE:
+                    before.pop(url, int)()
+                return super().collective_rpc(method, *args)
+
+        client = Client(url, timeout_s=180)
+        fleet.add(VllmServer(client), workers=client.workers(), paused=client.paused)
+
+    def tokens(self, url: str, prompt: int = 17) -> Any:
+        asked = {"model": str(self._model), "max_tokens": NUM_TOKENS, "temperature": 0}
+        asked |= {"ignore_eos": True, "prompt": list(range(3, 3 + prompt))}
+        said = Http(url, timeout_s=180).post("v1/completions", asked)
+        assert said["usage"]["completion_tokens"] == NUM_TOKENS
+        return said["choices"][0]["text"]
+
+    def version(self, url: str) -> str:
+        return str(Http(url).get("weight_info")["weight_version"])
+
+
+class Sglang:
+    def __init__(self, model: Path, patch: pytest.MonkeyPatch) -> None:
+        use_sglang(patch)
+        self._model, self._weights = model, load_file(model / "model.safetensors")
+
+    def served(self, port: int) -> AbstractContextManager[str]:
+        folder = self._model / str(port)  # it writes the checkpoint, which others read
+        folder.mkdir(exist_ok=True)
+        shutil.copy(self._model / "config.json", folder)
+        return sglang_server.served(folder, self._weights, port=port)
+
+    def add(self, fleet: EngineFleet, url: str, before: Before) -> None:
+        class Server(SglangServer):
+            def update(self, version: int, /) -> None:
+                before.pop(url, int)()
+                super().update(version)
+
+        server = Server(url, timeout_s=180)
+        fleet.add(server, workers=server.workers, paused=server.paused)
+
+    def tokens(self, url: str, prompt: int = 17) -> Any:
+        said = sglang_server.generate(Http(url, timeout_s=180), NUM_TOKENS, prompt=prompt)
+        assert len(said["output_ids"]) == NUM_TOKENS
+        return said["output_ids"]
+
+    def version(self, url: str) -> str:
+        return str(Http(url).get("model_info")["weight_version"])
+
+
+@dataclass
+class Requests:
+    """Requests to one server, one after the other, until `ends`."""
+
+    kind: Kind
+    url: str
+    ends: Event
+    answered: int = 0
+    errors: list[DeltaSyncError] = field(default_factory=list)
+
+    def run(self) -> None:
+        while not self.ends.is_set():
+            try:
+                self.kind.tokens(self.url, 10 + self.answered % 7)
+                self.answered += 1
+            except DeltaSyncError as error:
+                self.errors.append(error)
+                time.sleep(0.2)
+
+
+@contextmanager
+def asked(kind: Kind, *urls: str) -> Iterator[list[Requests]]:
+    """Clients of servers."""
+    ends = Event()
+    clients = [Requests(kind, url, ends) for url in urls]
+    threads = [Thread(target=client.run) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        yield clients
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def await_answers(*clients: Requests) -> None:
+    """Until each has had another two: one of them was asked for after this was called."""
+    deadline, wanted = time.monotonic() + 240, [client.answered + 2 for client in clients]
+    while any(client.answered < count for client, count in zip(clients, wanted, strict=True)):
+        assert time.monotonic() < deadline, [client.errors for client in clients]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("made", [Vllm, Sglang])
+def test_requests_go_on_while_another_server_is_killed_and_restarted(
+    made: type[Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_config("LlamaForCausalLM", tmp_path)
+    write_model(model)
+    kind, source = made(model, monkeypatch), Weights(load_file(model / "model.safetensors"))
+    ports, before = (free_port(), free_port()), Before()
+    link = shared_memory.Sender(model / "socket")
+    with ExitStack() as stack, ExitStack() as mortal:
+        with ThreadPoolExecutor(2) as pool:  # to start takes a minute, most of which is imports
+            starts = zip((stack, mortal), map(kind.served, ports), strict=True)
+            sound, other = pool.map(lambda start: start[0].enter_context(start[1]), starts)
+        fleet = stack.enter_context(EngineFleet(source, link, pauses="rolling", timeout_s=180))
+        for url in (sound, other):
+            kind.tokens(url)  # the first step compiles, and no update is made meanwhile
+            kind.add(fleet, url, before)
+        stats = fleet.send_weights()
+        assert (stats.full_synced, stats.joined, stats.lost) == (0, 2, {})
+        first, second = stack.enter_context(asked(kind, sound, other))
+
+        def step() -> SyncStats:
+            for tensor in source.weights.values():
+                tensor.view(-1)[::3] *= 1.25
+            return fleet.send_weights()
+
+        answers = [kind.tokens(sound)]
+        for _ in range(5):
+            stats = step()
+            assert (stats.kind, stats.receivers, stats.lost) == ("delta", 2, {})
+            answers.append(kind.tokens(sound))
+            assert kind.tokens(other) == answers[-1]
+            await_answers(first, second)
+        assert answers[0] != answers[-1]
+        assert (first.errors, second.errors) == ([], [])
+
+        before[other] = mortal.close  # kill -9, as it is its turn to write
+        stats = step()
+        assert (stats.receivers, list(stats.lost)) == (1, [other])
+        for _ in range(3):
+            assert list(step().lost) == [other]
+            await_answers(first)
+        assert fleet.servers()[sound].state == "current"
+        assert second.errors
+
+        mortal.enter_context(kind.served(ports[1]))
+        deadline = time.monotonic() + 120
+        while step().lost:
+            assert time.monotonic() < deadline, fleet.servers()
+        count = len(second.errors)
+        for _ in range(2):
+            assert kind.tokens(other) == kind.tokens(sound)
+            await_answers(first, second)
+            assert step().receivers == 2
+        assert len(second.errors) == count
+        assert first.errors == []
+        versions = [kind.version(url) for url in (sound, other)]
+        assert versions == 2 * [str(fleet.sender.version)]

@@ -1,0 +1,518 @@
+"""The NIXL transport keeps the contract, over the transports of UCX that a CPU has.
+
+Between processes of one host UCX reads memory through the kernel. With UCX_TLS=tcp in the
+environment it does what it does between hosts without RDMA: see `make test-nixl`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
+from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
+from deltasync.testing.links import (
+    PATIENCE_S,
+    PROMPT_S,
+    Ends,
+    Link,
+    background,
+    greeted,
+    payload_of,
+    same_frame,
+    within,
+)
+from deltasync.testing.processes import Child
+from deltasync.testing.transport import TransportContract
+from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
+from deltasync.transports.control.connection import Connection, Kind
+
+pytest.importorskip("nixl", reason="needs NIXL: pip install 'deltasync[nixl]'")
+
+from deltasync.transports.nixl import Receiver, Sender
+from deltasync.transports.nixl_agent import Agent, Place
+
+MEMORY = struct.Struct("<BBxxIQQ")  # slot, memory type, device, bytes, address; metadata follows
+FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
+LARGE = 48 << 20
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def make_ends(*, secret: bytes | None = None, max_payload_bytes: int = 256 << 20) -> Ends:
+    port = free_port()
+    sender = partial(Sender, port=port, secret=secret, max_payload_bytes=max_payload_bytes)
+    receiver = partial(
+        Receiver, "127.0.0.1", port, secret=secret, max_payload_bytes=max_payload_bytes
+    )
+    return Ends(sender, receiver, crosses_processes=True)
+
+
+class TestNixl(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        return make_ends(max_payload_bytes=max_payload_bytes)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    with ExitStack() as stack:
+        yield Link(make_ends(), stack)
+
+
+def receive_all(receiver: ReceiveTransport, expected: list[Frame]) -> None:
+    for frame in expected:
+        assert same_frame(receiver.receive(timeout_s=PATIENCE_S), frame)
+
+
+def receive_for_ever(receiver: ReceiveTransport) -> None:
+    while True:
+        assert receiver.receive(timeout_s=PATIENCE_S).payload is not None
+
+
+def send_for_ever(sender: SendTransport) -> None:
+    while True:
+        sender.buffer(LARGE, timeout_s=PATIENCE_S)
+        sender.send(Frame(b"x", payload_of(LARGE)), timeout_s=PATIENCE_S)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# What it promises of peers
+
+
+def test_losses_leave_frames_whole(link: Link) -> None:
+    assert link.sender.capabilities.outlives_losses
+    assert not link.sender.capabilities.in_memory
+
+
+@pytest.mark.timeout(60)
+def test_a_shared_secret_is_wanted() -> None:
+    with ExitStack() as stack:
+        signed = make_ends(secret=b"secret")
+        link = Link(signed, stack)
+        link.add(1)
+        link.open()
+        frame = Frame(b"x", payload_of(1000))
+        assert same_frame(link.exchange(frame)[0], frame)
+        port = link.sender.address[1]  # type: ignore[attr-defined]
+        stranger = stack.enter_context(closing(Receiver("127.0.0.1", port, secret=b"other")))
+        background(lambda: stranger.connect(b"let me in", timeout_s=2))
+        assert link.sender.poll(timeout_s=1) == []
+        with pytest.raises(PeerLost):
+            stranger.receive(timeout_s=PATIENCE_S)
+
+
+def test_a_network_without_a_secret_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="without a secret"):
+        Sender("0.0.0.0").close()
+
+
+# Ownership
+
+
+@pytest.mark.timeout(60)
+def test_who_reads_too_late_gets_no_other_payload(link: Link) -> None:
+    link.add(1)
+    assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
+    sent = [Frame(b"%d" % n, payload_of(1 << 20, seed=n)) for n in range(2)]
+    for frame in sent:
+        link.sender.send(frame, timeout_s=1)
+    with pytest.raises(TransportTimeout):
+        link.sender.buffer(100, timeout_s=0.05)
+    for _ in range(2):  # nobody is left that reads, so that both slots are written again
+        assert link.sender.open_epoch([], timeout_s=1) == {}
+        link.sender.buffer(1 << 20, timeout_s=1).fill_(0xEE)
+        link.sender.send(Frame(b"for nobody", payload_of(1 << 20, seed=9)), timeout_s=1)
+    with within(PROMPT_S), pytest.raises(PeerLost):
+        receive_all(link.receivers[0], sent)
+
+
+@pytest.mark.timeout(120)
+def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
+    """A sender that has no patience overwrites what is being read, again and again."""
+    got, stop = [0], threading.Event()
+
+    def receive() -> None:
+        receiver = link.receiver()
+        while not stop.is_set():
+            with suppress(PeerLost, TransportTimeout):
+                receiver.connect(b"hello", timeout_s=1)
+                while True:
+                    payload = receiver.receive(timeout_s=1).payload
+                    assert payload is not None
+                    assert len(set(payload[:: 1 << 12].tolist())) == 1
+                    assert payload.eq(payload[0]).all()
+                    got[0] += 1
+
+    received = background(receive)
+    lost = number = 0
+    deadline = time.monotonic() + 15
+    peers: set[int] = set()
+    while time.monotonic() < deadline:
+        peers |= {peer for peer, _ in link.sender.poll(timeout_s=0)}
+        peers = {peer for peer in peers if link.sender.is_connected(peer)}
+        link.sender.open_epoch(sorted(peers), timeout_s=1)
+        number += 1
+        try:
+            patience_s = random.Random(number).choice([0.0, 0.002, 0.01, 1.0])
+            buffer = link.sender.buffer(LARGE, timeout_s=patience_s).fill_(number % 256)
+            link.sender.send(Frame(b"x", buffer), timeout_s=1)
+        except (PeerLost, TransportTimeout):
+            lost += 1
+    stop.set()
+    link.sender.close()
+    received.result(PATIENCE_S)
+    assert lost > 3
+    assert got[0] > 0
+
+
+def sender_that_grows(port: int) -> None:
+    """Drop a receiver that has not read, give up its memory by growing, and live on."""
+    with closing(Sender(port=port)) as sender:
+        (peer,) = greeted(sender, 1)
+        assert sender.open_epoch([peer], timeout_s=1) == {}
+        for number in range(2):
+            sender.send(Frame(b"%d" % number, payload_of(20 << 20, seed=number)), timeout_s=1)
+        with pytest.raises(TransportTimeout):
+            sender.buffer(1, timeout_s=0.05)
+        assert sender.open_epoch([], timeout_s=1) == {}
+        for _ in range(2):
+            sender.send(Frame(b"x", payload_of(50 << 20)), timeout_s=1)
+        gc.collect()
+        (peer,) = greeted(sender, 1)
+        assert sender.open_epoch([peer], timeout_s=1) == {}
+        sender.send(Frame(b"alive", payload_of(100)), timeout_s=1)
+        assert sender.collect_replies(timeout_s=PATIENCE_S) == {peer: b"yes"}
+
+
+@pytest.mark.timeout(90)
+def test_a_late_read_of_memory_that_was_outgrown_harms_nobody() -> None:
+    port = free_port()
+    with Child(sender_that_grows, port) as child, closing(Receiver("127.0.0.1", port)) as late:
+        late.connect(b"late", timeout_s=PATIENCE_S)
+        time.sleep(3)
+        with suppress(PeerLost):  # frames whose memory was outgrown are still what was sent
+            frames = [Frame(b"%d" % n, payload_of(20 << 20, seed=n)) for n in range(3)]
+            receive_all(late, frames)
+        late.connect(b"again", timeout_s=PATIENCE_S)
+        assert same_frame(late.receive(timeout_s=PATIENCE_S), Frame(b"alive", payload_of(100)))
+        late.reply(b"yes", timeout_s=1)
+        child.wait(timeout_s=PATIENCE_S)
+
+
+@pytest.mark.timeout(90)
+def test_nothing_grows_over_two_hundred_frames(link: Link) -> None:
+    link.add(2)
+    link.open()
+    seen = []
+    for number in range(201):
+        frame = Frame(b"%d" % number, payload_of(1 + (7919 * number) % (1 << 20), seed=number))
+        assert all(same_frame(got, frame) for got in link.exchange(frame))
+        if number in (50, 200):
+            gc.collect()
+            seen.append((num_descriptors(), num_threads(), resident_bytes()))
+    (descriptors, threads, resident), last = seen
+    assert last[:2] == (descriptors, threads)
+    assert last[2] < resident + (16 << 20)
+
+
+@pytest.mark.timeout(90)
+def test_receivers_that_come_and_go_leave_nothing(link: Link) -> None:
+    link.add(1)
+    link.open()
+    seen = []
+    for number in range(12):
+        link.peers[0] = link.connect(link.receivers[0])
+        link.open()
+        frame = Frame(b"x", payload_of(100_000, seed=number))
+        assert same_frame(link.exchange(frame)[0], frame)
+        seen.append((num_descriptors(), num_threads()))
+    assert seen[-1][0] == seen[2][0]
+    with within(PROMPT_S):  # of a test's own, too
+        while num_threads() > seen[2][1]:
+            time.sleep(0.01)
+
+
+@pytest.mark.timeout(60)
+def test_closing_frees_memory_descriptors_and_threads() -> None:
+    with ExitStack() as stack:  # what the library keeps for good
+        Link(make_ends(), stack)
+    before = num_descriptors(), num_threads()
+    resident = resident_bytes()
+    with ExitStack() as stack:
+        link = Link(make_ends(), stack)
+        link.add(1)
+        link.open()
+        link.exchange(Frame(b"x", payload_of(64 << 20)))
+        assert resident_bytes() > resident + (64 << 20)
+    del link
+    gc.collect()
+    assert (num_descriptors(), num_threads()) == before
+    assert resident_bytes() < resident + (32 << 20)
+
+
+# Kills
+
+
+def endless_sender(port: int) -> None:
+    sender = Sender(port=port)
+    (peer,) = greeted(sender, 1)
+    assert sender.open_epoch([peer], timeout_s=1) == {}
+    send_for_ever(sender)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.3])
+def test_a_sender_killed_while_it_is_read_is_lost(delay_s: float) -> None:
+    port = free_port()
+    with Child(endless_sender, port) as child, closing(Receiver("127.0.0.1", port)) as receiver:
+        receiver.connect(b"hello", timeout_s=PATIENCE_S)
+        first = receiver.receive(timeout_s=60)
+        assert same_frame(first, Frame(b"x", payload_of(LARGE)))
+        killer = threading.Timer(delay_s, child.kill)
+        killer.start()
+        with within(delay_s + 2 * PROMPT_S), pytest.raises(PeerLost):
+            receive_for_ever(receiver)
+        killer.join()
+
+
+def endless_receiver(make: Callable[[], ReceiveTransport]) -> None:
+    receiver = make()
+    receiver.connect(b"child", timeout_s=PATIENCE_S)
+    receive_for_ever(receiver)
+
+
+@pytest.mark.timeout(120)
+def test_receivers_killed_while_they_read_are_lost_and_others_get_all(link: Link) -> None:
+    good = link.add_echo()
+    for delay_s in (0.0, 0.02, 0.1):
+        with Child(endless_receiver, link.ends.receiver) as child:
+            (peer,) = greeted(link.sender, 1)
+            assert link.sender.open_epoch([good, peer], timeout_s=1) == {}
+            killer = threading.Timer(delay_s, child.kill)
+            killer.start()
+            with pytest.raises(PeerLost):
+                send_for_ever(link.sender)
+            killer.join()
+            assert not link.sender.is_connected(peer)
+        link.check([good])
+
+
+# Forks
+
+
+def fork_and_check(ends: list[Sender | Receiver]) -> int:
+    """Fork a child that may not use these ends; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            for end in ends:
+                with pytest.raises(TransportClosed):
+                    end.poll(timeout_s=0) if isinstance(end, Sender) else end.progress()
+                end.close()
+            gc.collect()
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_leaves_both_ends_alone(link: Link) -> None:
+    link.add(1)
+    link.open()
+    link.exchange(Frame(b"x", payload_of(1000)))
+    assert fork_and_check([link.sender, link.receivers[0]]) == 0  # type: ignore[list-item]
+    frame = Frame(b"after", payload_of(100_000))
+    assert same_frame(link.exchange(frame)[0], frame)
+
+
+def connect_fork_and_die(port: int) -> None:
+    with closing(Receiver("127.0.0.1", port)) as receiver:
+        receiver.connect(b"forks", timeout_s=PATIENCE_S)
+        receiver.receive(timeout_s=PATIENCE_S)
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+
+
+@pytest.mark.timeout(60)
+def test_a_parent_that_dies_is_lost_although_its_child_lives(link: Link) -> None:
+    port = link.sender.address[1]  # type: ignore[attr-defined]
+    with Child(connect_fork_and_die, port):
+        (peer,) = greeted(link.sender, 1)
+        assert link.sender.open_epoch([peer], timeout_s=1) == {}
+        link.sender.send(Frame(b"x", payload_of(1000)), timeout_s=1)
+        with within(PROMPT_S):
+            assert isinstance(link.sender.collect_replies(timeout_s=PATIENCE_S)[peer], PeerLost)
+
+
+# Strangers, and peers that lie
+
+
+def own_ports() -> set[int]:
+    """TCP ports that this process listens on."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    return {
+        int(row[1].split(":")[1], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
+    }
+
+
+@pytest.mark.timeout(90)
+def test_strangers_at_the_ports_of_ucx_stop_nothing(link: Link) -> None:
+    link.add(1)
+    link.open()
+    ports = own_ports() - {link.sender.address[1]}  # type: ignore[attr-defined]
+    assert ports  # which docs/operations.md says
+    noise = random.Random(1)
+    with ExitStack() as stack:
+        for size in [0, 1, 8, 16, 64, 4096, 1 << 20] * 3:
+            for port in ports:
+                sock = stack.enter_context(socket.socket())
+                with suppress(OSError):
+                    sock.settimeout(1)
+                    sock.connect(("127.0.0.1", port))
+                    sock.sendall(noise.randbytes(size))
+            frame = Frame(b"x", payload_of(10_000, seed=size))
+            assert same_frame(link.exchange(frame)[0], frame)
+    frame = Frame(b"after", payload_of(1 << 20))
+    assert same_frame(link.exchange(frame)[0], frame)
+
+
+class Liar:
+    """A sender that says anything, with real memory behind it."""
+
+    def __init__(self, connection: Connection, agent: Agent) -> None:
+        self.connection = connection
+        self._whole = torch.zeros(4104, dtype=torch.uint8)
+        self._whole[4096] = 1  # the stamp of frame 1
+        registered = agent.register(self._whole)
+        self.metadata = agent.describe(registered)
+        self.address = Place.of(self._whole).address
+
+    def announce(
+        self,
+        index: int = 0,
+        memory_type: int = 0,
+        num_bytes: int = 4096,
+        metadata: bytes | None = None,
+        offset: int = 0,
+    ) -> None:
+        said = self.metadata if metadata is None else metadata
+        place = MEMORY.pack(index, memory_type, 0, num_bytes, self.address + offset)
+        self.connection.write(Kind.MEMORY, place + said)
+
+    def frame(self, slot: int, start: int, num_bytes: int, sequence: int = 1) -> None:
+        self.connection.write(Kind.FRAME, FRAME.pack(slot, sequence, start, num_bytes) + b"header")
+
+
+@pytest.fixture
+def liar() -> Iterator[tuple[Liar, Receiver]]:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        agent = stack.enter_context(closing(Agent(torch.device("cpu"), serves=True)))
+        receiver = Receiver("127.0.0.1", listener.getsockname()[1], max_payload_bytes=1 << 20)
+        stack.enter_context(closing(receiver))
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        connection = Connection(
+            listener.accept()[0], is_server=True, kinds=set(Kind), max_message_bytes=1 << 20
+        )
+        stack.callback(connection.close)
+        yield Liar(connection, agent), receiver
+
+
+def announced(liar: Liar, *frame: int, num_bytes: int = 4096, offset: int = 0) -> None:
+    liar.announce(num_bytes=num_bytes, offset=offset)
+    liar.frame(*frame)
+
+
+LIES: dict[str, Callable[[Liar], object]] = {
+    "a third slot": lambda liar: liar.announce(2),
+    "memory of no type": lambda liar: liar.announce(memory_type=2),
+    "no metadata": lambda liar: liar.announce(metadata=b""),
+    "other metadata": lambda liar: liar.announce(metadata=b"nixl" * 100),
+    "short metadata": lambda liar: liar.announce(metadata=liar.metadata[:-20]),
+    "a short announcement": lambda liar: liar.connection.write(Kind.MEMORY, b"short"),
+    "a payload before its memory": lambda liar: liar.frame(0, 0, 10),
+    "a payload in another slot": lambda liar: announced(liar, 1, 0, 10),
+    "an empty payload": lambda liar: announced(liar, 0, 0, 0),
+    "across the end": lambda liar: announced(liar, 0, 4090, 10),
+    "that overflows": lambda liar: announced(liar, 0, 1 << 63, 1 << 63),
+    "of another frame": lambda liar: announced(liar, 0, 0, 10, 2),
+    "memory that is not registered": lambda liar: announced(liar, 0, 0, 1 << 20, num_bytes=1 << 20),
+    "memory elsewhere": lambda liar: announced(liar, 0, 0, 10, offset=1 << 40),
+    "over the limit": lambda liar: announced(liar, 0, 0, (1 << 20) + 1, num_bytes=1 << 40),
+    "a reply": lambda liar: liar.connection.write(Kind.REPLY, b""),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_sender_that_lies_is_lost(
+    liar: tuple[Liar, Receiver], lie: Callable[[Liar], object]
+) -> None:
+    lie(liar[0])
+    for _ in range(2):
+        with within(PROMPT_S), pytest.raises(PeerLost):
+            liar[1].receive(timeout_s=PATIENCE_S)
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_lie_is_read(liar: tuple[Liar, Receiver]) -> None:
+    announced(liar[0], 0, 0, 4096)
+    frame = liar[1].receive(timeout_s=PATIENCE_S)
+    assert same_frame(frame, Frame(b"header", torch.zeros(4096, dtype=torch.uint8)))
+
+
+# Whole syncs
+
+
+@pytest.mark.timeout(90)
+def test_weights_are_synced(link: Link) -> None:
+    torch.manual_seed(0)
+    trainer, engine = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512).bfloat16()
+    sender = WeightSender(ModuleSource(trainer), link.sender)
+    receiver = WeightReceiver(ModuleTarget(engine), link.receiver())
+    received = background(lambda: [receiver.receive_weights() for _ in range(5)])
+    sender.wait_for_receivers(1)
+    for _ in range(5):
+        with torch.no_grad():
+            trainer.weight.view(-1)[torch.randperm(512 * 512)[:1000]] += 1
+        sender.send_weights()
+    assert len(received.result(PATIENCE_S)) == 5
+    assert torch.equal(trainer.weight.bfloat16(), engine.weight)
+    assert torch.equal(trainer.bias.bfloat16(), engine.bias)

@@ -1,0 +1,21 @@
+"""Where NIXL is not installed, its transport says what to do."""
+
+import sys
+
+import pytest
+
+from deltasync.errors import ConfigError, TransportUnavailable
+from deltasync.transports.nixl import Receiver, Sender
+
+
+def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as an import that fails leaves it
+    with pytest.raises(TransportUnavailable, match=r"pip install 'deltasync\[nixl\]'"):
+        Sender()
+    with pytest.raises(TransportUnavailable, match="use the collective transport"):
+        Receiver("127.0.0.1", 1)
+
+
+def test_devices_that_it_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not on meta"):
+        Sender(device="meta")

@@ -1,0 +1,134 @@
+"""The collective transport takes back ends that others register with torch.distributed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from deltasync.errors import ConfigError, PeerLost, TransportUnavailable
+from deltasync.testing.links import PATIENCE_S, Ends, Link, background, payload_of, same_frame
+from deltasync.testing.transport import TransportContract
+from deltasync.transports.address import Address
+from deltasync.transports.base import Frame
+from deltasync.transports.collective import Receiver, Sender
+from tests.ranks import free_port
+
+calls: list[str] = []
+
+
+class Wrapped(dist.ProcessGroup):
+    """A process group in Python, as packages for other accelerators have: gloo by another name."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # one of its two forms
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def broadcast(  # type: ignore[override]  # the other form is not called
+        self, tensors: list[Tensor], opts: dist.BroadcastOptions, /
+    ) -> Any:
+        calls.append("wrapped")
+        return self._gloo.broadcast(tensors, opts)
+
+
+def extended(options: Any, backend_options: object) -> dist.ProcessGroupGloo:
+    assert backend_options is None
+    assert options.global_ranks_in_group == list(range(options.group_size))
+    assert options.group_id
+    calls.append("extended")
+    return dist.ProcessGroupGloo(
+        options.store, options.group_rank, options.group_size, options.timeout
+    )
+
+
+def register() -> None:
+    """As importing such a package does, once in each process."""
+    if "WRAPPED" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("wrapped", Wrapped, devices=["cpu"])
+    dist.Backend.register_backend("extended", extended, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("elsewhere", Wrapped, devices=["npu"])
+
+
+def make_sender(port: int, backend: str, max_payload_bytes: int = 1 << 30) -> Sender:
+    register()
+    return Sender("127.0.0.1", port, backend=backend, max_payload_bytes=max_payload_bytes)
+
+
+def make_receiver(port: int, backend: str) -> Receiver:
+    register()
+    return Receiver("127.0.0.1", port, backend=backend)
+
+
+class TestRegistered(TransportContract):
+    def ends(self, tmp_path: Path, max_payload_bytes: int) -> Ends:
+        port = free_port()
+        return Ends(
+            partial(make_sender, port, "wrapped", max_payload_bytes),
+            partial(make_receiver, port, "wrapped"),
+            crosses_processes=True,
+        )
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+    calls.clear()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["wrapped", "extended"])
+def test_payloads_go_over_the_registered_back_end(backend: str) -> None:
+    with ExitStack() as stack:
+        port = free_port()
+        make = partial(make_sender, port, backend), partial(make_receiver, port, backend)
+        link = Link(Ends(*make, crosses_processes=True), stack)
+        link.add(2)
+        link.open()
+        for number in range(3):
+            frame = Frame(b"x", payload_of(100_000, seed=number))
+            assert all(same_frame(got, frame) for got in link.exchange(frame))
+        assert len(calls) >= 3
+        assert set(calls) == {backend}
+        assert link.sender.capabilities.devices == ("cpu",)
+        assert not dist.is_initialized()
+        assert Address.of(link.sender) is None
+
+
+def test_a_name_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown backend 'hccl'; known are gloo, nccl, wrapped"):
+        Sender(backend="hccl")
+
+
+def test_a_device_that_is_not_there_is_unavailable() -> None:
+    with pytest.raises(TransportUnavailable, match="no device of type npu"):
+        Sender(backend="elsewhere")
+    with pytest.raises(ConfigError, match="this torch knows no device 'npu:0'"):
+        Sender(backend="elsewhere", device="npu:0")
+
+
+def test_a_device_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="elsewhere moves payloads on npu, not on cpu"):
+        Receiver("127.0.0.1", 1, backend="elsewhere", device="cpu")
+
+
+@pytest.mark.timeout(60)
+def test_ends_with_different_back_ends_are_told_so() -> None:
+    port = free_port()
+    with (
+        closing(make_sender(port, "wrapped")) as sender,
+        closing(Receiver("127.0.0.1", port)) as receiver,
+    ):
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        ((peer, _),) = sender.poll(timeout_s=PATIENCE_S)
+        assert sender.open_epoch([peer], timeout_s=1) == {}
+        received = background(lambda: receiver.receive(timeout_s=PATIENCE_S))
+        with pytest.raises(PeerLost, match="over gloo, the sender over wrapped"):
+            sender.send(Frame(b"x", payload_of(10)), timeout_s=PATIENCE_S)
+        assert isinstance(received.exception(PATIENCE_S), PeerLost)
