@@ -22,6 +22,7 @@ from deltasync.sync.protocol.links import CallTimeout, OneCaller
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.sync.sender import WeightSender, one_call
 from deltasync.sync.source.tensors import WeightSource
+from deltasync.sync.source.weights import LocalWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged, reasons
 from deltasync.transports import forks
 from deltasync.transports.address import Address
@@ -53,10 +54,11 @@ class EngineFleet(Closing):
     from any thread, also while a sync is under way; all else by one thread.
 
     Args:
-        source: The trainer's parameters, by checkpoint name.
+        source: The trainer's parameters, by checkpoint name, or `StreamedWeights` of them.
         transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
-        min_engines: Servers that a version needs. With fewer, it is aborted: none of them takes it,
-            `send_weights` raises SyncAborted, and the next call covers it.
+        min_engines: Servers that a version needs; None for all that the fleet has. With fewer, it
+            is aborted: none of them takes it, `send_weights` raises SyncAborted, and the next call
+            covers it.
         pauses: "together": servers pause at the same time. "rolling": one after the other, so that
             the others generate meanwhile. Servers that take a full sync, or a delta too large to
             stage, pause while it arrives; in a rolling fleet full syncs come one by one, too, once
@@ -67,10 +69,10 @@ class EngineFleet(Closing):
 
     def __init__(
         self,
-        source: WeightSource,
+        source: WeightSource | LocalWeights,
         transport: SendTransport,
         *,
-        min_engines: int = 1,
+        min_engines: int | None = 1,
         pauses: Pauses = "together",
         without_routes: WithoutRoutes = "refuse",
         keep: Collection[str] = (),
@@ -80,7 +82,7 @@ class EngineFleet(Closing):
         timeout_s: float = 60.0,
         group: TrainerGroup | None = None,
     ) -> None:
-        if min_engines < 1:
+        if min_engines is not None and min_engines < 1:
             raise ConfigError(f"min_engines is {min_engines}; a version needs a server")
         if pauses not in get_args(Pauses):
             raise ConfigError(f"pauses is {pauses!r}, neither 'together' nor 'rolling'")
@@ -92,7 +94,7 @@ class EngineFleet(Closing):
             max_staged_bytes=max_staged_bytes,
             timeout_s=timeout_s,
         )
-        self._min_engines, self._pauses, self._timeout_s = min_engines, pauses, timeout_s
+        self._at_least, self._pauses, self._timeout_s = min_engines, pauses, timeout_s
         self._limit = CallTimeout(timeout_s)  # of the call in progress
         self._caller = OneCaller("a sync is under way; an EngineFleet is used by one thread")
         self._lock = threading.Lock()  # of what `add` and `remove` change
@@ -247,6 +249,10 @@ class EngineFleet(Closing):
             engine.close()
 
     # Who is here
+
+    @property
+    def _min_engines(self) -> int:
+        return len(self._engines) if self._at_least is None else self._at_least
 
     def _gather(self, *, may_ask_source: bool) -> None:
         """Let servers connect that are not, and wait until all are here that may come soon."""
