@@ -56,8 +56,9 @@ class EngineFleet(Closing):
     Args:
         source: The trainer's parameters, by checkpoint name, or `StreamedWeights` of them.
         transport: A listening sender of `shared_memory`, `cuda_ipc` or `collective`. Owned.
-        min_engines: Servers that a version needs. With fewer, it is aborted: none of them takes it,
-            `send_weights` raises SyncAborted, and the next call covers it.
+        min_engines: Servers that a version needs; None for all that the fleet has. With fewer, it
+            is aborted: none of them takes it, `send_weights` raises SyncAborted, and the next call
+            covers it.
         pauses: "together": servers pause at the same time. "rolling": one after the other, so that
             the others generate meanwhile. Servers that take a full sync, or a delta too large to
             stage, pause while it arrives; in a rolling fleet full syncs come one by one, too, once
@@ -71,7 +72,7 @@ class EngineFleet(Closing):
         source: WeightSource | LocalWeights,
         transport: SendTransport,
         *,
-        min_engines: int = 1,
+        min_engines: int | None = 1,
         pauses: Pauses = "together",
         without_routes: WithoutRoutes = "refuse",
         keep: Collection[str] = (),
@@ -81,7 +82,7 @@ class EngineFleet(Closing):
         timeout_s: float = 60.0,
         group: TrainerGroup | None = None,
     ) -> None:
-        if min_engines < 1:
+        if min_engines is not None and min_engines < 1:
             raise ConfigError(f"min_engines is {min_engines}; a version needs a server")
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if pauses not in get_args(Pauses):
@@ -94,7 +95,7 @@ class EngineFleet(Closing):
             max_staged_bytes=max_staged_bytes,
             timeout_s=timeout_s,
         )
-        self._min_engines, self._pauses, self._timeout_s = min_engines, pauses, timeout_s
+        self._at_least, self._pauses, self._timeout_s = min_engines, pauses, timeout_s
         self._limit = CallTimeout(timeout_s)  # of the call in progress
         self._caller = OneCaller("a sync is under way; an EngineFleet is used by one thread")
         self._lock = threading.Lock()  # of what `add` and `remove` change
@@ -251,6 +252,10 @@ class EngineFleet(Closing):
         wait([engine.end() for engine in engines], self._timeout_s)
 
     # Who is here
+
+    @property
+    def _min_engines(self) -> int:
+        return len(self._engines) if self._at_least is None else self._at_least
 
     def _gather(self, *, may_ask_source: bool) -> None:
         """Let servers connect that are not, and wait until all are here that may come soon."""

@@ -18,7 +18,9 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
 from deltasync.errors import ConfigError
+from deltasync.integrations import verl_manager
 from deltasync.integrations.verl_ends import Metrics, Options, Rollout, SendingRank, Trainer
+from deltasync.integrations.verl_fleet import FleetTrainer, RolloutServer
 from deltasync.sync.module import ModuleSource
 from deltasync.sync.source.streamed import NamedWeights
 from deltasync.sync.source.tensors import Index
@@ -46,7 +48,8 @@ class DeltaSyncEngine(CheckpointEngine):
         self._sizes = self._options.sized(bucket_size)
         self._is_master = is_master
         self._engines: list[str] = []
-        self._trainer: Trainer | None = None
+        self._trainer: Trainer | FleetTrainer | None = None
+        self._servers: list[RolloutServer] = []
         self._rollout = Rollout(self._options) if is_master is None else None
 
     def prepare(self) -> dict[str, Any]:
@@ -55,9 +58,23 @@ class DeltaSyncEngine(CheckpointEngine):
             return {"engine": self._rollout.prepare()}
         if not self._is_master:
             return {}
+        if isinstance(self._trainer, FleetTrainer):  # an engine has refused to write in place
+            self._trainer.close()
+            self._trainer = None
         if self._trainer is None:
             self._trainer = Trainer(self._options, self._sizes)
+        assert isinstance(self._trainer, Trainer)
         return {"address": _json(self._trainer.address), "members": sorted(self._trainer.members)}
+
+    def serve(self, servers: list[RolloutServer]) -> None:
+        """On trainers, in place of `prepare`: `send_weights` sends to these servers' workers."""
+        self._servers = servers
+        if self._is_master and self._trainer is None:
+            self._trainer = FleetTrainer(self._options, self._sizes)
+
+    def refused(self) -> str:
+        """On trainers: why a server cannot write in place; empty if none has refused."""
+        return self._trainer.refused if isinstance(self._trainer, FleetTrainer) else ""
 
     @classmethod
     def build_topology(
@@ -95,6 +112,8 @@ class DeltaSyncEngine(CheckpointEngine):
 
         Raises what `WeightSender.send_weights` raises; the next call then covers this one.
         """
+        if isinstance(self._trainer, FleetTrainer):
+            return self._trainer.send(weights, self._servers)
         if self._trainer is not None:
             return self._trainer.send(weights, self._engines)
         for _ in weights:
@@ -141,6 +160,11 @@ class ShardedDeltaSyncEngine(DeltaSyncEngine):
         self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any
     ) -> None:
         super().__init__(bucket_size, is_master, **engine_kwargs)
+        if self._options.hand_over == "in_place":
+            raise ConfigError(
+                "hand_over: in_place needs the backend `deltasync`: with `delta_sharded` verl "
+                "starts vLLM with its own weight transfer backend"
+            )
         self._rank: SendingRank | None = None
         self._source: ModuleSource | None = None
         self._told: dict[str, Any] = {}
@@ -239,5 +263,6 @@ def _json(address: Address) -> dict[str, Any]:
     return address.model_dump(mode="json")
 
 
-CheckpointEngineRegistry.register("deltasync")(DeltaSyncEngine)
+CheckpointEngineRegistry.register(verl_manager.BACKEND)(DeltaSyncEngine)
 CheckpointEngineRegistry.register("delta_sharded")(ShardedDeltaSyncEngine)
+verl_manager.register()

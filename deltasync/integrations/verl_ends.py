@@ -38,6 +38,11 @@ _MAX_BUCKET_BYTES = 64 << 20
 Metrics = dict[str, float]
 """Metrics of one sync, as verl logs them."""
 
+HandOver = Literal["changed", "all", "in_place"]
+"""What a rollout's inference engine is given in a sync: the whole tensors that have changed, all
+tensors, or none, because its workers receive the changes and write them in place.
+"""
+
 
 class Options(OptionsModel):
     """The `engine_kwargs` of both ends."""
@@ -46,11 +51,15 @@ class Options(OptionsModel):
         default="gloo", description="what moves weights, from trainers to rollouts"
     )
     host: str = Field(default="", description="of this trainer's rank, as rollouts reach it")
-    hand_over: Literal["changed", "all"] = Field(
-        default="changed", description="which tensors a rollout is given in a sync"
+    hand_over: HandOver = Field(
+        default="changed",
+        description="which tensors a rollout is given in a sync; none if engines write in place",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=LONGEST_S, description="for each wait; covers the trainer's export"
+    )
+    max_staged_bytes: int = Field(
+        default=1 << 30, gt=0, description="memory in each engine's worker, if they write in place"
     )
     sender: SenderOptions = SenderOptions()
 
@@ -153,7 +162,7 @@ class Rollout:
         self._call = self._calls.submit(_synced, self._receiver, device, self._options.timeout_s)
         due = digests = await asyncio.wrap_future(self._call)
         self._check(turn)
-        if self._options.hand_over == "changed":
+        if self._options.hand_over != "all":
             due = {n: d for n, d in digests.items() if self._before.get(n) != d}
         for name in due:
             yield name, _placed(self._target.tensors[name])

@@ -199,8 +199,11 @@ def test_in_a_rolling_fleet_one_server_pauses_at_a_time(tmp_path: Path) -> None:
         here.check(*ALL)
 
 
-def test_too_few_servers_abort_a_version_and_nobody_changes(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 3, min_engines=3, timeout_s=1.5) as here:
+@pytest.mark.parametrize("needed", [3, None], ids=["three", "all"])
+def test_too_few_servers_abort_a_version_and_nobody_changes(
+    tmp_path: Path, needed: int | None
+) -> None:
+    with fleet_of(tmp_path, 3, min_engines=needed, timeout_s=1.5) as here:
         here.send()
         before = here.servers["0"].module.get_parameter("a").clone()
         here.step()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -75,15 +76,15 @@ class TrainerWorker(Worker):
     update_weights = ActorRolloutRefWorker.update_weights
     execute_checkpoint_engine = ActorRolloutRefWorker.execute_checkpoint_engine
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, folder: str | None = None) -> None:
         super().__init__()
         initialize_global_process_group_ray(backend="cpu:gloo")
         transformer_impl.get_device_id = lambda: "cpu"  # verl looks for a GPU in these two
         transformer_impl.log_gpu_memory_usage = lambda *args, **kwargs: None
         engine = FSDPEngine.__new__(FSDPEngine)
-        engine.module = Policy()
+        engine.module = Policy() if folder is None else AutoModelForCausalLM.from_pretrained(folder)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in engine.module.layers:
+        for layer in engine.module.base_model.layers if folder else engine.module.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(engine.module, mesh=mesh)
         engine._uses_fsdp2_cpu_offload_policy = engine._is_offload_param = False

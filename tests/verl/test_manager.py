@@ -17,6 +17,7 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 from tests.test_docs import collect
 from tests.verl import actors
+from tests.verl.rollouts import hook
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/integrations/verl.md"
@@ -27,17 +28,7 @@ pytestmark = pytest.mark.timeout(280)
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    folder = str(ROOT / "tests")
-
-    def find_our_tests() -> None:
-        """verl installs a package that is called `tests` too, which workers would find first."""
-        import sys
-        from types import ModuleType
-
-        sys.modules["tests"] = ModuleType("tests")
-        sys.modules["tests"].__path__ = [folder]
-
-    environment = {"worker_process_setup_hook": find_our_tests}
+    environment = {"worker_process_setup_hook": hook()}
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
@@ -73,7 +64,7 @@ def documented(backend: str) -> CheckpointEngineConfig:
     found = [
         yaml.safe_load(b.code)["actor_rollout_ref"]["rollout"]["checkpoint_engine"] for b in blocks
     ]
-    (config,) = [one for one in found if one["backend"] == backend]
+    config = next(one for one in found if one["backend"] == backend)  # the first is the usual one
     return CheckpointEngineConfig(**config)
 
 
