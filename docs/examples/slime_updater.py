@@ -27,9 +27,8 @@ class DeltaSyncUpdater:
 
         create = hf_weight_iterator_base.HfWeightIteratorBase.create
         self._iterator, self._weights_getter = create(args, model, **how), weights_getter
-        self._weights, self._addresses = StreamedWeights(), set[str]()
+        self._weights, self._addresses, self.weight_version = StreamedWeights(), set[str](), 0
         self._fleet: EngineFleet | None = None
-        self.weight_version = 0
 
     def connect_rollout_engines(self, engines: Sequence[Any], *_: Any, **__: Any) -> None:
         """Called when there are new engines; the next update connects those."""
@@ -68,10 +67,9 @@ class DeltaSyncUpdater:
 
     @staticmethod
     def transport() -> Any:
-        import ray
+        from ray.util import get_node_ip_address as here
 
-        here = ray.util.get_node_ip_address()
-        return collective.Sender(here, backend="nccl", device="cuda", secret=network_secret())
+        return collective.Sender(here(), backend="nccl", device="cuda", secret=network_secret())
 
 
 def use(args: Any) -> None:
