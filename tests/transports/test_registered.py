@@ -102,7 +102,7 @@ def test_payloads_go_over_the_registered_back_end(backend: str) -> None:
 
 
 def test_a_name_that_nobody_registered_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown backend 'hccl'; known are gloo, nccl, .*wrapped"):
+    with pytest.raises(ConfigError, match=r"unknown backend 'hccl'; known are .*wrapped"):
         Sender(backend="hccl")
 
 
