@@ -19,6 +19,7 @@ from deltasync.errors import ObjectDamaged, StoreRefused, StoreUnavailable
 from deltasync.store import keys
 from deltasync.store.objects import Objects
 from deltasync.store.retention import GcStats, gc
+from deltasync.store.sender import StoreSender
 from tests.store.faulty import FAULTS, Faults, faulty
 from tests.store.replay import assert_holds
 from tests.store.stores import Place, s3_place
@@ -89,6 +90,14 @@ def test_s03_a_manifest_whose_answer_is_lost_is_no_conflict(
     assert_holds(run_of(place), 2, weights_of(model), tmp_path)
 
 
+def _publish_in_vain(sender: StoreSender, faults: Faults, fault: str) -> None:
+    """Publish, while this happens to requests for manifests."""
+    faults.choose = lambda method, path: fault if "/manifests/" in path else None
+    with pytest.raises(StoreUnavailable, match="try again"):
+        sender.publish()
+    faults.choose = lambda method, path: None
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_s03_the_next_call_finds_out_what_became_of_a_manifest(
     broken: tuple[Place, Place, Faults], tmp_path: Path, arrives: bool
@@ -100,11 +109,8 @@ def test_s03_the_next_call_finds_out_what_became_of_a_manifest(
     model.step(1)
     expected = weights_of(model)
     fault = "lost answer" if arrives else "lost request"
-    faults.choose = lambda method, path: fault if "/manifests/" in path else None
-    with pytest.raises(StoreUnavailable, match="try again"):
-        sender.publish()
+    _publish_in_vain(sender, faults, fault)
     assert run_of(place).versions() == ([1, 2] if arrives else [1])
-    faults.choose = lambda method, path: None
     model.step(2)
     assert sender.publish().version == 3
     assert_holds(run_of(place), 2, expected, tmp_path / "2")
@@ -127,10 +133,7 @@ def test_s03_objects_that_are_collected_before_their_manifest_is_known_are_not_n
     sender.publish()
     model.step(1)
     fault = "lost answer" if arrives else "lost request"
-    faults.choose = lambda method, path: fault if "/manifests/" in path else None
-    with pytest.raises(StoreUnavailable):
-        sender.publish()
-    faults.choose = lambda method, path: None
+    _publish_in_vain(sender, faults, fault)
     assert _collected(place).unfinished == (0 if arrives else 1)
     model.step(2)
     version = sender.publish().version
@@ -145,10 +148,7 @@ def test_s03_the_first_version_is_written_again_if_it_was_collected(
     place, bad, faults = broken
     model = Model()
     sender = sender_of(model, bad)
-    faults.choose = lambda method, path: "lost request" if "/manifests/" in path else None
-    with pytest.raises(StoreUnavailable):
-        sender.publish()
-    faults.choose = lambda method, path: None
+    _publish_in_vain(sender, faults, "lost request")
     assert _collected(place).unfinished == 1
     assert sender.publish().kind == "anchor"
     assert_holds(run_of(place), 1, weights_of(model), tmp_path)
@@ -188,10 +188,7 @@ def test_s03_an_upload_that_is_named_while_gc_runs_stays(
     sender.publish()
     run_of(place).objects.put(keys.frames_key(1, "delta"), b"half")  # which gc meets first
     model.step(1)
-    faults.choose = lambda method, path: "lost request" if "/manifests/" in path else None
-    with pytest.raises(StoreUnavailable):
-        sender.publish()
-    faults.choose = lambda method, path: None
+    _publish_in_vain(sender, faults, "lost request")
     _collected(place, advance=lambda objects: sender.publish() if sender.version == 1 else None)
     assert run_of(place).versions() == [1, 2, 3]
     assert_holds(run_of(place), 3, weights_of(model), tmp_path)
