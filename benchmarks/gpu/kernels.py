@@ -56,7 +56,7 @@ def _from_host(run: Run, module: nn.Module, device: torch.device) -> Result:
     differ = ours.Differ(module, snapshot_device=torch.device("cpu"))
     mutate(module, density, _SEED)
     numel, parameters = num_elements(module), len(differ.old)
-    differ.changed = differ.count()
+    differ.count()
     host = max(differ.old, key=torch.Tensor.numel)
     room = torch.empty_like(host, device=device)
     share = numel / host.numel()

@@ -109,8 +109,10 @@ class Differ:
         return Sent(data, num_rows, len(payload), "none" if coded is None else "coded")
 
     def count(self) -> int:
-        """How many elements have changed."""
-        return self._plan().nnz
+        """How many elements have changed. So many are kept from now on."""
+        self.changed = 0  # so that it does not matter how many can be kept
+        self.changed = self._plan().nnz
+        return self.changed
 
     def found(self) -> Found:
         """The same, kept: (int32 indices, values) of each parameter."""

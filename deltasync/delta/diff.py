@@ -65,7 +65,7 @@ def apply_patch(parameter: Tensor, patch: Patch) -> None:
     flat = Flat.of(parameter, name=patch.name)
     _check_fits(flat, patch)
     runs = runs_of(patch)
-    check_runs(runs, flat.numel, name=patch.name)
+    check_runs(runs, numel=flat.numel, name=patch.name)
     for run in runs:
         if run.bits is not None:
             run.write(flat, run.bits)

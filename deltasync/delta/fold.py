@@ -46,8 +46,7 @@ def fold(patches: Iterable[Patch | None], *, base: Tensor | None = None) -> Patc
     first = given[0]
     dtype, numel = _check_alike(given, base), math.prod(first.shape)
     deltas = [runs_of(patch) for patch in given]
-    for runs in deltas:
-        check_runs(runs, numel, name=first.name)
+    check_runs(*deltas, numel=numel, name=first.name)
     old = None if base is None else Flat.of(base, name=first.name)
     runs = fold_runs(deltas, numel, old=old)
     return patch_from_runs(first.name, tuple(first.shape), runs, dtype) if runs else None
@@ -188,7 +187,8 @@ def _merged(deltas: Sequence[_Scattered]) -> _Scattered:
         chosen = torch.from_numpy(order.numpy()[is_last.numpy()])
         positions = torch.from_numpy(positions.numpy()[is_last.numpy()])
         return _Scattered(positions, bits.index_select(0, chosen))
-    return _Scattered(positions[is_last], bits[order[is_last]])
+    kept = is_last.nonzero().squeeze(1)  # which waits, unlike each choice by mask
+    return _Scattered(positions[kept], bits[order[kept]])
 
 
 def _sorted(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,6 +206,10 @@ def _sorted(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _in_order(scattered: _Scattered, dense: list[Run], numel: int) -> list[Run]:
     """Dense runs, and sparse ones between them, none of a span that no index can count."""
+    if not dense and numel <= MAX_SPARSE_SPAN:
+        if not len(scattered.positions):
+            return []
+        return [Run(0, numel, scattered.positions, scattered.bits)]
     ends = [0, *(bound for run in dense for bound in (run.start, run.stop)), numel]
     found = list(dense)
     gaps = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -148,19 +149,27 @@ def _values(run: Run, dtype: torch.dtype) -> Tensor:
 
 def check_indices(run: Run, *, name: str) -> None:
     """Raises InvalidIndices unless a sparse run's indices rise strictly within its span."""
-    if run.indices is None:
-        return
-    if not KERNELS[run.indices.device.type].is_increasing(run.indices, run.span):
+    _check_all_indices([run], name=name)
+
+
+def check_runs(*deltas: Sequence[Run], numel: int, name: str) -> None:
+    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index.
+
+    Those of each delta, that is. All are on one device, which is waited for once.
+    """
+    for runs in deltas:
+        end = 0
+        for run in runs:
+            if not end <= run.start <= run.stop <= numel:
+                raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
+            if run.bits is None or run.bits.shape != (run.count,):
+                raise InvalidIndices(f"{name}: not one value for each index")
+            end = run.stop
+    _check_all_indices([run for runs in deltas for run in runs], name=name)
+
+
+def _check_all_indices(runs: Sequence[Run], *, name: str) -> None:
+    lists = [run.indices for run in runs if run.indices is not None]
+    spans = [run.span for run in runs if run.indices is not None]
+    if lists and not KERNELS[lists[0].device.type].are_increasing(lists, spans):
         raise InvalidIndices(f"{name}: indices out of range, unsorted or repeated")
-
-
-def check_runs(runs: list[Run], numel: int, *, name: str) -> None:
-    """Raises InvalidIndices unless runs are disjoint and ordered, with a value for each index."""
-    end = 0
-    for run in runs:
-        if not end <= run.start <= run.stop <= numel:
-            raise InvalidIndices(f"{name}: chunks overlap, are unsorted or out of range")
-        if run.bits is None or run.bits.shape != (run.count,):
-            raise InvalidIndices(f"{name}: not one value for each index")
-        end = run.stop
-        check_indices(run, name=name)

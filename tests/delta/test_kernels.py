@@ -123,21 +123,36 @@ def test_negative_views_differ_in_their_highest_bit_alone(
 def test_is_increasing(kernels: Kernels, n: int, seed: int) -> None:
     good = increasing(n, 100, seed).to(torch.int32)
     last = int(good[-1]) if n else -1
-    assert kernels.is_increasing(good, 100)
-    assert kernels.is_increasing(good, last + 1)
+    assert kernels.are_increasing([good], [100])
+    assert kernels.are_increasing([good], [last + 1])
     if not n:
         return
-    assert not kernels.is_increasing(good, last)
+    assert not kernels.are_increasing([good], [last])
     at = seed % n
     for wrong in (-1, 100, (1 << 31) - 1, -(1 << 31)):
         bad = good.clone()
         bad[at] = wrong
-        assert not kernels.is_increasing(bad, 100)
+        assert not kernels.are_increasing([bad], [100])
     if n > 1:
         bad = good.clone()
         bad[at] = bad[at - 1]
-        assert not kernels.is_increasing(bad, 100)
-        assert not kernels.is_increasing(good.flip(0), 100)
+        assert not kernels.are_increasing([bad], [100])
+        assert not kernels.are_increasing([good.flip(0)], [100])
+
+
+@every_kernel
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(st.integers(-1, 9), max_size=5).map(sorted), st.integers(1, 10)),
+        max_size=5,
+    )
+)
+def test_each_of_several_lists_has_to_increase(
+    kernels: Kernels, rows: list[tuple[list[int], int]]
+) -> None:
+    good = all(len(set(row)) == len(row) and set(row) <= set(range(span)) for row, span in rows)
+    lists = [torch.tensor(row, dtype=torch.int32) for row, _ in rows]
+    assert kernels.are_increasing(lists, [span for _, span in rows]) == good
 
 
 @every_kernel
@@ -146,11 +161,11 @@ def test_is_increasing(kernels: Kernels, n: int, seed: int) -> None:
 def test_is_increasing_looks_across_its_blocks(kernels: Kernels, blocks: int, offset: int) -> None:
     n = blocks * host._COMPARED + offset
     good = torch.arange(n, dtype=torch.int32)
-    assert kernels.is_increasing(good, n)
+    assert kernels.are_increasing([good], [n])
     for at in {host._COMPARED - 1, host._COMPARED, host._COMPARED + 1, n - 1} & set(range(1, n)):
         bad = good.clone()
         bad[at] = bad[at - 1]
-        assert not kernels.is_increasing(bad, n), at
+        assert not kernels.are_increasing([bad], [n]), at
 
 
 @every_kernel

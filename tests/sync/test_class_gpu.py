@@ -37,7 +37,7 @@ def test_payloads_are_coded_on_the_gpu(
     transport = inprocess.Sender(device=link)
     options = SenderOptions(
         compression="class",
-        policy=Policy(dense_above=0.9),
+        policy=Policy(dense_above=0.9, chunk_numel=1 << 18),  # a row fits into a bucket
         bucket_bytes=1 << 20,
         max_inflight_bytes=1 << 26,
     )

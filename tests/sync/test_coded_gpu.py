@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-BLOCKS = SenderOptions(compression="block", policy=Policy(dense_above=0.9))
+# Chunks of which a row fits into a bucket of 1 MiB, although many of their elements change.
+BLOCKS = SenderOptions(compression="block", policy=Policy(dense_above=0.9, chunk_numel=1 << 18))
 
 
 def nudged(weights: Tensor, share: float) -> None:

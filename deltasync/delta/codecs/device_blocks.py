@@ -19,7 +19,7 @@ from deltasync.delta.codecs import blocks, steps
 from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.blocks import HEADER_BYTES
 from deltasync.delta.codecs.device_base import Checks, DeviceBlocks, DeviceRows, Ints
-from deltasync.delta.codecs.device_tiles import Tiles, begins_of
+from deltasync.delta.codecs.device_tiles import Tiles, add_up, begins_of
 from deltasync.delta.kernels import triton_codecs as kernels
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.dtypes import Dtype
@@ -62,7 +62,7 @@ class DeviceBlockCodec:
         table, row = tiles.placed([*columns, counts], index.device)
         ends = tiles.ends(1, index.device)
         tiles.launch(kernels.count_located, table, row, ends)
-        ends[1:].cumsum_(0)
+        add_up(ends.T)
         checks.add(ends, lambda found: _check_counts(tiles.totals(found, 1)[:, 0], counts))
         indices = torch.zeros(int(counts.sum()), dtype=torch.int32, device=index.device)
         tiles.launch(kernels.locate_blocks, table, row, ends, indices)
@@ -82,7 +82,7 @@ class DeviceBlockCodec:
         )
         ends = tiles.ends(2, old.device)
         tiles.launch(kernels.count_codes, table, row, ends)
-        ends[1:].cumsum_(0)
+        add_up(ends.T)
 
         def look(found: Ints) -> None:
             nibbles, wholes = tiles.totals(found, 2).T
@@ -148,7 +148,7 @@ def _measured(rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> _M
     tiles.launch(
         kernels.code_steps, table, row, new, old, codes, ends, **order_constants(rows.dtype)
     )
-    ends[1:].cumsum_(0)
+    add_up(ends.T)
     found = Numbers(torch.cat([most, ends.view(-1)])).read()
     nibbles, wholes = tiles.totals(found[len(each) :], 2).T
     count_widths = np.frexp(found[: len(each)])[1].astype(np.int64)  # bit lengths

@@ -119,7 +119,7 @@ def _pieces(starts: Ints, lengths: Ints, device: torch.device) -> tuple[Tensor, 
     """What kernels look at: a table, the row of each piece, and how many elements of each row."""
     each = np.minimum(-(-lengths // _PIECE), _MOST_PIECES)
     is_whole = lengths <= _PIECE * _MOST_PIECES
-    apart = np.where(is_whole, _PIECE, lengths // each)
+    apart = np.where(is_whole, _PIECE, lengths // np.maximum(each, 1))
     columns = [starts, lengths, apart, begins_of(each)]
     seen = np.where(is_whole, lengths, _PIECE * each)
     table, there = upload([np.stack(columns), each], device)
@@ -152,7 +152,7 @@ def _lengths(changes: Changes, listed: Tensor, num_listed: Tensor, windows: Tens
 
 
 def _scale(lengths: Ints, seen: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(lengths / seen).to(device)
+    return torch.from_numpy(lengths / np.maximum(seen, 1)).to(device)
 
 
 def _windows(found: Tensor) -> Tensor:

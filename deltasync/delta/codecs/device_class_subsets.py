@@ -11,12 +11,15 @@ from deltasync.delta.batched.weights import upload
 from deltasync.delta.codecs.device_base import Ints
 from deltasync.delta.codecs.device_class_lines import Lines
 from deltasync.delta.codecs.device_class_tiles import RowTiles, run_flat
+from deltasync.delta.codecs.device_tiles import add_up
 from deltasync.delta.kernels import triton_class_streams as kernels
 
 
 def ends_of(counts: Tensor) -> Tensor:
-    """int64[..., n + 1]: sums over what lies before each of the last axis, and over all."""
-    return torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
+    """Of int64[n] or int64[rows, n]: sums over what lies before each of a row, and over all."""
+    ends = torch.nn.functional.pad(counts, (1, 0))
+    add_up(ends)
+    return ends
 
 
 def sums_at(sums: Tensor, places: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from deltasync.delta.codecs.device_class_lines import ONE_LANE, Layout, Lines, k
 from deltasync.delta.codecs.device_class_sections import Section
 from deltasync.delta.codecs.device_class_subsets import Gaps, Ones, Subsets, ends_of, sums_at
 from deltasync.delta.codecs.device_class_tiles import RowTiles, run_flat
+from deltasync.delta.codecs.device_tiles import add_up
 from deltasync.delta.kernels import triton_class_headers as headers
 from deltasync.delta.kernels import triton_class_moves as moves
 from deltasync.delta.kernels import triton_class_streams as streams
@@ -44,7 +45,7 @@ class _Lengths:
     @classmethod
     def of(cls, excess: Tensor, parts: Tensor, ends: Tensor) -> _Lengths:
         """Add up int64[3, n] `parts`, in their memory. ends: int64[rows + 1], where rows begin."""
-        parts.cumsum_(1)
+        add_up(parts)
         return cls(excess, parts, sums_at(parts, ends).diff(dim=1))
 
 

@@ -67,6 +67,15 @@ class Tiles:
         return found
 
 
+def add_up(rows: Tensor) -> None:
+    """Make int64[n] or int64[rows, n] what is summed up to each element of a row, in its memory.
+
+    A row at a time: of several at once, torch has each added up by a single block of threads.
+    """
+    for row in rows if rows.dim() > 1 else [rows]:
+        row.cumsum_(0)
+
+
 def begins_of(counts: Ints) -> Ints:
     """int64[rows]: where each row begins, if rows of so many lie one after another."""
     return np.cumsum(counts) - counts

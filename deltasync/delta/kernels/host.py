@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from threading import local
 from typing import Any, TypeAlias
@@ -51,6 +52,11 @@ def changed(
     return count, (torch.from_numpy(positions), torch.from_numpy(news), torch.from_numpy(olds))
 
 
+def are_increasing(lists: Sequence[Tensor], spans: Sequence[int]) -> bool:
+    """Whether each int32[n] of indices is strictly increasing within [0, its span)."""
+    return all(map(is_increasing, lists, spans))
+
+
 def is_increasing(indices: Tensor, span: int) -> bool:
     """Whether int32[n] indices are strictly increasing within [0, span)."""
     array = indices.numpy()
@@ -68,7 +74,7 @@ def is_increasing(indices: Tensor, span: int) -> bool:
 
 
 def scatter(line: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices` that `is_increasing` passed.
+    """Overwrite int[...] `line` with int[n] bits at int32[n] `indices`, which are increasing.
 
     Indices are widened in blocks, because both numpy and torch index with int64.
     """

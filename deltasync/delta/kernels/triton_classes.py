@@ -20,7 +20,7 @@ counts of the line; its first change, and how many."""
 STRETCH_BITS = 15
 """Elements of a stretch, as a power of two, if a lane has as many: 16 bits count them."""
 
-WEIGHTS, MOVES = 512, 128
+WEIGHTS, MOVES = 256, 128
 """Elements of a block: of weights, few of which are looked for; of changes, all of which are."""
 
 COMPARED = 8192
