@@ -55,6 +55,7 @@ SHARDED_RECORDS = {
     "collective": RESULTS / "sharded-nccl.jsonl",
     "local": RESULTS / "sharded-ipc.jsonl",
 }
+CODEC_GPU_RECORDS = RESULTS / "codec-gpu.jsonl"
 VERL_RECORDS = RESULTS / "verl-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
@@ -130,7 +131,7 @@ def gpu(
     setup = _setup("quick" if quick else "full", geometry, device, link)
     failures: list[str] = []
     results = run_groups(setup, groups, failures)
-    kept = _gpu_records(setup, replace=groups == list(GPU_GROUPS)) if record else None
+    kept = _gpu_records(setup, groups) if record else None
     results = _kept(results, kept, out)
     _show(results, gpu_report.make_table, as_json=as_json)
     for failure in failures:
@@ -387,6 +388,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         *TIMELINES.values(),
         VERL_RECORDS,
         codec_record.RECORDS,
+        CODEC_GPU_RECORDS,
         store_record.RECORDS,
     )
     for records in kept:
@@ -451,12 +453,13 @@ def _setup(scale: str, geometry: str, device: str | None, link: str | None) -> S
         raise typer.BadParameter(str(error)) from None
 
 
-def _gpu_records(setup: Setup, *, replace: bool) -> Path:
-    """Where a run keeps its records: a whole run replaces those before."""
+def _gpu_records(setup: Setup, groups: list[str]) -> Path:
+    """Where a run keeps its records: a whole run replaces those before, one of codecs its own."""
     if setup.transport not in GPU_RECORDS:
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
-    path = GPU_RECORDS[setup.transport]
-    if replace and setup.geometry == _MODEL:
+    is_codec = groups == ["codec"]
+    path = CODEC_GPU_RECORDS if is_codec else GPU_RECORDS[setup.transport]
+    if setup.geometry == _MODEL and (is_codec or groups == list(GPU_GROUPS)):
         path.unlink(missing_ok=True)
     return path
 

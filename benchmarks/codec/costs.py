@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.codec.pairs import BFLOAT16, pairs
 from benchmarks.codec.record import RECORDS, CodecRecord, read_records
 from benchmarks.record import RESULTS, Environment
+from benchmarks.record import read_records as read_results
 from benchmarks.report import describe
 from benchmarks.timing import interleave
 from deltasync.delta.codecs.choosing import CodingCost, CodingCosts, Work, cheapest
@@ -24,6 +25,13 @@ from deltasync.delta.codecs.coding import Coding
 from deltasync.wire.compression import compress, decompress
 
 COSTS = RESULTS / "coding-costs-cpu.json"
+ON_GPUS = RESULTS / "codec-gpu.jsonl"
+ENDS: Mapping[Coding, tuple[tuple[str, str], ...]] = {
+    "block": (("codec_block_encode", "encode_s"), ("codec_block_write", "decode_s")),
+    "class": (("codec_class", "encode_s"), ("codec_class", "decode_s")),
+}
+"""Of codecs that work on GPUs: the case and the part of it that each end takes."""
+
 CODERS: Mapping[str, Coding] = {
     "raw, zstd": "zstd",
     "gap, ulp, zstd": "gap",
@@ -45,21 +53,55 @@ def codec_costs(
         bool, typer.Option("--record", help="Keep them in benchmarks/results.")
     ] = False,
     scale: Annotated[str, typer.Option(help="Whose weights full syncs have.")] = "quick",
+    on_gpus: Annotated[
+        bool, typer.Option("--gpu", help="Of weights on a GPU, from the records; nothing is timed.")
+    ] = False,
 ) -> None:
     """Fit what codings cost to the records of `codec`, for the table of compression="auto"."""
+    if on_gpus:
+        costs = gpu_costs()
+        print(costs.model_dump_json(indent=1))
+        _print_switches(costs)
+        return
     records = [one for one in read_records(RECORDS) if one.form == BFLOAT16]
     whole = measure_whole(scale)
     costs = CodingCosts(machine=describe(records[0].environment), deltas=fit(records), whole=whole)
     text = costs.model_dump_json(indent=1)
     print(text)
     print(f"full syncs: {describe(Environment.here())}")
+    _print_switches(costs)
+    if record:
+        COSTS.write_text(text + "\n", encoding="utf-8")
+
+
+def gpu_costs() -> CodingCosts:
+    """The costs of weights on a GPU, by what is recorded of codecs there and on hosts.
+
+    Bytes are those of real training, from the records of `codec`. What no GPU codes is coded on the
+    host; that its payloads come from the GPU and go back is left out.
+    """
+    hosts = CodingCosts.model_validate_json(COSTS.read_text(encoding="utf-8"))
+    results = read_results(ON_GPUS)
+    by_case = {(one.case, one.density): one for one in results}
+    deltas = dict(hosts.deltas)
+    for coding, ends in ENDS.items():
+        ones = [one for one in results if one.case == ends[0][0]]
+        seconds = np.array(
+            [sum(by_case[case, one.density].parts[part] for case, part in ends) for one in ones]
+        )
+        terms = np.array([[one.changed for one in ones], [one.numel for one in ones]])
+        bytes_of = deltas[coding]
+        deltas[coding] = _cost(*_relative(terms, 1e9 * seconds), bytes_of.share, bytes_of.halving)
+    machine = describe(results[0].environment)
+    return CodingCosts(machine=machine, deltas=deltas, whole=hosts.whole)
+
+
+def _print_switches(costs: CodingCosts) -> None:
     for density in DENSITIES:
         fastest = ", ".join(
             f"{coding} up to {speed:.3g} Gbit/s" for coding, speed in switches(costs, density)
         )
         print(f"{density:.1%} changed: {fastest}; none above")
-    if record:
-        COSTS.write_text(text + "\n", encoding="utf-8")
 
 
 def switches(costs: CodingCosts, density: float) -> list[tuple[Coding, float]]:

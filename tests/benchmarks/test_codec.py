@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.codec.bounds import bounds_of
 from benchmarks.codec.change import change_of, same
-from benchmarks.codec.costs import COSTS, fit
+from benchmarks.codec.costs import COSTS, fit, gpu_costs
 from benchmarks.codec.pairs import BFLOAT16, Pair, main, names, pairs, read_pairs
 from benchmarks.codec.plots import draw_all
 from benchmarks.codec.record import RECORDS, CodecRecord, append_records, read_records
@@ -142,6 +142,13 @@ def test_the_costs_that_ship_are_those_of_the_records() -> None:
     records = [one for one in read_records(RECORDS) if one.form == BFLOAT16]
     assert fit(records) == dict(CODING_COSTS["cpu"].deltas)
     assert CodingCosts.model_validate_json(COSTS.read_text(encoding="utf-8")) == CODING_COSTS["cpu"]
+
+
+def test_the_costs_on_gpus_that_ship_are_those_of_the_records() -> None:
+    assert gpu_costs() == CODING_COSTS["cuda"]
+    result = CliRunner().invoke(app, ["codec-costs", "--gpu"])
+    assert result.exit_code == 0, result.output
+    assert "changed: class up to" in result.output
 
 
 def test_the_costs_of_a_machine_are_printed() -> None:

@@ -110,10 +110,7 @@ def cheapest(work: Work, bytes_per_s: float, costs: CodingCosts) -> Coding:
 
 
 def costs_on(device_type: str) -> CodingCosts:
-    """Those of weights on such a device.
-
-    Payloads are coded on the host, wherever weights live: what was not measured counts as "cpu".
-    """
+    """Those of weights on such a device; of one that was not measured, those of "cpu"."""
     return CODING_COSTS.get(device_type, CODING_COSTS["cpu"])
 
 
@@ -124,6 +121,11 @@ def _costs(change_ns: float, element_ns: float, share: float, halving: float) ->
 def _cost(coding: Coding, work: Work, costs: CodingCosts) -> CodingCost:
     return (costs.whole if work.is_full else costs.deltas)[coding]
 
+
+_WHOLE: Mapping[Coding, CodingCost] = {
+    "none": _costs(0.0, 0.0, 1.0, 0.0),
+    "zstd": _costs(3.96, 0.0, 0.778, 0.0),
+}  # which hosts compress, wherever weights live
 
 CODING_COSTS: Mapping[str, CodingCosts] = MappingProxyType(
     {
@@ -137,8 +139,21 @@ CODING_COSTS: Mapping[str, CodingCosts] = MappingProxyType(
                 "block": _costs(138.0, 0.119, 0.154, 0.0156),
                 "class": _costs(167.0, 11.1, 0.0788, 0.00305),
             },
-            whole={"none": _costs(0.0, 0.0, 1.0, 0.0), "zstd": _costs(3.96, 0.0, 0.778, 0.0)},
-        )
+            whole=_WHOLE,
+        ),
+        "cuda": CodingCosts(
+            machine="2 x NVIDIA H100 80GB HBM3; Intel(R) Xeon(R) Processor, 32 cores, AVX512; "
+            "Python 3.12.3, torch 2.11.0+cu130, numpy 2.5.2; commit bef3dc46593c, 2026-11-25.",
+            deltas={
+                "none": _costs(0.0, 0.0, 1.0, 0.0),
+                "zstd": _costs(11.6, 0.0, 0.698, 0.0179),
+                "gap": _costs(23.4, 0.0855, 0.0992, 0.0193),
+                "block": _costs(0.111, 0.00329, 0.154, 0.0156),
+                "class": _costs(2.82, 0.0163, 0.0788, 0.00305),
+            },
+            whole=_WHOLE,
+        ),
     }
 )
-"""By type of the device that weights live on; `python -m benchmarks codec-costs` measures them."""
+"""By type of the device that weights live on; `python -m benchmarks codec-costs` measures them, and
+with `--gpu` those of "cuda", for both ends on GPUs."""
