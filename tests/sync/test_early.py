@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deltasync import ModuleSource, Policy, ReceiverOptions, SenderOptions, WeightSender
 from deltasync.delta.backend import Kernels
-from deltasync.delta.batched import backend, source
+from deltasync.delta.batched import backend, plans, source
 from deltasync.delta.batched.plans import BatchedDelta
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
@@ -129,6 +129,7 @@ def early(replica: Model, **options: Any) -> Iterator[Early]:
 def were_early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Makes segments small; says of each delta whether it was early."""
     monkeypatch.setattr(source, "_SEGMENT_BYTES", 800)
+    monkeypatch.setattr(plans, "_LEAST_EARLY_BYTES", 1)
     monkeypatch.setattr(backend, "_MORE_BYTES", 1000)
     found: list[bool] = []
     begin = BatchedDelta.__init__

@@ -41,6 +41,10 @@ from deltasync.wire.table import RowKind, Rows
 if TYPE_CHECKING:
     from deltasync.delta.batched.backend import BatchedBackend
 
+_LEAST_EARLY_BYTES = 16 << 20
+"""What leaves before everything is compared, at least: of less, hosts are busy for longer than the
+GPU compares."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -195,7 +199,7 @@ class BatchedDelta:
 
     def _early_kinds(self) -> Iterator[Ints]:
         """int64[chunks], UNCHANGED or a RowKind: what to pack next. Raises MoreThanAnnounced."""
-        masks = self._masks
+        masks, kinds, left_bytes = self._masks, np.full_like(self._kinds, UNCHANGED), 0
         while True:
             began = time.perf_counter()
             with device_of(self._snapshot.device):
@@ -209,9 +213,11 @@ class BatchedDelta:
             if not is_held or changes + listed > self.sparse_bytes or dense > self.dense_bytes:
                 self._begin_again()
                 raise MoreThanAnnounced
-            kinds = np.full_like(self._kinds, UNCHANGED)
             kinds[chunks] = self._kinds[chunks]
-            yield kinds
+            if changes + listed + dense - left_bytes >= _LEAST_EARLY_BYTES:
+                yield kinds
+                kinds, left_bytes = np.full_like(kinds, UNCHANGED), changes + listed + dense
+        yield kinds
         self.held_bytes = self._note_sizes()
 
     def _begin_again(self) -> None:

@@ -23,7 +23,7 @@ from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
 _ALL_KINDS = 1 << 32  # more than there are, see `_kinds`
-_SEGMENT_BYTES, _MOST_SEGMENTS = 512 << 20, 4
+_SEGMENT_BYTES, _MOST_SEGMENTS = 4 << 30, 4
 _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
 
 
