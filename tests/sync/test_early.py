@@ -187,6 +187,21 @@ def test_buckets_leave_while_the_rest_is_compared(were_early: list[bool]) -> Non
         assert begin.sparse_bytes + begin.dense_bytes >= stats.payload_bytes // 4
 
 
+def test_segments_of_few_changes_share_a_bucket(
+    were_early: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = model(1)
+    with early(replica) as here:
+        for least_bytes, most in ((1 << 20, 1), (200, 3)):  # of about 100 bytes in each segment
+            monkeypatch.setattr(plans, "_LEAST_EARLY_BYTES", least_bytes)
+            for _ in range(2):
+                here.step(SMALL)
+                stats = here.sender.send_weights()
+                assert bits_equal(here.trainer, replica)
+            assert 1 <= stats.num_buckets <= most
+            assert were_early[-1]
+
+
 def test_what_did_not_change_is_known_at_the_end(were_early: list[bool]) -> None:
     replica, phases = model(1), list[SyncPhase]()
     with early(replica) as here:
