@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,13 @@ class Server:
     """Calls of the engine's process."""
 
     def __init__(self, folder: Path) -> None:
-        until((folder / "calls").exists)
-        self._calls = Client(str(folder / "calls"))
+        until(lambda: self._reach(folder / "calls"))
+
+    def _reach(self, path: Path) -> bool:
+        """Whether the engine listens: its socket is there a moment before."""
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            self._calls = Client(str(path))
+        return hasattr(self, "_calls")
 
     def connect(self, connection: dict[str, Any], /) -> None:
         self._call("connect", connection)

@@ -175,8 +175,7 @@ def _before(found: Tensor, windows: Tensor) -> Tensor:
 
 def _sums(found: Tensor) -> Tensor:
     """float64[rows, 65, ...]: sums over what lies before each place of [rows, 64, ...]."""
-    sums = torch.zeros((len(found), MAX_CLASSES + 1, *found.shape[2:]), dtype=found.dtype)
-    sums = sums.to(found.device)
+    sums = found.new_zeros((len(found), MAX_CLASSES + 1, *found.shape[2:]))
     torch.cumsum(found, 1, out=sums[:, 1:])
     return sums
 

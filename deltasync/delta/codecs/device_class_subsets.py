@@ -24,7 +24,7 @@ def ends_of(counts: Tensor) -> Tensor:
 
 def sums_at(sums: Tensor, places: Tensor) -> Tensor:
     """Of inclusive sums over the last axis: those over what lies before each place."""
-    return sums[..., (places - 1).clamp(min=0)] * (places > 0)
+    return sums[..., places - 1] * (places > 0)  # of 0 the last, times 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,6 @@ class Ones:
         before, firsts = ends_of(counts), ends_of(wanted)
         places = torch.zeros(limit, dtype=torch.int64, device=device)
         tiles.run(kernels.place_ones, data, lengths, starts, before, wanted, firsts[:-1], places)
-        last = places[(firsts[1:] - 1).clamp(min=0)]
+        last = places[firsts[1:] - 1]  # of a stream without any, some other
         left = 8 * lengths - torch.where(wanted > 0, last, -1)
         return cls(places, before[tiles.stop] - before[tiles.first], left)
