@@ -21,7 +21,7 @@ from benchmarks.cases import GROUPS
 from benchmarks.codec import command as codec_command
 from benchmarks.codec import record as codec_record
 from benchmarks.codec import report as codec_report
-from benchmarks.codec.costs import codec_costs
+from benchmarks.codec.costs import ON_GPUS, codec_costs
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
@@ -55,7 +55,6 @@ SHARDED_RECORDS = {
     "collective": RESULTS / "sharded-nccl.jsonl",
     "local": RESULTS / "sharded-ipc.jsonl",
 }
-CODEC_GPU_RECORDS = RESULTS / "codec-gpu.jsonl"
 VERL_RECORDS = RESULTS / "verl-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
@@ -388,7 +387,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         *TIMELINES.values(),
         VERL_RECORDS,
         codec_record.RECORDS,
-        CODEC_GPU_RECORDS,
+        ON_GPUS,
         store_record.RECORDS,
     )
     for records in kept:
@@ -458,7 +457,7 @@ def _gpu_records(setup: Setup, groups: list[str]) -> Path:
     if setup.transport not in GPU_RECORDS:
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
     is_codec = groups == ["codec"]
-    path = CODEC_GPU_RECORDS if is_codec else GPU_RECORDS[setup.transport]
+    path = ON_GPUS if is_codec else GPU_RECORDS[setup.transport]
     if setup.geometry == _MODEL and (is_codec or groups == list(GPU_GROUPS)):
         path.unlink(missing_ok=True)
     return path

@@ -122,32 +122,32 @@ def _cost(coding: Coding, work: Work, costs: CodingCosts) -> CodingCost:
     return (costs.whole if work.is_full else costs.deltas)[coding]
 
 
+# Of hosts, which code what has no kernels, wherever weights live.
+_DELTAS: Mapping[Coding, CodingCost] = {
+    "none": _costs(0.0, 0.0, 1.0, 0.0),
+    "zstd": _costs(11.6, 0.0, 0.698, 0.0179),
+    "gap": _costs(23.4, 0.0855, 0.0992, 0.0193),
+    "block": _costs(138.0, 0.119, 0.154, 0.0156),
+    "class": _costs(167.0, 11.1, 0.0788, 0.00305),
+}
 _WHOLE: Mapping[Coding, CodingCost] = {
     "none": _costs(0.0, 0.0, 1.0, 0.0),
     "zstd": _costs(3.96, 0.0, 0.778, 0.0),
-}  # which hosts compress, wherever weights live
+}
 
 CODING_COSTS: Mapping[str, CodingCosts] = MappingProxyType(
     {
         "cpu": CodingCosts(
             machine="AMD EPYC, 2 cores, AVX512; Python 3.11.7, torch 2.13.0+cpu, numpy 2.4.6; "
             "commit 43c8eefcc1af, 2026-11-24.",
-            deltas={
-                "none": _costs(0.0, 0.0, 1.0, 0.0),
-                "zstd": _costs(11.6, 0.0, 0.698, 0.0179),
-                "gap": _costs(23.4, 0.0855, 0.0992, 0.0193),
-                "block": _costs(138.0, 0.119, 0.154, 0.0156),
-                "class": _costs(167.0, 11.1, 0.0788, 0.00305),
-            },
+            deltas=_DELTAS,
             whole=_WHOLE,
         ),
         "cuda": CodingCosts(
             machine="2 x NVIDIA H100 80GB HBM3; Intel(R) Xeon(R) Processor, 32 cores, AVX512; "
             "Python 3.12.3, torch 2.11.0+cu130, numpy 2.5.2; commit bef3dc46593c, 2026-11-25.",
             deltas={
-                "none": _costs(0.0, 0.0, 1.0, 0.0),
-                "zstd": _costs(11.6, 0.0, 0.698, 0.0179),
-                "gap": _costs(23.4, 0.0855, 0.0992, 0.0193),
+                **_DELTAS,
                 "block": _costs(0.111, 0.00329, 0.154, 0.0156),
                 "class": _costs(2.82, 0.0163, 0.0788, 0.00305),
             },
