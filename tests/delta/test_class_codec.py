@@ -18,6 +18,7 @@ from deltasync.delta.codecs.bitstream import (
     pack_unary,
     varints,
 )
+from deltasync.delta.codecs.class_order import Order, orders
 from deltasync.delta.codecs.classes import ClassCodec
 from deltasync.delta.codecs.subsets import Segments
 from deltasync.errors import TruncatedFrame, WireError
@@ -57,6 +58,39 @@ def test_positions_in_lanes_of_any_size(
     block = class_positions.encode(indices, old, dtype, lane_bits)
     found = class_positions.decode(as_array(block), len(indices), old, dtype)
     assert np.array_equal(found, indices)
+
+
+@given(
+    dtype=DTYPES,
+    span=st.integers(1, 9000),
+    num_classes=st.integers(1, class_keys.MAX_CLASSES),
+    share=st.sampled_from([0.001, 0.1, 1.0]),
+    seed=SEEDS,
+)
+def test_places_are_those_that_a_sort_would_give(
+    dtype: dtypes.Dtype, span: int, num_classes: int, share: float, seed: int
+) -> None:
+    rng, lane = np.random.default_rng(seed), 1 << 11
+    _, old = any_pair(dtype, span, 0.0, seed)
+    later = rng.permutation(np.arange(1, class_keys.num_keys(dtype)))[: num_classes - 1]
+    firsts = [0, *sorted(later.tolist())]
+    classes = class_keys.table(firsts, dtype).take(class_keys.keys(old, dtype))
+    sorted_positions = np.lexsort((classes, np.arange(span) // lane))
+    [(begin, order)] = orders(old, dtype, lane, firsts)
+    chosen = np.flatnonzero(rng.random(span) < share)
+    places, counts = order.places(chosen.astype(np.int32))
+    assert begin == 0
+    assert np.array_equal(places, np.flatnonzero(np.isin(sorted_positions, chosen)))
+    assert np.array_equal(order.positions(places), chosen)
+    for found, among in ((order.sizes, np.arange(span)), (counts, chosen)):
+        each = among // lane * len(firsts) + classes[among]
+        assert np.array_equal(found.ravel(), np.bincount(each, minlength=found.size))
+
+
+def test_a_short_row_takes_no_memory_of_a_lane() -> None:
+    """Models have many, and a stranger's block can say that lanes are long."""
+    order = Order(np.zeros(65, np.uint16), BF16, 1 << 20, [0, 3])
+    assert order._words.size == 2 * 2
 
 
 def test_positions_in_several_lanes_and_groups() -> None:

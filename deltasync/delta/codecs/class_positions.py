@@ -8,13 +8,11 @@ another.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.delta.codecs import class_keys
 from deltasync.delta.codecs.base import Bits, Block, Indices
 from deltasync.delta.codecs.bitstream import (
     ByteReader,
-    Bytes,
     FieldReader,
     Ints,
     UnaryReader,
@@ -22,21 +20,19 @@ from deltasync.delta.codecs.bitstream import (
     pack_unary,
     varints,
 )
+from deltasync.delta.codecs.class_order import orders
 from deltasync.delta.codecs.subsets import Segments
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, InvalidTable
 
 LANE_BITS = 18
-"""Elements of a lane, as a power of two: much larger ones take long to sort."""
+"""Elements of a lane, as a power of two: the bits of their classes stay in a cache."""
 
 COST_OF_CLASS = 24.0
 """Bits that a class takes in the header, about."""
 
 _LANE_BITS = range(10, 21)  # that a block may have
 _SAMPLE = 1 << 17  # elements whose keys are counted to choose classes
-_GROUP = 1 << 22  # elements that are decoded at once
-
-Order = NDArray[np.uint32]
 
 
 def encode(
@@ -53,23 +49,20 @@ def encode(
     lane = 1 << lane_bits
     if firsts is None:
         firsts = _fit(indices, old, dtype, -(-len(old) // lane))
-    table, lanes = class_keys.table(firsts, dtype), range(0, len(old), lane)
-    cuts = np.searchsorted(indices, [*lanes, len(old)])
-    changed, sizes, counts, places = np.zeros(lane, np.bool_), [], [], []
-    for begin, low, high in zip(lanes, cuts[:-1], cuts[1:], strict=True):
-        order, ends = _sorted(old[begin : begin + lane], dtype, table, len(firsts))
-        inside = indices[low:high] - np.int32(begin)
-        changed[inside] = True
-        found = np.flatnonzero(changed.take(order))
-        changed[inside] = False
-        sizes.append(np.diff(ends, prepend=0))
-        counts.append(np.diff(np.searchsorted(found, ends), prepend=0))
+    sizes, counts, places, at = [], [], [], 0
+    for begin, order in orders(old, dtype, lane, firsts):
+        size = int(order.sizes.sum())
+        low, at = at, at + int(np.searchsorted(indices[at : at + size], begin + size))
+        found, chosen = order.places(indices[low:at] - np.int32(begin))
+        sizes.append(order.sizes)
+        counts.append(chosen)
         places.append(found + begin)
-    segments = Segments.of(np.concatenate(sizes), np.concatenate(counts).astype(np.int64))
+    all_counts = np.concatenate(counts)
+    segments = Segments.of(np.concatenate(sizes).ravel(), all_counts.ravel())
     quotients, remainders, widths = segments.coded(np.concatenate(places))
     header = varints(lane_bits) + class_keys.write_firsts(firsts)
     unary = pack_unary(quotients)
-    header += _counts(np.stack(counts)) + varints(len(unary))
+    header += _counts(all_counts) + varints(len(unary))
     return header + unary + pack_fields(remainders, widths)
 
 
@@ -86,40 +79,15 @@ def decode(block: Block, count: int, old: Bits, dtype: Dtype) -> Indices:
         raise InvalidIndices(f"{total} positions in a row of {count}")
     unary = UnaryReader(reader.take(reader.varint()))
     fields = FieldReader(reader.rest())
-    table, indices, at = class_keys.table(firsts, dtype), np.empty(count, np.int32), 0
-    for begin in range(0, len(old), max(lane, _GROUP)):
-        part = old[begin : begin + max(lane, _GROUP)]
-        order, sizes = _sorted_lanes(part, lane, dtype, table, len(firsts))
-        chosen = counts[begin >> lane_bits :][: len(sizes)]
-        places = Segments.of(sizes.ravel(), chosen.ravel()).decoded(unary, fields)
-        found = order[places].astype(np.int32)
-        found.sort()
-        indices[at : at + len(found)] = found + np.int32(begin)
-        at += len(found)
+    indices, at = np.empty(count, np.int32), 0
+    for begin, order in orders(old, dtype, lane, firsts):
+        chosen = counts[begin >> lane_bits :][: len(order.sizes)]
+        places = Segments.of(order.sizes.ravel(), chosen.ravel()).decoded(unary, fields)
+        indices[at : at + len(places)] = order.positions(places) + begin
+        at += len(places)
     unary.finish()
     fields.finish()
     return indices
-
-
-def _sorted(
-    old: Bits, dtype: Dtype, table: Bytes, num_classes: int
-) -> tuple[NDArray[np.int64], Ints]:
-    """The positions of a lane by class and position, and where in that order each class ends."""
-    classes = table.take(class_keys.keys(old, dtype))
-    order = np.argsort(classes, kind="stable")
-    return order, np.searchsorted(classes.take(order), np.arange(num_classes), side="right")
-
-
-def _sorted_lanes(
-    old: Bits, lane: int, dtype: Dtype, table: Bytes, num_classes: int
-) -> tuple[Order, Ints]:
-    """uint32[elements] and int64[lanes, classes]: the order of several lanes, and class sizes."""
-    order, sizes = np.empty(len(old), np.uint32), []
-    for begin in range(0, len(old), lane):
-        one, ends = _sorted(old[begin : begin + lane], dtype, table, num_classes)
-        np.add(one, begin, out=order[begin : begin + lane], casting="unsafe")
-        sizes.append(np.diff(ends, prepend=0))
-    return order, np.stack(sizes)
 
 
 def _counts(counts: Ints) -> bytes:

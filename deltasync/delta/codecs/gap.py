@@ -82,9 +82,10 @@ def _gap_codes(indices: Indices, before: int, kind: np.dtype[Any]) -> bytes:
     skipped = gaps // most
     gaps -= skipped * most
     skipped += 1
-    ends = skipped.cumsum()
-    codes = np.full(int(ends[-1]), most, kind)
-    codes[ends - 1] = gaps
+    skipped[0] -= 1
+    ends = skipped.cumsum(dtype=np.int32).astype(np.intp)  # in another dtype it takes far longer
+    codes = np.full(int(ends[-1]) + 1, most, kind)
+    codes[ends] = gaps.astype(kind)
     return codes.tobytes()
 
 
