@@ -125,6 +125,7 @@ def test_is_increasing(kernels: Kernels, n: int, seed: int) -> None:
     last = int(good[-1]) if n else -1
     assert kernels.are_increasing([good], [100])
     assert kernels.are_increasing([good], [last + 1])
+    assert kernels.are_increasing([good], [1 << 33])
     if not n:
         return
     assert not kernels.are_increasing([good], [last])

@@ -191,7 +191,7 @@ def test_parameter_that_needs_a_gradient_is_written() -> None:
 
 def sparse(
     indices: list[int], *, values: int | None = None, shape: tuple[int, ...] = (10,)
-) -> Patch:
+) -> SparsePatch:
     filled = torch.ones(len(indices) if values is None else values)
     return SparsePatch(
         name="w", shape=shape, indices=torch.tensor(indices, dtype=torch.int32), values=filled
@@ -223,6 +223,9 @@ BAD_INDICES = {
     "repeated": sparse([2, 2]),
     "too few values": sparse([1, 2], values=1),
     "too many values": sparse([1, 2], values=3),
+    "of another dtype": replace(sparse([0, 2]), indices=torch.tensor([0.5, 2.5])),
+    "wider": replace(sparse([0, 2]), indices=torch.tensor([0, 2])),
+    "not flat": replace(sparse([0, 2]), indices=torch.tensor([[0], [2]], dtype=torch.int32)),
     "dense, too few values": DensePatch(name="w", shape=(10,), values=torch.ones(9)),
     "dense, too many values": DensePatch(name="w", shape=(10,), values=torch.ones(11)),
     "dense, not flat": DensePatch(name="w", shape=(10,), values=torch.ones(10, 1)),

@@ -50,7 +50,7 @@ def are_increasing(lists: Sequence[Tensor], spans: Sequence[int]) -> bool:
 
 def _is_increasing(indices: Tensor, span: int) -> bool:
     """The same of one list that is not empty."""
-    inside = (indices[0] >= 0) & (indices[-1] < span)
+    inside = (indices[0] >= 0) & (indices[-1].to(torch.int64) < span)
     return bool((indices[1:] > indices[:-1]).all() & inside)
 
 
