@@ -285,6 +285,11 @@ class Objects:
             )
         except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.url}: {_first_line(error)}") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # as obstore ends at some unknown options
+                raise
+            known = ", ".join(sorted(options.config))
+            raise ConfigError(f"{self.url}: obstore does not take one of: {known}") from None
 
     def _put(self, key: str, data: bytes, *, mode: Any) -> None:
         path, put = self._prefix + key, self._obstore.put

@@ -186,6 +186,11 @@ def test_unknown_options_are_refused() -> None:
         Objects("s3://bucket/x", StoreOptions(config={"nonsense": "1"}))
 
 
+def test_options_at_which_obstore_panics_are_refused() -> None:
+    with pytest.raises(ConfigError, match="allow_http"):
+        Objects("s3://bucket/x", StoreOptions(config={"allow_http": "true"}))
+
+
 def test_a_bucket_that_is_not_there_is_refused(s3: str) -> None:
     options = StoreOptions(config={"endpoint": s3, **KEYS})
     objects = Objects("s3://no-such-bucket/x", options)
