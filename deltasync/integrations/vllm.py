@@ -259,29 +259,29 @@ class VllmServer:
         self._client.init_weight_transfer_engine({"trainer": trainer})
 
     def update(self, version: int, /) -> None:
-        """Also finish an update that breaks off: workers that did not fail wait for that.
-
-        Raises ConfigError if requests are to be told apart by version.
-        """
+        """Raises ConfigError if requests are to be told apart by version."""
         if self._caches == "version":
             raise ConfigError(_ONE_CALL)
         self._is_stale = True
+        self._update(lambda: self._client.update_weights({"version": version}))
+        self._clear()
+
+    def name(self, version: int, /) -> None:
+        self._clear()  # does nothing if the update has done it
+        self._update(lambda: None, weight_version=str(version))
+
+    def _update(self, write: Callable[[], object], **named: str) -> None:
+        """Also finish an update that breaks off: workers that did not fail wait for that."""
         try:
             self._client.start_weight_update()
-            self._client.update_weights({"version": version})
-            self._client.finish_weight_update()
+            write()
+            self._client.finish_weight_update(**named)
         except BaseException as error:
             try:
                 self._client.finish_weight_update()
             except Exception as other:  # it had not begun, or the server is gone
                 raise error from other
             raise
-        self._clear()
-
-    def name(self, version: int, /) -> None:
-        self._clear()  # does nothing if the update has done it
-        self._client.start_weight_update()
-        self._client.finish_weight_update(weight_version=str(version))
 
     def reach(self, paused: Callable[[], object], /) -> int:
         """Ask how many workers `switch` updates. Returns 0 if it must not be used.

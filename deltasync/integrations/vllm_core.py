@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -24,7 +24,16 @@ from deltasync.integrations.trainer_info import Caches, Work
 logger = logging.getLogger(__name__)
 
 BACKEND = "deltasync"
-REACH, UPDATE, WRITE = "deltasync_reach", "deltasync_update", "deltasync_write"
+REACH, UPDATE = "deltasync_reach", "deltasync_update"  # of a core
+WRITE, TRY = "deltasync_write", "deltasync_try"  # of its workers
+_CALLS = (  # of workers, in an update that takes several
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+)
 
 NOT_CLEARED = (
     "vLLM has not dropped its cached prefixes, which are of old weights: a connector for keys and "
@@ -71,6 +80,10 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
             return [reach(core)]
         if method == UPDATE:
             return [_said(update, core, *args)]
+        if method in _CALLS and _is_ours(core):
+            said = collective_rpc(core, TRY, timeout, (method, args, kwargs or {}))
+            _check(said)
+            return [None for _ in said]
         return collective_rpc(core, method, timeout, args, kwargs)
 
     call.takes_updates = True  # type: ignore[attr-defined]
@@ -99,13 +112,13 @@ def _salting(add_request: Callable[..., Any]) -> Callable[..., Any]:
 def _said(call: Callable[..., None], *arguments: Any) -> str:
     """Call, and return why it failed, or an empty string: vLLM would lose the text of an exception.
 
-    In a worker it would also leave the other workers' answers unread, and take them for those of
-    its next call.
+    When a worker raises, vLLM also leaves the answers of the workers after it unread, and takes
+    them for those of its next calls.
     """
     try:
         call(*arguments)
     except EngineFailed as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return ""
 
 
@@ -116,12 +129,16 @@ def reach(core: Any) -> int:
     core of its own that pauses by itself: one would compute with the experts of another's version.
     A core in the process of its client has no loop that could finish the steps in flight.
     """
-    config, parallel = core.vllm_config.weight_transfer_config, core.vllm_config.parallel_config
-    is_ours = config is not None and config.backend == BACKEND
+    parallel = core.vllm_config.parallel_config
     has_loop = hasattr(core, "_process_engine_step") and hasattr(core, "set_weight_version")
-    if not (is_ours and has_loop) or parallel.data_parallel_size > 1:
+    if not (_is_ours(core) and has_loop) or parallel.data_parallel_size > 1:
         return 0
     return int(parallel.world_size)
+
+
+def _is_ours(core: Any) -> bool:
+    config = core.vllm_config.weight_transfer_config
+    return config is not None and config.backend == BACKEND
 
 
 def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bool) -> None:
@@ -176,10 +193,14 @@ def _as_failure(error: Exception) -> EngineFailed:
 
 
 def _write(core: Any, version: int, work: Work) -> None:
-    """Raises EngineFailed with what the first worker that failed says."""
-    said = core.model_executor.collective_rpc(WRITE, args=(version, work == "write"))
+    """Raises EngineFailed."""
+    _check(core.model_executor.collective_rpc(WRITE, args=(version, work == "write")))
+
+
+def _check(said: Sequence[str]) -> None:
+    """Raise EngineFailed with what the workers that failed say, if some did."""
     if failed := [text for text in said if text]:
-        raise EngineFailed(failed[0])
+        raise EngineFailed("; ".join(dict.fromkeys(failed)))
 
 
 def write(worker: Any, version: int, changes: bool) -> str:
@@ -208,6 +229,20 @@ def _write_in(worker: Any, version: int, changes: bool) -> None:
         logger.exception("v%d was not written", version)
         with suppress(DeltaSyncError, RuntimeError):  # vLLM may have ended the update itself
             worker.finish_weight_update()
+        raise _as_failure(error) from error
+
+
+def attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A worker's part of another call. Returns an empty string, or why it failed."""
+    return _said(_attempt, worker, method, args, kwargs)
+
+
+def _attempt(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises EngineFailed."""
+    try:
+        getattr(worker, method)(*args, **kwargs)
+    except Exception as error:
+        logger.exception("a call of deltasync failed")
         raise _as_failure(error) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
@@ -36,11 +36,12 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
-from deltasync.integrations.vllm_core import WRITE, write
+from deltasync.integrations.vllm_core import TRY, WRITE, attempt, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
-from deltasync.sync.proof.cold import Startup, WithoutMemory, default_dtype
+from deltasync.sync.proof.cold import FAILURES, Startup, WithoutMemory, default_dtype
 from deltasync.sync.proof.proving import Proof, reached
+from deltasync.sync.proof.unwritten import storages
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.reloaded import ReloadedTarget
 
@@ -84,24 +85,27 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._name = _name_of_engine()
         self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
         self._reached = _reached_of(self.model)  # before there are caches
+        self._storages = frozenset(storages(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the trainer, and end the connection to another one.
 
-        Raises ConfigError, which names the tensor, if a tensor has no route or is not where its
-        route leads, or, if the trainer asks for reloads, if a reload changes it. Raises
-        DirtyReceiver as `Worker.proving`. The error is also reported to the trainer, since vLLM's
-        processes do not pass on its type.
+        A refusal is not raised, since vLLM's processes pass on no types. The trainer hears it over
+        its own link: a ConfigError, which names the tensor, if a tensor has no route or is not
+        where its route leads, or, if the trainer asks for reloads, if a reload changes it; a
+        DirtyReceiver as `Worker.proving`.
         """
         trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
             self.shutdown()
             self._connect(trainer)
-        except Exception as error:
+        except (DeltaSyncError, OSError, *FAILURES) as error:
+            why = None if isinstance(error, DeltaSyncError) else error
+            logger.warning("deltasync: this worker does not connect: %s", error, exc_info=why)
             self._worker.decline(trainer, self.device, error)
-            raise
-        self._trainer = trainer
+        else:
+            self._trainer = trainer
 
     def _connect(self, trainer: TrainerInfo) -> None:
         """Raises ConfigError."""
@@ -236,11 +240,9 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._trainer = None
         self._worker.disconnect()
 
-    def sleep(self, *, discards: bool) -> None:
-        """Prepare for the release of the weights. Unless `discards`, `wake` finds them again."""
-        if discards:
-            self._worker.disconnect()
-        self._worker.sleep()
+    def sleeping(self, *, discards: bool) -> AbstractContextManager[None]:
+        """Around the release of the weights. Unless `discards`, `wake` finds them again."""
+        return self._worker.released(self.model if discards else None, self._storages)
 
     def wake(self) -> None:
         """Use the weights again, which are back, or were replaced after they were discarded."""
@@ -311,17 +313,12 @@ def _is_lost_by_reload(module: Any) -> bool:
     return hasattr(kernel, "dnnl_handler")
 
 
-@contextmanager
-def _sleeping(engine: DeltaSyncEngine, level: int = 1) -> Iterator[None]:
-    engine.sleep(discards=level > 1)
-    yield
+def _sleeping(engine: DeltaSyncEngine, level: int = 1) -> AbstractContextManager[None]:
+    return engine.sleeping(discards=level > 1)
 
 
-@contextmanager
-def _discarding(engine: DeltaSyncEngine, tags: Collection[str]) -> Iterator[None]:
-    if _WEIGHTS in tags:
-        engine.sleep(discards=True)
-    yield
+def _discarding(engine: DeltaSyncEngine, tags: Collection[str]) -> AbstractContextManager[None]:
+    return engine.sleeping(discards=True) if _WEIGHTS in tags else nullcontext()
 
 
 @contextmanager
@@ -362,9 +359,10 @@ def _announce_touches(worker_class: type) -> None:
     """Wrap the worker's methods that touch weights: vLLM does not report their calls.
 
     Weights that sleep must not be read, and may have changed when they wake. The worker also gets
-    the method that writes a version in one call.
+    the methods that are called in place of vLLM's.
     """
     setattr(worker_class, WRITE, write)
+    setattr(worker_class, TRY, attempt)
     for name, around in (_TOUCHES | _LOADS).items():
         method = getattr(worker_class, name, None)
         if method is not None and not hasattr(method, "is_announced"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.proof.learnt import learn_routes
 from deltasync.sync.proof.proving import Proof, Upkeep
 from deltasync.sync.proof.recomputed import Learnt
+from deltasync.sync.proof.unwritten import Unwritten
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
@@ -59,6 +60,11 @@ class Worker:
         self._is_as_started, self.is_written = True, False
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = False
+        self._unwritten: Unwritten | None = None  # while its memory is given up
+        # What the trainer sends that was let connect last, and which tensors it fills with that.
+        self._sent: SentTensors | None = None
+        self._filled: set[str] = set()
+        self._is_lost = False  # what that trainer sent, until it sends it again
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
@@ -84,6 +90,11 @@ class Worker:
             world: Number of workers in the replica.
             replica: Names the replica among those that were let connect at once.
         """
+        if self._is_lost and trainer.sent() != self._sent:
+            raise ConfigError(
+                "what the last trainer sent was given up in a sleep, and this one sends other "
+                "tensors: let the last one send its weights again first, or restart the engine"
+            )
         subscribe_metrics()
         if world == 1 and isinstance(target, RoutedTarget):
             refuse_parts(target)
@@ -98,7 +109,8 @@ class Worker:
             options=ReceiverOptions(max_staged_bytes=trainer.max_staged_bytes),
             half_written=self._is_half_written,
         )
-        self._receiver = receiver
+        self._receiver, self._sent = receiver, trainer.sent()
+        self._filled = target.filled() if isinstance(target, RoutedTarget) else set()
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
         self._timeout_s = trainer.timeout_s
@@ -268,8 +280,48 @@ class Worker:
             time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 
+    def discard(self, model: nn.Module, loaded: Collection[int] | None = None) -> None:
+        """Like `sleep`, when the engine keeps no copy of its weights: the next sync is a full one.
+
+        What that sync will not write is kept on the host, and `wake` puts it back: everything, if
+        weights are reloaded, or no trainer has connected yet. `connect` then refuses trainers of
+        other tensors until the last one has sent what is lost.
+
+        Args:
+            model: The worker's model, whose memory is still there.
+            loaded: As of `Unwritten`.
+        """
+        self.disconnect()
+        if not self._is_asleep:
+            self._unwritten = Unwritten(model, self._filled, loaded)
+            self._is_lost |= bool(self._filled)
+        self.sleep()
+
+    @contextmanager
+    def released(
+        self, model: nn.Module | None, loaded: Collection[int] | None = None
+    ) -> Iterator[None]:
+        """Around the release of memory: `discard`, or `sleep` without a model.
+
+        If the release raises, this ends what it began.
+        """
+        was_asleep = self._is_asleep
+        if model is None:
+            self.sleep()
+        else:
+            self.discard(model, loaded)
+        try:
+            yield
+        except BaseException:
+            if not was_asleep:
+                self.wake()
+            raise
+
     def wake(self) -> None:
         """Use the weights again. If they have not changed, they take the next delta."""
+        if self._unwritten is not None:
+            self._unwritten.put_back()
+            self._unwritten = None
         self._is_asleep = False
         if self._receiver is not None:
             self._receiver.attach()
@@ -296,6 +348,7 @@ class Worker:
         self._open.close()
         if receiver is not None:
             self._is_half_written = receiver.is_half_written
+            self._is_lost &= receiver.version is None or self._is_half_written
 
     def reloaded(self) -> None:
         """End the connection, because something else loads weights that this worker cannot know."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
-from deltasync.errors import DeltaSyncError
+from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.integrations.engine import asked
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import OfflineClient, VllmServer
@@ -33,6 +36,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
 }
 
+_LEFT_OUT = "model.norm.weight"
 # Each of two ranks has whole blocks of 128 of each matrix; vLLM takes no others.
 WIDE = {"num_key_value_heads": 4, "moe_intermediate_size": 256}
 
@@ -59,6 +63,8 @@ def main(
     stop(reference)
     llm = started(folder, old, **settings)
     assert not generates or tokens(llm) != expected
+    if mode == "refuse":
+        a_trainer_that_is_refused_leaves_the_answers_as_they_are(llm, folder, old, workers)
     source = Weights({name: tensor.clone() for name, tensor in old.items()})
     link = shared_memory.Sender(folder / "socket")
     server = VllmServer(OfflineClient(llm))
@@ -69,16 +75,38 @@ def main(
             source.take(weights)
             stats = sync.send_weights()
             assert (stats.kind, stats.receivers, stats.lost) == ("delta", workers, {}), stats
-        if mode == "refuse" and form is None:
-            a_rank_that_fails_leaves_the_answers_of_others_as_they_are(llm, sync, source)
-            source.take(new)
-            assert sync.send_weights().receivers == 2
-        assert not generates or tokens(llm) == expected
-        now = llm.collective_rpc(bits_in)
-        assert [rank.keys() for rank in now] == [rank.keys() for rank in held]
-        assert now == held
+    if mode == "refuse" and form is None:
+        for number, paused in enumerate((nullcontext, lambda: nullcontext())):  # not the client's
+            link = shared_memory.Sender(folder / f"socket{number}")
+            with EngineSync(source, server, link, paused=paused, **options) as sync:
+                sync.send_weights()
+                assert bool(server.reach(paused)) == (paused is nullcontext)  # one call, or several
+                a_rank_that_fails_leaves_the_answers_of_others_as_they_are(llm, sync, source)
+                source.take(new)
+                assert sync.send_weights().receivers == workers
+    assert not generates or tokens(llm) == expected
+    now = llm.collective_rpc(bits_in)
+    assert [rank.keys() for rank in now] == [rank.keys() for rank in held]
+    assert now == held
     stop(llm)
     sys.stdout.write("followed\n")
+
+
+def a_trainer_that_is_refused_leaves_the_answers_as_they_are(
+    llm: Any, folder: Path, weights: dict[str, Tensor], workers: int
+) -> None:
+    """Later calls get the answers of each rank."""
+    source = Weights({n: tensor.clone() for n, tensor in weights.items() if n != _LEFT_OUT})
+    server, link = VllmServer(OfflineClient(llm)), shared_memory.Sender(folder / "refused")
+    with (
+        EngineSync(source, server, link, workers=workers, timeout_s=100) as sync,
+        pytest.raises(ConfigError, match=_LEFT_OUT),
+    ):
+        sync.connect()
+    with pytest.raises(Exception, match="draft"):
+        llm.start_draft_weight_update()
+    for _ in range(2):
+        assert llm.collective_rpc(rank_of) == list(range(workers))
 
 
 def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
@@ -96,6 +124,9 @@ def a_rank_that_fails_leaves_the_answers_of_others_as_they_are(
         assert llm.collective_rpc(rank_of) == [0, 1]
         sync.connect()  # a worker whose derived tensors were not finished is dirty, and mended
         sync.send_weights()
+        llm.collective_rpc("fail", args=("begin", 1, rank))
+        with pytest.raises(DeltaSyncError, match="planted"):
+            asked(VllmServer(OfflineClient(llm)).name, 7)
         source.take(changed(source.weights, 0.1, seed=4 + rank))
         before = llm.collective_rpc(bits_in)
 

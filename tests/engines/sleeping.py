@@ -21,6 +21,7 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.vllm import OfflineClient, VllmServer
 from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
+from tests.engines.gpu import look
 from tests.engines.offline import LONG, started, tokens
 
 SETTINGS: dict[str, Any] = {
@@ -154,9 +155,8 @@ def weights_that_vllm_reloads_are_made_good(sleeper: Sleeper, expected: list[lis
 
 
 def discard(worker: Any) -> None:
-    """What becomes of weights that are not kept."""
-    for parameter in worker.get_model().parameters():
-        parameter.data.fill_(7)
+    """What becomes of what was loaded, and is not kept."""
+    look.discard(worker.get_model(), worker.weight_transfer_engine._storages)
 
 
 def make_known(folder: Path) -> None:

@@ -198,6 +198,8 @@ class Sleeper:
 
     def __init__(self, kept: bool) -> None:
         self.model, self._kept = random_model({"a": (3,)}, 1), kept
+        self.strides = torch.full((2,), 16)
+        vars(self.model)["kernel"] = SimpleNamespace(strides=self.strides)
         self.worker = worker_of(self.model)
         self.connects = 0
 
@@ -227,6 +229,7 @@ class Sleeper:
     def touch(self, *_: object) -> None:
         if not self._kept:
             self.model.get_parameter("a").data.fill_(7)
+            self.strides.fill_(7)
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"]])
@@ -254,6 +257,7 @@ def test_weights_that_sglang_keeps_take_the_next_delta_and_others_are_sent(
             stats = sync.send_weights()
             assert (stats.receivers, stats.full_synced) == (1, 0 if kept else 1)
             assert bits_equal(source, server.model)
+            assert server.strides.tolist() == [16, 16]
         assert server.connects == (1 if kept else 3)
         server.worker.disconnect()
 

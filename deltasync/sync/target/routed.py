@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
 from deltasync.delta.region import Region
 from deltasync.delta.routes.codes import Codes
+from deltasync.delta.routes.learning import CODE_BITS
 from deltasync.delta.routes.loading import RELOAD, Loader
 from deltasync.delta.routes.naming import suggested
 from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
@@ -187,6 +189,18 @@ class RoutedTarget:
         recording = self._known[1]
         specs = self._specs(recording)
         return {name: recording.pieces[one.name] for one in specs for name in one.names}
+
+    def filled(self) -> set[str]:
+        """Names of the engine's tensors of which a full sync writes every element.
+
+        Raises what `parameters` does.
+        """
+        recording, written = self._recorded(), defaultdict[str, int](int)
+        for name, pieces in recording.pieces.items():
+            for piece in pieces:
+                bits = 8 * recording.dtypes[name].item_size if piece.code is None else CODE_BITS
+                written[piece.live] += piece.target.numel * bits
+        return {name for name, one in self._live().items() if written[name] == 8 * one.nbytes}
 
     @refusing_failures()
     def _prove(self, proof: Proof, loaded: Sequence[CheckpointTensor]) -> None:

@@ -27,7 +27,7 @@ from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer
 from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.tensors import WeightSource
-from deltasync.transports import collective, cuda_ipc, shared_memory
+from deltasync.transports import cuda_ipc, shared_memory
 from tests.engines.checkpoints import Weights, changed, checkpoint, write_config
 from tests.engines.gpu import adapter
 from tests.engines.gpu.cases import CASES, Case
@@ -179,9 +179,7 @@ class Trial:
         return plain + adapted
 
     def link(self, mode: str) -> Any:
-        """One GPU is shared by both ends; with more, each worker is on one of its own."""
-        if self.case.workers > 1 and _IS_GPU:
-            return collective.Sender(device=torch.device("cuda", 0))
+        """Both ends share the first GPU; workers on others copy payloads from there."""
         return (cuda_ipc if _IS_GPU else shared_memory).Sender(self.folder / f"{mode}.socket")
 
 

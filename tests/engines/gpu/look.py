@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
+import torch
+from torch import nn
+
+from deltasync.delta.bits import storage_of
+from deltasync.sync.proof.reach import Reach, is_handle
 from tests.engines.reached import seen
 
 # What requests and compilers left, in memory that nothing computes with before it is written: the
@@ -18,6 +24,7 @@ class Look:
     """Takes a case's calls: vLLM lets its worker inherit from this. Answers are JSON."""
 
     get_model: Any
+    weight_transfer_engine: Any
 
     def tensors_held(self) -> dict[str, list[object]]:
         """What can be reached from the model, by path: a digest of its bits, and its address."""
@@ -42,6 +49,16 @@ class Look:
         return sorted(names)
 
     def discard_weights(self) -> None:
-        """What becomes of weights that are not kept while the engine sleeps."""
-        for parameter in self.get_model().parameters():
-            parameter.data.fill_(7)
+        """What becomes of what was loaded while the engine sleeps: vLLM keeps buffers alone."""
+        discard(self.get_model(), self.weight_transfer_engine._storages)
+
+
+def discard(model: nn.Module, loaded: Collection[int]) -> None:
+    """Overwrite the memory that it was loaded into, but for buffers and handles of kernels."""
+    kept = {storage_of(buffer) for buffer in model.buffers()}
+    for found in Reach([("", model)]).tensors.values():
+        here = found.alias
+        is_ours = here.untyped_storage().data_ptr() in loaded and storage_of(here) not in kept
+        if is_ours and not (is_handle(here) or here.is_meta):
+            memory = torch.empty(0, dtype=torch.uint8, device=here.device)
+            memory.set_(here.untyped_storage()).fill_(7)
