@@ -370,6 +370,8 @@ class WeightReceiver(Closing):
             reached=self._weights.reached() if self._session.lanes > 1 else (),
         )
         with self._lock:
+            if self._links.follows_loss and self._session.state is ReceiverState.STAGING:
+                self._session.on("cut off")
             self._session.on(message, lane=lane)
             self._handle(message, payload, lane)
         return message
@@ -390,6 +392,8 @@ class WeightReceiver(Closing):
                 self._reply(self._session.asleep())
             case messages.Prepare() if self._session.state is ReceiverState.PREPARED:
                 self._prepared(message)
+            case messages.Prepare() if self._session.awaits_abort:
+                self._reply(self._session.cut_off())
             case messages.Commit():
                 if subscriptions:
                     self._record.note("ready")

@@ -34,10 +34,13 @@ class Frame:
         header: Opaque bytes, never empty.
         payload: uint8[n], contiguous, on a device that the transport's capabilities list; None for
             a frame without a payload.
+        follows_loss: At a receiver: the frame before it had a payload that does not come, since it
+            was lost with another peer; see `Capabilities.outlives_losses`.
     """
 
     header: bytes
     payload: Tensor | None = None
+    follows_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,12 @@ class Sender(SendTransport):
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
         with self._gate.entered():
-            return self._server.poll(Deadline(timeout_s))
+            greetings = self._server.poll(Deadline(timeout_s))
+            if self._membership.group is not None and self._server.losses(self._members):
+                # Others may wait for a payload, and a rank may do nothing but poll from now on.
+                self._membership.finish(MOMENT_S)
+                self._abandon()
+            return greetings
 
     def is_connected(self, peer: int) -> bool:
         with self._gate.entered():
@@ -212,11 +217,16 @@ class Sender(SendTransport):
         with self._gate.entered():
             failures = self._settle(self._slots, deadline.part(_WORK_SHARE))
             self._remove(failures)
-            replies = self._server.gather(self._epoch, Kind.REPLY, deadline)
+            # Those that are lost or hang keep a payload from those behind them, which then wait.
+            early = deadline.part(_WORK_SHARE)
+            replies = self._server.arrived(self._epoch, Kind.REPLY, early, on_lost=self._remove)
+            if missing := [peer for peer in self._epoch if peer not in replies]:
+                self._abandon()
+                replies |= self._server.gather(missing, Kind.REPLY, deadline)
+                self._remove(p for p in missing if not isinstance(replies[p], bytes))
             for peer, reply in replies.items():
                 if not isinstance(reply, bytes):
                     replies[peer] = failures.get(peer, reply)
-            self._remove(peer for peer, reply in replies.items() if not isinstance(reply, bytes))
             return replies
 
     def some_replies(

@@ -15,7 +15,9 @@ GROUP = struct.Struct("<QIIHxd")
 # and ABANDON.
 TICKET = struct.Struct("<Q")
 MAX_COMPLAINT_BYTES = 2000
-# How long ABANDON, or the loss that made a broadcast fail, may take to show.
+# How long ABANDON, or the loss that made a group fail, may take to show.
 GRACE_S = 1.0
+# How long the loss that made a broadcast fail may take to be told: the sender may be packing.
+TELL_S = 5.0
 # What is under way when a group is abandoned, or the connection ends, may still arrive.
 MOMENT_S = 0.1

@@ -3,6 +3,7 @@
 At most two frames wait here to be returned. So one payload can be in flight while the one before
 is read, although no code runs between two calls: the reader of a frame calls `progress` meanwhile,
 and a frame that has arrived is held back until the next payload has started, if that is imminent.
+A GPU may still read the payload before: its memory is a third one, which is made when it is needed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from deltasync.errors import PeerLost, TransportClosed, TransportTimeout
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport
@@ -24,6 +26,7 @@ from deltasync.transports.collective_messages import (
     MAX_COMPLAINT_BYTES,
     MOMENT_S,
     NO_PAYLOAD,
+    TELL_S,
     TICKET,
 )
 from deltasync.transports.control.connection import (
@@ -49,6 +52,7 @@ from deltasync.transports.process_group import (
 _ANSWER_TIMEOUT_S = 5.0
 # How long a frame that has arrived is held back for a payload that was announced as packed.
 _LINGER_S = 0.0005
+_NUM_SLOTS, _MAX_ARRIVALS = 3, 2
 _MAX_AT_ONCE = 64  # messages that are obeyed by `progress`, or after a deadline
 
 
@@ -59,12 +63,14 @@ class _Announced:
     Attributes:
         num_bytes: Its length.
         patience_s: How long it may be in flight.
+        slot: Where it will come, once that is known.
         is_packed: The sender waits only for answers.
         is_answered: It may start at any moment.
     """
 
     num_bytes: int
     patience_s: float
+    slot: PayloadBuffer | None = None
     is_packed: bool = False
     is_answered: bool = False
 
@@ -125,13 +131,14 @@ class Receiver(ReceiveTransport):
             secret=secret,
         )
         self._membership = Membership(device)
-        self._slots = PayloadBuffer(device), PayloadBuffer(device)
-        self._turn = 0  # the slot of the next payload
+        # One to read from, one to arrive in, and one that a GPU has not finished reading.
+        self._slots = tuple(PayloadBuffer(device) for _ in range(_NUM_SLOTS))
         self._read: PayloadBuffer | None = None  # the one whose payload was handed out last
         self._ticket = 0
         self._plan: GroupSpec | None = None
         self._announced: _Announced | None = None
         self._arrivals: deque[_Arrival] = deque()
+        self._misses = False  # the payload before the next frame
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,6 +156,7 @@ class Receiver(ReceiveTransport):
         with self._gate.entered():
             self._take_back()
             while num_late <= _MAX_AT_ONCE:
+                num_arrivals = len(self._arrivals)
                 self._advance()
                 if (message := self._next()) is not None:
                     self._handle(message)
@@ -158,7 +166,7 @@ class Receiver(ReceiveTransport):
                     return frame
                 elif deadline.passed:
                     break
-                else:
+                elif len(self._arrivals) == num_arrivals:  # else there is room for what has come
                     self._gate.wait(self._pause_s(pace, deadline))
         raise TransportTimeout("nothing came in time")
 
@@ -188,6 +196,7 @@ class Receiver(ReceiveTransport):
         self._take_back()
         self._leave()
         self._arrivals.clear()
+        self._misses = False
 
     def sender_address(self) -> tuple[str, int]:
         """Return the host and port to connect to. Asked before each attempt.
@@ -202,7 +211,15 @@ class Receiver(ReceiveTransport):
 
     def _leave(self) -> None:
         """Be in no group; what is on its way does not arrive."""
-        self._arrivals = deque(a for a in self._arrivals if a.flight is None)
+        kept = deque[_Arrival]()
+        for arrival in self._arrivals:
+            if arrival.flight is not None:
+                self._misses = True
+                continue
+            if self._misses:
+                arrival.frame, self._misses = replace(arrival.frame, follows_loss=True), False
+            kept.append(arrival)
+        self._arrivals = kept
         for slot in self._slots:
             slot.abandon()
         self._membership.leave()
@@ -240,7 +257,7 @@ class Receiver(ReceiveTransport):
 
     def _next(self) -> Message | None:
         """A message that has come; only ABANDON while there is no room for another frame."""
-        is_full = len(self._arrivals) >= len(self._slots)
+        is_full = len(self._arrivals) >= _MAX_ARRIVALS
         is_full = is_full or any(arrival.is_cut_off for arrival in self._arrivals)
         try:
             return self._client.poll(0.0, Kind.ABANDON if is_full else None)
@@ -279,8 +296,8 @@ class Receiver(ReceiveTransport):
             raise BrokenProtocol(f"a payload of {num_bytes} bytes; this end takes up to {limit}")
         if header:
             self._announced = None  # a payload that was announced is announced again
-            payload = None if num_bytes == NO_PAYLOAD else self._slots[self._turn].view(0)
-            self._arrivals.append(_Arrival(Frame(header, payload), None, Deadline(0.0)))
+            payload = None if num_bytes == NO_PAYLOAD else self._slots[0].view(0)
+            self._expect(header, payload, None, Deadline(0.0))
         elif self._membership.group is None:
             self._answer(ticket, "is in no group")
         else:
@@ -327,14 +344,19 @@ class Receiver(ReceiveTransport):
         if self._plan is not None:
             self._membership.join, self._plan = Join(self._plan), None
         elif announced is not None and announced.is_answered and header:
-            slot = self._slots[self._turn]
-            self._turn = 1 - self._turn
+            slot = announced.slot
+            assert slot is not None
             payload = slot.view(announced.num_bytes)
             slot.flight = self._membership.broadcast(payload, announced.patience_s)
-            deadline = Deadline(announced.patience_s)
-            self._arrivals.append(_Arrival(Frame(header, payload), slot, deadline))
+            self._expect(header, payload, slot, Deadline(announced.patience_s))
         else:
             raise BrokenProtocol("the start of nothing")
+
+    def _expect(
+        self, header: bytes, payload: Tensor | None, slot: PayloadBuffer | None, deadline: Deadline
+    ) -> None:
+        frame, self._misses = Frame(header, payload, follows_loss=self._misses), False
+        self._arrivals.append(_Arrival(frame, slot, deadline))
 
     def _on_abandon(self, data: bytes) -> None:
         ticket = _ticket_in(data)
@@ -367,15 +389,20 @@ class Receiver(ReceiveTransport):
         """
         if (self._arrivals or self._read is not None) and not announced.is_packed:
             return
-        slot = self._slots[self._turn]
-        is_waiting = any(arrival.slot is slot for arrival in self._arrivals)
-        if slot is self._read or is_waiting or not slot.mark.is_done():
+        slot = announced.slot = announced.slot or self._free_slot()
+        if slot is None:
             return
-        if slot.fits(announced.num_bytes):
+        if not slot.fits(announced.num_bytes):
+            slot.view(announced.num_bytes)  # grows, and is marked again
+        elif slot.mark.is_done():
             announced.is_answered = True
             self._answer(self._ticket)
-        else:
-            slot.view(announced.num_bytes)  # grows, and is marked again
+
+    def _free_slot(self) -> PayloadBuffer | None:
+        """The first that nobody reads any more: later ones stay empty while they are not needed."""
+        taken = [self._read, *(arrival.slot for arrival in self._arrivals)]
+        free = (slot for slot in self._slots if slot not in taken and slot.mark.is_done())
+        return next(free, None)
 
     def _hand_out(self, deadline: Deadline) -> Frame | None:
         """The oldest frame if its payload has arrived. Raises PeerLost if it will not."""
@@ -404,7 +431,7 @@ class Receiver(ReceiveTransport):
             arrival.land()
             return True
         if is_done:  # the sender is to say that somebody was lost; if it does not, we are
-            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else GRACE_S)
+            arrival.deadline = arrival.deadline.sooner(0.0 if arrival.is_cut_off else TELL_S)
         if arrival.deadline.passed and arrival.is_cut_off:
             self._leave()
         elif arrival.deadline.passed:

@@ -156,7 +156,7 @@ class BroadcastStream:
 
 
 class PayloadBuffer:
-    """One of the two buffers that an end uses by turns and keeps.
+    """One of the buffers that an end uses again and again, and keeps.
 
     Attributes:
         flight: The broadcast out of it or into it, until that is known to have ended well.

@@ -25,7 +25,7 @@ from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, SendTransport
-from tests.sync.harness import Receivers, ThroughSender
+from tests.sync.harness import Linking, Receivers, ThroughSender
 
 Boxes = Mapping[str, ShardSpec]
 
@@ -73,6 +73,7 @@ class Trainer(Receivers):
     Args:
         sources: Of each rank.
         wrap: Changes the links of ranks to receivers, by rank.
+        link: Makes them.
 
     Attributes:
         hub: Rank 0's link to the others.
@@ -85,8 +86,9 @@ class Trainer(Receivers):
         *,
         options: SenderOptions | None = None,
         wrap: Callable[[int, SendTransport], SendTransport] = lambda rank, link: link,
+        link: Callable[[], Linking] = inprocess.Sender,
     ) -> None:
-        super().__init__([inprocess.Sender() for _ in sources])
+        super().__init__([link() for _ in sources])
         ends = [wrap(rank, link) for rank, link in enumerate(self.links)]
         hub, world = inprocess.Sender(), len(sources)
         self.hub = Hub(hub)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -206,12 +206,18 @@ class ThroughSender(SendTransport):
 Wrap = Callable[[ReceiveTransport], ReceiveTransport]
 
 
+class Linking(SendTransport, Protocol):
+    """A sender's link that makes the other end."""
+
+    def receiver(self) -> ReceiveTransport: ...
+
+
 class Receivers:
     """Receivers in threads of one process, with a link to each rank of their sender."""
 
     sender: WeightSender
 
-    def __init__(self, links: Sequence[inprocess.Sender]) -> None:
+    def __init__(self, links: Sequence[Linking]) -> None:
         self.links = list(links)
         self.serving: dict[str, Serving] = {}
 

@@ -230,6 +230,19 @@ def test_more_than_was_announced_is_compared_again(were_early: list[bool]) -> No
         assert here.sender.num_receivers == 1
 
 
+def test_dense_chunks_that_are_packed_again_count_once(were_early: list[bool]) -> None:
+    """In the digests, which packing sums up."""
+    replica = model(1)
+    with early(replica) as here:
+        for shares in ({"a": 1.0}, {"a": 1.0}, {"a": 1.0, "e": 1.0}):
+            here.step(shares)
+            assert here.sender.send_weights().lost == {}
+            assert bits_equal(here.trainer, replica)
+        kinds = here.heard.kinds()
+        assert "bucket" in kinds[: kinds.index("abort")]
+        assert were_early == [False, True, True]
+
+
 def test_a_sync_that_breaks_off_is_covered_by_the_next() -> None:
     replica = model(1)
     with early(replica) as here:

@@ -121,6 +121,30 @@ def test_buckets_come_once_and_in_order() -> None:
         session.on(Prepare(version=2, num_buckets=2))
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_lost_payload_leaves_only_an_abort(lanes: int) -> None:
+    session = ready(1)
+    session.lanes = lanes
+    with pytest.raises(CallOrderError):
+        session.on("cut off")
+    session.on(begin(2, 1))
+    session.on("cut off")
+    session.on(Prepare(version=2, num_buckets=1))
+    assert session.awaits_abort == (lanes == 1)
+    if lanes == 2:
+        session.on(Prepare(version=2, num_buckets=0), lane=1)
+    assert session.awaits_abort
+    assert not session.is_unchanged
+    for refused in (Prepare(version=2, num_buckets=1), bucket(2, 0), Commit(version=2)):
+        with pytest.raises(ProtocolViolation):
+            session.on(refused)
+    session.on(Abort(version=2, reason=""))
+    assert (session.state, session.version, session.dirty) == (ReceiverState.READY, 1, False)
+    session.on(begin(2, 1))
+    with pytest.raises(ProtocolViolation):
+        session.on(Prepare(version=2, num_buckets=1))
+
+
 def test_an_abort_leads_back_to_the_old_version() -> None:
     session = ready(1)
     session.on(begin(2, 1))

@@ -254,7 +254,8 @@ def test_nccl_without_gpus_is_unavailable() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_both_ends_take_turns_with_two_buffers_and_keep_them(link: Link) -> None:
+def test_buffers_are_used_again(link: Link) -> None:
+    """By turns at the sender; a receiver takes the first that is free."""
     link.add(1)
     link.open()
     sent, received = [], []
@@ -265,9 +266,26 @@ def test_both_ends_take_turns_with_two_buffers_and_keep_them(link: Link) -> None
         assert frame.payload is not None
         sent.append(buffer.data_ptr())
         received.append(frame.payload.data_ptr())
-    for places in (sent, received):
-        assert places == places[:2] * 3
-        assert places[0] != places[1]
+    assert sent == sent[:2] * 3
+    assert sent[0] != sent[1]
+    assert received == received[:1] * 6
+
+
+@pytest.mark.timeout(60)
+def test_who_only_polls_leaves_a_group_that_has_lost_a_member_and_tells_of_it_later(
+    link: Link,
+) -> None:
+    link.add(2)
+    link.open()
+    link.exchange(Frame(b"first", payload_of(100)))
+    link.receivers[1].close()
+    sender = link.sender
+    assert isinstance(sender, Sender)
+    while sender._membership.group is not None:
+        assert sender.poll(timeout_s=0.05) == []
+    with pytest.raises(PeerLost):
+        sender.send(Frame(b"second"), timeout_s=PATIENCE_S)
+    assert isinstance(sender.collect_replies(timeout_s=0)[link.peers[1]], PeerLost)
 
 
 @pytest.mark.timeout(60)
@@ -314,20 +332,21 @@ def test_a_payload_comes_while_the_last_is_read(link: Link) -> None:
     link.add(1)
     link.open()
     receiver = link.receivers[0]
-    frames = [Frame(b"%d" % n, payload_of(100_000, seed=n)) for n in range(3)]
+    frames = [Frame(b"%d" % n, payload_of(100_000, seed=n)) for n in range(4)]
     (first,) = link.exchange(frames[0])
-    second = background(lambda: link.sender.send(frames[1], timeout_s=PATIENCE_S))
-    while not second.done():
-        receiver.progress()
-    third = background(lambda: link.sender.send(frames[2], timeout_s=PATIENCE_S))
+    for frame in frames[1:3]:
+        sent = background(partial(link.sender.send, frame, timeout_s=PATIENCE_S))
+        while not sent.done():
+            receiver.progress()
+    last = background(lambda: link.sender.send(frames[3], timeout_s=PATIENCE_S))
     for _ in range(100):
         receiver.progress()
         time.sleep(0.001)
-    assert not third.done()  # its buffer is still being read
+    assert not last.done()  # two wait, and one is read
     assert same_frame(first, frames[0])
     for frame in frames[1:]:
         assert same_frame(receiver.receive(timeout_s=PATIENCE_S), frame)
-    third.result(PATIENCE_S)
+    last.result(PATIENCE_S)
 
 
 @pytest.mark.timeout(60)
@@ -674,7 +693,7 @@ def receive_late(receiver: Receiver, where: str) -> None:
     for _ in range(3):
         receiver.receive(timeout_s=60)
     if where == "gpu":
-        sleep_on_gpu(LATE_S)  # stands for reading the third payload; the fifth goes there
+        sleep_on_gpu(LATE_S)  # stands for reading the third payload; a later one goes there
     receiver.reply(b"now", timeout_s=PATIENCE_S)
     receiver.receive(timeout_s=60)
     if where == "host":

@@ -203,6 +203,7 @@ CALLS: dict[str, Callable[[SenderSession], object]] = {
     "begin": lambda session: session.begin([member(0)], version=session.version),
     "prepared": lambda session: session.prepared(0),
     "failed": lambda session: session.failed(0, "why"),
+    "spare": lambda session: session.spare({0: "why"}, (), may_repeat=True),
     "narrow": lambda session: session.narrow(["a"]),
     "decide": SenderSession.decide,
     "abort": SenderSession.abort,

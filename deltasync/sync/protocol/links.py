@@ -239,6 +239,7 @@ class ReceiverLinks:
 
     Attributes:
         progress: `ReceiveTransport.progress` of all that is awaited.
+        follows_loss: Of the message that was received last, as in `Frame`.
     """
 
     def __init__(self, links: Sequence[ReceiveTransport], max_payload_bytes: int) -> None:
@@ -248,6 +249,7 @@ class ReceiverLinks:
         self._attempts = [0] * len(links)  # that lanes are at; the first, that has begun
         self._ended = [True] * len(links)
         self._told, self._is_aborted = 0, False
+        self.follows_loss = False
         self._last = 0
         self._catch_up_s = _CATCH_UP_S
         self._late: set[int] = set()  # waited for in vain, and silent since
@@ -296,6 +298,7 @@ class ReceiverLinks:
             if isinstance(message, messages.Refused):
                 raise Refused(kind=message.error, message=message.reason)
             if self._counts(lane, message):
+                self.follows_loss = frame.follows_loss
                 return lane, message, frame.payload
 
     def reply(self, message: Message, *, timeout_s: float) -> None:

@@ -38,6 +38,9 @@ from deltasync.wire.messages import (
 DETACHED = "Detached"
 """The error of a receiver whose weights were detached when a sync began."""
 
+INCOMPLETE = "Incomplete"
+"""The error of a receiver that misses a payload, which was lost with another receiver."""
+
 
 class ReceiverState(Enum):
     """Where a receiver stands."""
@@ -62,6 +65,7 @@ Event = Literal[
     "corrupted",  # weights changed that no sync touched
     "detached",  # the weights must not be read
     "attached",  # they may be
+    "cut off",  # a payload was lost with another receiver: the sync under way can only be aborted
     "invalidated",  # somebody else wrote the weights: no delta fits them
     "lost",  # the connection is gone, or must end
 ]
@@ -84,6 +88,7 @@ class ReceiverSession:
         undone: The last sync was committed here and has to be taken back.
         detached: The weights must not be read.
         declined: The version of a sync that began while they must not, until it is aborted.
+        incomplete: A payload of the sync under way does not come.
         begun: The sync under way.
     """
 
@@ -98,6 +103,7 @@ class ReceiverSession:
     undone: bool = False
     detached: bool = False
     declined: int | None = None
+    incomplete: bool = False
     begun: Begin | None = None
     _offered: Layout | None = None
     _layout_hash: str = ""
@@ -140,9 +146,20 @@ class ReceiverSession:
     @property
     def is_unchanged(self) -> bool:
         """Whether the sync under way is a delta, all of it has come, and that is nothing."""
-        begun, has_come = self.begun, len(self._ended) == self.lanes
+        begun = self.begun
         is_delta = begun is not None and begun.base_version is not None
+        has_come = self._has_ended and not self.incomplete
         return is_delta and has_come and not any(self._next_bucket)
+
+    @property
+    def awaits_abort(self) -> bool:
+        """Whether nothing else of the sync under way will come, and a payload was lost."""
+        return self.state is ReceiverState.STAGING and self.incomplete and self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all connections have said that nothing more comes."""
+        return len(self._ended) == self.lanes
 
     @property
     def heals(self) -> bool:
@@ -162,6 +179,12 @@ class ReceiverSession:
         """The reply of a member that sits out a sync."""
         reason = "the engine's weights sleep, or are detached: wake them up, or attach them, first"
         return Failed(version=self.declined, error=DETACHED, reason=reason)
+
+    def cut_off(self) -> Failed:
+        """The reply of a member that waits for the abort of a sync."""
+        assert self.begun is not None
+        reason = "a payload was lost, as when another receiver of it is lost"
+        return Failed(version=self.begun.version, error=INCOMPLETE, reason=reason)
 
     # What the table asks for. The documentation shows the docstrings.
 
@@ -191,8 +214,8 @@ class ReceiverSession:
         return is_held and self.engine not in finish.undo
 
     def _is_last_lane(self, prepare: Prepare, lane: int) -> bool:
-        """It has come on every other connection."""
-        return len(self._ended | {lane}) == self.lanes
+        """It has come on every other connection, and no payload was lost."""
+        return len(self._ended | {lane}) == self.lanes and not self.incomplete
 
     def _is_written(self, what: Abort | Event, lane: int) -> bool:
         """Something was written since `begin`."""
@@ -250,9 +273,10 @@ class ReceiverSession:
         self._next_bucket[lane] += 1
 
     def _end_lane(self, prepare: Prepare, lane: int) -> None:
-        """Refuses another number of buckets than has come on the connection."""
+        """Refuses another number of buckets than has come, unless one was lost."""
         arrived = self._next_bucket[lane]
-        if prepare.num_buckets != arrived or lane in self._ended:
+        is_whole = prepare.num_buckets == arrived or self.incomplete
+        if lane in self._ended or not is_whole:
             raise ProtocolViolation(f"{arrived} buckets arrived, {prepare.num_buckets} were sent")
         self._ended |= {lane}
 
@@ -280,7 +304,8 @@ def _rules() -> list[Rule[ReceiverState]]:
     in_sync = (staging, prepared, committing)
     after_write = (committing, committed, ready, outside)
     r = ReceiverSession
-    new: dict[str, object] = {"undone": False, "declined": None, "_has_written": False}
+    new: dict[str, object] = {"undone": False, "declined": None, "incomplete": False}
+    new |= {"_has_written": False}
     mixed: dict[str, object] = {"dirty": True, "half_written": True}
     whole: dict[str, object] = {"dirty": False, "half_written": False}
     over: dict[str, object] = {"begun": None}
@@ -296,6 +321,7 @@ def _rules() -> list[Rule[ReceiverState]]:
         Rule((ready,), Prepare, when=r._is_declined),
         Rule((ready, waiting), Abort, sets={"declined": None}),
         Rule((staging,), Bucket, do=r._count),
+        Rule((staging,), "cut off", sets={"incomplete": True}),
         Rule((staging,), Prepare, prepared, r._is_last_lane, r._end_lane),
         Rule((staging,), Prepare, do=r._end_lane),
         Rule((staging, prepared), Abort, outside, r._is_written, sets=over),

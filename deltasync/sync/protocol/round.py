@@ -18,7 +18,7 @@ from deltasync.errors import DeltaSyncError, TransportError
 from deltasync.sync.events import Phase
 from deltasync.sync.protocol.frames import Emitter, SentBuckets
 from deltasync.sync.protocol.links import SenderLink, reason_of
-from deltasync.sync.protocol.receiver_session import DETACHED
+from deltasync.sync.protocol.receiver_session import DETACHED, INCOMPLETE
 from deltasync.sync.protocol.sender_session import Member, SenderPhase, SenderSession, judge
 from deltasync.sync.source.layout import SentLayout
 from deltasync.transports.control.connection import Deadline
@@ -131,8 +131,8 @@ class Round:
     Use it once: `run`. Whoever fails leaves alone, and the others go on; but if payloads may not
     have reached the others either, the version is aborted before it is decided. In both cases the
     session then knows why, and those that failed have been dropped. `packed` is called when nothing
-    of the plan is read from the source any more. If `is_timed`, the result says how soon payloads
-    were answered.
+    of the plan is read from the source any more, and returns whether that may change now. If
+    `is_timed`, the result says how soon payloads were answered.
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
@@ -146,7 +146,7 @@ class Round:
         layout: SentLayout,
         *,
         compression: Coding,
-        packed: Callable[[], None],
+        packed: Callable[[], bool],
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
         is_timed: bool = False,
@@ -162,7 +162,7 @@ class Round:
         self._said: dict[int, str] = {}  # by those that were lost: why they left
         self._finished: set[str] = set()  # engines
         self._is_answering = self._has_asked = self._has_begun = False
-        self._is_unchanged = self._has_sent_all = False
+        self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
         self._first_sent: float | None = None  # when the first payload was on its way
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
@@ -250,7 +250,7 @@ class Round:
             is_plain = self._is_alone and self._on_phase is None and not self._is_timed
             emitter.send_buckets(self._link.send if is_plain else self._send_bucket)
             self._has_sent_all = True
-            self._packed()
+            self._is_released = self._packed()
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
             self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
             self._report_begun()
@@ -302,7 +302,7 @@ class Round:
     def _ready(self) -> set[str]:
         """Engines of which all ranks have prepared; none if no time is left to go on with some."""
         is_late = bool(self._session.failures) and self._link.limit.is_over
-        return self._sound() if self._has_asked and not is_late else set()
+        return self._sound() if self._has_asked and not (is_late or self._is_repeated) else set()
 
     def _report_begun(self) -> None:
         """Once."""
@@ -312,17 +312,26 @@ class Round:
 
     def _collect_prepared(self) -> None:
         digests: dict[int, int] = {}
+        incomplete: dict[int, str] = {}
         for peer, reply in self._replies():
             if peer in self._session.failures:
                 if isinstance(reply, Failed):
                     self._said[peer] = reason_of(reply)
+            elif isinstance(reply, Failed) and reply.error == INCOMPLETE:
+                incomplete[peer] = reason_of(reply)
             elif not isinstance(reply, Prepared) or reply.version != self._version:
                 self._session.failed(peer, reason_of(reply))
-                if isinstance(reply, Failed) and reply.error == DETACHED:
+                is_delta = self._plan.base_version is not None
+                if is_delta and isinstance(reply, Failed) and reply.error == DETACHED:
                     self._result.asleep.add(peer)
             else:
                 digests[peer] = int(reply.digest, 16)
                 self._result.receiver_bytes = max(self._result.receiver_bytes, reply.staged_bytes)
+        if incomplete:
+            may_repeat = not (self._link.outlives_losses or self._is_released)
+            may_repeat = may_repeat and not self._writes_as_it_arrives()  # an abort is dirty then
+            asleep = self._result.asleep
+            self._is_repeated = self._session.spare(incomplete, asleep, may_repeat=may_repeat)
         judge(self._session, digests, self._plan.ledger, len(self._layout.specs))
         self._digests = digests
 

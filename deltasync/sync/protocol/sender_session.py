@@ -202,6 +202,25 @@ class SenderSession:
         self.failures.setdefault(self.participants[peer].peer, reason)
         self._done.discard(peer)
 
+    def spare(
+        self, incomplete: Mapping[int, str], asleep: Collection[int], *, may_repeat: bool
+    ) -> bool:
+        """Participants that miss a payload stay if another attempt serves them, else have failed.
+
+        Args:
+            incomplete: Why they have not prepared, by peer.
+            asleep: Peers that have failed, and were not lost.
+            may_repeat: Whether there can be another attempt, which costs the others nothing.
+
+        Returns whether the version has to be aborted for them.
+        """
+        self._on("spare")
+        lost = self._failed_engines(asleep)  # nobody else can have a payload that is missing
+        for peer, reason in incomplete.items():
+            if not (may_repeat and lost) or self.participants[peer].engine in lost:
+                self.failed(peer, reason)
+        return not incomplete.keys() <= self.failures.keys()
+
     def narrow(
         self, engines: Collection[str], *, said: Mapping[int, str] | None = None
     ) -> list[Member]:
@@ -335,6 +354,7 @@ def _rules() -> list[Rule[SenderPhase]]:
         Rule((idle,), "begin", staging, do=s._check_not_older),
         Rule((staging,), "prepared"),
         Rule((staging, decided), "failed"),
+        Rule((staging,), "spare"),
         Rule((staging,), "narrow"),
         Rule((staging,), "decide", decided, do=s._check_all_prepared),
         Rule((staging,), "abort", idle),

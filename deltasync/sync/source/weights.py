@@ -171,13 +171,14 @@ class LocalWeights(Weights):
             if self.stream is not None:
                 self.stream.join()
 
-    def release(self) -> None:
-        """The source is not read any more; on GPUs what the caller's stream does comes later."""
+    def release(self) -> bool:
+        """It is read no more. Returns whether it may change, on GPUs by what is enqueued later."""
         if self._on_source_read is not None and not self.is_released:
             self.is_released = True
             if self.stream is not None:
                 self.stream.join()
             self._on_source_read()
+        return self.is_released
 
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""

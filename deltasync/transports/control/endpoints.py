@@ -264,13 +264,29 @@ class Server:
         self, peers: Collection[int], kind: Kind, deadline: Deadline
     ) -> dict[int, bytes | TransportError]:
         """The next message of `kind` from each of `peers`; drops those that are late."""
+        found = self.arrived(peers, kind, deadline)
+        late = [peer for peer in peers if peer not in found]
+        return found | {peer: self.expire(peer, "did not answer in time") for peer in late}
+
+    def arrived(
+        self,
+        peers: Collection[int],
+        kind: Kind,
+        deadline: Deadline,
+        on_lost: Callable[[Collection[int]], object] = lambda peers: None,
+    ) -> dict[int, bytes | TransportError]:
+        """The next message of `kind` from each of `peers`, or why it is gone, without the late.
+
+        Drops nobody. `on_lost` is told of those that are gone as soon as that is known.
+        """
         found: dict[int, bytes | TransportError] = {}
-        while missing := [peer for peer in peers if peer not in found]:
+        is_late = False
+        while not is_late and (missing := [peer for peer in peers if peer not in found]):
             is_late = deadline.passed
-            found |= self.some(missing, kind, deadline)
-            if is_late:
-                late = [peer for peer in missing if peer not in found]
-                found |= {peer: self.expire(peer, "did not answer in time") for peer in late}
+            more = self.some(missing, kind, deadline)
+            if lost := [peer for peer, reply in more.items() if not isinstance(reply, bytes)]:
+                on_lost(lost)
+            found |= more
         return found
 
     def some(
