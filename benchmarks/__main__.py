@@ -332,11 +332,14 @@ def fleet_chaos(
     min_engines: Annotated[int, typer.Option(min=1, help="As of EngineFleet.")] = 2,
     rolling: Annotated[bool, typer.Option("--rolling", help="One pause at a time.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="As of EngineFleet.")] = 2.0,
+    link: Annotated[str, typer.Option(help="shared_memory or gloo.")] = "shared_memory",
     out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
 ) -> None:
     """Kill, stop, add and remove engines of a fleet at random; check all that they serve."""
-    from benchmarks.fleets.chaos import run_chaos
+    from benchmarks.fleets.chaos import LINKS, run_chaos
 
+    if link not in LINKS:
+        raise typer.BadParameter(f"{link} is none of {', '.join(LINKS)}")
     found = run_chaos(
         versions=versions,
         seed=seed,
@@ -344,6 +347,7 @@ def fleet_chaos(
         min_engines=min_engines,
         pauses="rolling" if rolling else "together",
         timeout_s=timeout_s,
+        link=link,
     )
     _conclude(found, out)
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -26,12 +26,16 @@ from benchmarks.fleets.engine import HttpServer, Life, live, reserve
 from deltasync import ModuleSource
 from deltasync.errors import DeltaSyncError, SyncAborted
 from deltasync.integrations.fleet import EngineFleet, Pauses
-from deltasync.transports import shared_memory
+from deltasync.transports import collective, shared_memory
+from deltasync.transports.base import SendTransport
 
 _SLACK_S = 1.0  # of a busy machine
 _REST_S = 0.05  # between two versions
-_WARM = 0.1  # of the versions, before what is in use is counted
 _CALM_S = 90.0
+LINKS: dict[str, Callable[[Path], SendTransport]] = {
+    "shared_memory": lambda folder: shared_memory.Sender(folder / "socket"),
+    "gloo": lambda folder: collective.Sender(),
+}
 _LARGEST_GROWTH = {"descriptors": 8, "threads": 6}
 
 
@@ -135,6 +139,7 @@ class Chaos:
         versions: Calls of `send_weights`.
         seed: Of weights, faults and moments.
         num_engines, min_engines, pauses, timeout_s: Of the fleet.
+        link: How payloads travel: "shared_memory" or "gloo".
     """
 
     def __init__(
@@ -147,9 +152,10 @@ class Chaos:
         min_engines: int,
         pauses: Pauses,
         timeout_s: float,
+        link: str,
     ) -> None:
         self.versions, self.seed, self.num_engines = versions, seed, num_engines
-        self.timeout_s, self.failures = timeout_s, list[str]()
+        self.timeout_s, self.link, self.failures = timeout_s, link, list[str]()
         self._events, self._truth, self._model = folder / "events", Truth(seed), Model()
         self._prints: dict[int, str] = {}  # of committed versions
         self._calls_s: list[float] = []
@@ -158,7 +164,7 @@ class Chaos:
         self._context.set_forkserver_preload(["benchmarks.fleets.engine"])
         self.fleet = EngineFleet(
             ModuleSource(self._model),
-            shared_memory.Sender(folder / "socket"),
+            LINKS[link](folder),
             min_engines=min_engines,
             pauses=pauses,
             timeout_s=timeout_s,
@@ -173,15 +179,12 @@ class Chaos:
                 self.start(actor)
                 self.join(actor)
             self._await_begun()
-            self._send()
+            self._note_usage()
             self.misfortune.start()
-            for number in range(1, self.versions):
+            for _ in range(1, self.versions):
                 self._send()
-                if number == int(_WARM * self.versions):
-                    self._note_usage()
                 time.sleep(_REST_S)
             self.misfortune.end()
-            self._settle()
             self._note_usage()
         finally:
             self.fleet.close()
@@ -260,8 +263,16 @@ class Chaos:
                 self.failures.append(f"{actor.name} ends with {state}, not with {last}")
 
     def _note_usage(self) -> None:
-        found = {"descriptors": descriptors().total(), "threads": threading.active_count()}
-        self._usage.append(found)
+        """What is in use when all engines have taken a payload, for which gloo connects them."""
+        self._settle()
+        before = self._truth.fingerprint()
+        while self._truth.fingerprint() == before:  # some versions change nothing
+            self._send()
+        self._usage.append(_in_use())
+        end = time.monotonic() + 4 * self.timeout_s  # by when groups that were abandoned are gone
+        while self._has_grown() and time.monotonic() < end:
+            time.sleep(0.2)
+            self._usage[-1] = _in_use()
 
     def facts(self) -> list[dict[str, Any]]:
         """What engines have written down."""
@@ -284,11 +295,13 @@ class Chaos:
         longest_s = max(self.healthy_pauses_s(), default=0.0)
         if longest_s > self.timeout_s + _SLACK_S:
             yield f"a healthy engine was paused for {longest_s:.2f} s"
-        for name, more in self.growth().items():
-            if more > _LARGEST_GROWTH[name]:
-                yield f"the trainer has {more} more {name} than when it was warm"
+        for name, more in self._has_grown().items():
+            yield f"the trainer has {more} more {name} than when it was warm"
         if self.misfortune.error is not None:
             yield f"misfortune: {self.misfortune.error!r}"
+
+    def _has_grown(self) -> dict[str, int]:
+        return {name: more for name, more in self.growth().items() if more > _LARGEST_GROWTH[name]}
 
     def growth(self) -> dict[str, int]:
         if len(self._usage) < 2:
@@ -319,6 +332,7 @@ class Chaos:
             "versions": max(self._prints, default=0),
             "seed": self.seed,
             "engines": self.num_engines,
+            "link": self.link,
             "timeout_s": self.timeout_s,
             "seconds": round(seconds, 1),
             "faults": dict(self.misfortune.counts),
@@ -334,6 +348,10 @@ class Chaos:
         }
 
 
+def _in_use() -> dict[str, int]:
+    return {"descriptors": descriptors().total(), "threads": threading.active_count()}
+
+
 def run_chaos(
     *,
     versions: int,
@@ -342,6 +360,7 @@ def run_chaos(
     min_engines: int = 2,
     pauses: Pauses = "together",
     timeout_s: float = 2.0,
+    link: str = "shared_memory",
 ) -> dict[str, Any]:
     """Do it. The report's `failures` are empty if all went well."""
     with tempfile.TemporaryDirectory(prefix="deltasync-fleet-") as name:
@@ -354,6 +373,7 @@ def run_chaos(
             min_engines=min_engines,
             pauses=pauses,
             timeout_s=timeout_s,
+            link=link,
         )
         chaos.run()
         chaos.failures += sorted(set(chaos.check()))

@@ -12,7 +12,11 @@ from benchmarks.__main__ import app
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [[], ["--rolling"]], ids=["together", "rolling"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--rolling"], ["--link", "gloo", "--min-engines", "1"]],
+    ids=["together", "rolling", "gloo"],
+)
 def test_a_fleet_survives_what_befalls_its_engines(more: list[str]) -> None:
     words = ["fleet-chaos", "--versions", "25", "--seed", "3", "--engines", "5", *more]
     done = CliRunner().invoke(app, words)

@@ -20,10 +20,12 @@ from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
     DirtyReceiver,
+    PeerLost,
     SyncAborted,
     TransportClosed,
     TransportError,
 )
+from deltasync.integrations.fleet_engine import FleetEngine
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import decode
@@ -218,6 +220,39 @@ def test_over_a_link_that_does_not_outlive_losses_the_others_have_the_version(
         here.check("0", "1", "2")
 
 
+@pytest.mark.timeout(120)  # gloo forms groups anew
+@pytest.mark.parametrize("dies", ["0", "1", "2"])
+def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
+    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ready for the last payload, and passes it on to nobody."""
+    receive, doomed, is_armed = collective.Receiver._on_start, list[object](), Event()
+
+    def start(receiver: collective.Receiver, data: bytes) -> None:
+        if receiver in doomed and is_armed.is_set() and receiver._announced is not None:
+            is_armed.clear()
+            receiver._dispose()
+            raise PeerLost("planted")
+        receive(receiver, data)
+
+    monkeypatch.setattr(collective.Receiver, "_on_start", start)
+    with fleet_of(tmp_path, 3, link=lambda path: collective.Sender(), timeout_s=25) as here:
+        here.send()
+        here.step()
+        (worker,) = here.servers[dies].workers
+        assert worker._receiver is not None
+        doomed += worker._receiver._links._links
+        is_armed.set()
+        stats = here.send()
+        assert not is_armed.is_set()
+        assert (stats.receivers, list(stats.lost)) == (2, [dies])
+        assert here.dirty() == []
+        for name in {"0", "1", "2"} - {dies}:
+            assert here.servers[name].holds(here.source)
+        here.catch_up()
+        here.check("0", "1", "2")
+
+
 MOMENTS = ["layout", "welcome", "begin", "bucket", "buffer", "prepare", "replies", "commit"]
 
 
@@ -239,6 +274,27 @@ def test_an_interrupted_trainer_goes_on_and_no_server_is_left_paused(
         assert here.dirty() == []
 
 
+@pytest.mark.parametrize("method", ["end_sync", "give_up"])
+def test_an_interrupt_as_the_call_ends_leaves_no_update_that_waits(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fleet_of(tmp_path, 2, link=Watched, timeout_s=90) as here:
+        here.send()
+        here.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(FleetEngine, method, lambda *_: interrupt())
+            if method == "give_up":
+                here.link.before = at(1, "finish", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                here.send()
+        here.step()
+        stats = here.send()
+        assert (stats.receivers, stats.lost) == (2, {})
+        here.check("0", "1")
+
+
+# An interrupt between `accept` and the line after leaves a socket that nobody closes.
+@pytest.mark.filterwarnings("ignore:unclosed <socket.* laddr=[^,]*/socket>:ResourceWarning")
 def test_interrupts_at_any_moment_lose_nothing(tmp_path: Path) -> None:
     chance = random.Random(4)
     before = signal.signal(signal.SIGUSR1, lambda *_: interrupt())
