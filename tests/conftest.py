@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from dataclasses import replace
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 from types import FunctionType
@@ -24,15 +25,18 @@ for _name, _examples in {"dev": 50, "ci": 200, "nightly": 5000}.items():
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
-def _patch_triton_once() -> None:
+def _speed_up_interpreter() -> None:
     """Let Triton's interpreter patch its language once for each module of kernels.
 
     It does so for each call of a function in a kernel, which takes most of the time of our tests.
+    Nor does it compute whether integers overflow, for assertions that it leaves out.
     """
     try:
         from triton.runtime import interpreter
     except ImportError:
         return
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     modules, patch = set(), interpreter._patch_lang
 
     def patch_once(function: FunctionType) -> object:
@@ -46,7 +50,7 @@ def _patch_triton_once() -> None:
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
-    _patch_triton_once()
+    _speed_up_interpreter()
     # Tests on GPUs have processes whose torch starts anew, in an environment of their own.
     multiprocessing.set_start_method("forkserver")
 

@@ -22,6 +22,7 @@ JOINED = re.compile(
     r"step (\d+) is v(\d+): (\d) ranks joined, (\d) of them by a full sync, (\d+) bytes(; lost .*)?"
 )
 DELTA = re.compile(r"step (\d+) is v(\d+): [\d.]+% changed, \d+ bytes")
+SENT = re.compile(DELTA.pattern + "(?:; lost .*)?")
 NOBODY = re.compile(r"step (\d+): (NoReceivers|SyncAborted): .*")
 # Of several ranks, on one line at times: torchrun starts them with -u, so that the end of a line is
 # written by itself.
@@ -115,7 +116,7 @@ def test_ranks_that_are_restarted_resume_and_are_sent_nothing(tmp_path: Path) ->
         for line in lines_of(torchrun):
             if match := JOINED.fullmatch(line):
                 joinings.append([*map(int, match.group(1, 4, 5)), seen[-1]])
-            elif match := DELTA.fullmatch(line):
+            elif match := SENT.fullmatch(line):
                 seen.append(int(match[1]))
                 if seen[-1] == 3 and len(joinings) == 1:
                     kill(torchrun, rank=2)
