@@ -45,7 +45,7 @@ layers: $(STAMP)
 
 docs: $(STAMP) $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py
+	$(BIN)/python -m pytest -q tests/test_docs.py -k site
 
 # The wheel and the source distribution, and a user's program against the installed wheel alone.
 package: $(STAMP)

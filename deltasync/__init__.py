@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from deltasync.sync.target.routed import RoutedTarget
     from deltasync.wire.messages import ParameterSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointTensor",
