@@ -125,21 +125,21 @@ def _cost(coding: Coding, work: Work, costs: CodingCosts) -> CodingCost:
 # Of hosts, which code what has no kernels, wherever weights live.
 _DELTAS: Mapping[Coding, CodingCost] = {
     "none": _costs(0.0, 0.0, 1.0, 0.0),
-    "zstd": _costs(11.6, 0.0, 0.698, 0.0179),
-    "gap": _costs(23.4, 0.0855, 0.0992, 0.0193),
-    "block": _costs(138.0, 0.119, 0.154, 0.0156),
-    "class": _costs(167.0, 11.1, 0.0788, 0.00305),
+    "zstd": _costs(12.5, 0.00122, 0.697, 0.0179),
+    "gap": _costs(22.0, 0.197, 0.0992, 0.0193),
+    "block": _costs(97.4, 0.299, 0.154, 0.0156),
+    "class": _costs(190.0, 4.64, 0.0789, 0.00304),
 }
 _WHOLE: Mapping[Coding, CodingCost] = {
     "none": _costs(0.0, 0.0, 1.0, 0.0),
-    "zstd": _costs(3.96, 0.0, 0.778, 0.0),
+    "zstd": _costs(3.75, 0.0, 0.778, 0.0),
 }
 
 CODING_COSTS: Mapping[str, CodingCosts] = MappingProxyType(
     {
         "cpu": CodingCosts(
             machine="AMD EPYC, 2 cores, AVX512; Python 3.11.7, torch 2.13.0+cpu, numpy 2.4.6; "
-            "commit 43c8eefcc1af, 2026-11-24.",
+            "commit 14de74679559, 2026-11-26.",
             deltas=_DELTAS,
             whole=_WHOLE,
         ),
@@ -149,7 +149,7 @@ CODING_COSTS: Mapping[str, CodingCosts] = MappingProxyType(
             deltas={
                 **_DELTAS,
                 "block": _costs(0.111, 0.00329, 0.154, 0.0156),
-                "class": _costs(2.82, 0.0163, 0.0788, 0.00305),
+                "class": _costs(2.82, 0.0163, 0.0789, 0.00304),
             },
             whole=_WHOLE,
         ),
