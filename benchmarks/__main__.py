@@ -207,10 +207,14 @@ def sharded(
         str | None,
         typer.Option(help="local: trainers and engine ranks share GPUs; collective: none does."),
     ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="The trainer's ranks: fsdp2 or tensor.")
+    ] = None,
 ) -> None:
     """Measure trainers and engines with several ranks against gathering, on two GPUs or more."""
     try:
-        plan = ShardedPlan.choose(_scale(quick=quick, tiny=tiny), geometry, device, link)
+        scale = _scale(quick=quick, tiny=tiny)
+        plan = ShardedPlan.choose(scale, geometry, device, link, parallel)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if record and plan.device_type == "cpu":

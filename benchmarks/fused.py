@@ -20,13 +20,21 @@ class Fused(nn.Module):
         geometry: Of the whole.
         device: Where the parameters are.
         rank, world: Which part, of an engine that is tensor parallel.
+        spreads_experts: Each rank holds some experts whole, and not a part of each.
     """
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, rank: int = 0, world: int = 1
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        spreads_experts: bool = False,
     ) -> None:
         super().__init__()
         self._rank, self._world = rank, world
+        self._experts = geometry.experts if spreads_experts else 0
         self._places: dict[str, tuple[str, int, int]] = {}  # parameter, first row, rows
         self._live: dict[str, Tensor] = {}
         sizes: dict[str, tuple[int, ...]] = {}
@@ -43,16 +51,20 @@ class Fused(nn.Module):
             self.register_parameter(live.replace(".", "_"), nn.Parameter(tensor, False))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy each tensor to where it belongs."""
+        """Copy each tensor to where it belongs. Returns the names of those that are held here."""
         loaded = set()
         for name, tensor in weights:
             dim, start, stop = self.cut(name, tuple(tensor.shape))
-            self.read(name).copy_(tensor.narrow(dim, start, stop - start))
-            loaded.add(name)
+            if start < stop:
+                self.read(name).copy_(tensor.narrow(dim, start, stop - start))
+                loaded.add(name)
         return loaded
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(dimension, start, stop): what is held here of a checkpoint tensor."""
+        if self._experts and (found := _EXPERT.match(name)):
+            is_here = int(found[2]) * self._world // self._experts == self._rank
+            return 0, 0, shape[0] if is_here else 0
         dim = 1 if re.search(r"(o|down)_proj", name) else 0
         if len(shape) == 1 or name.endswith("mlp.gate.weight"):
             return 0, 0, shape[0]

@@ -251,9 +251,9 @@ def moe(run: Run) -> Iterator[Result]:
 
 
 def receivers(run: Run) -> Iterator[Result]:
-    """Whole syncs to one engine, to two and to four, each a process."""
+    """Whole syncs to one engine, to two, three, four and seven, each a process."""
     density, done = run.scale.moe_density, list[list[Synced]]()
-    for number in (1, 2, 4):
+    for number in (1, 2, 3, 4, 7):
         if number > run.setup.most_engines:
             return
         with ExitStack() as stack:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -50,14 +51,14 @@ class Geometry:
 
     def build(self, device: torch.device) -> nn.Module:
         """The model with random weights: the same bits on every device of one kind."""
+        return assembled(self.tensors(device))
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Its weights one by one, for those who keep parts of them."""
         generator = torch.Generator(device).manual_seed(0)
-        root = nn.Module()
         for name, shape in self.shapes().items():
             values = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            values.normal_(0, 0.02, generator=generator)
-            path, _, leaf = name.rpartition(".")
-            submodule(root, path).register_parameter(leaf, nn.Parameter(values))
-        return root
+            yield name, values.normal_(0, 0.02, generator=generator)
 
     def _attention(self) -> Shapes:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -126,6 +127,15 @@ class Latent(Geometry):
         # Not the zero-argument form: it knows another class where dataclasses have slots.
         shapes = Geometry._mlp(self, layer)
         return shapes | {f"mlp.shared_experts.{name}": shape for name, shape in shared.items()}
+
+
+def assembled(tensors: Iterable[tuple[str, Tensor]]) -> nn.Module:
+    """A module of these parameters."""
+    root = nn.Module()
+    for name, tensor in tensors:
+        path, _, leaf = name.rpartition(".")
+        submodule(root, path).register_parameter(leaf, nn.Parameter(tensor))
+    return root
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:

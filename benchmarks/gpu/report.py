@@ -20,7 +20,9 @@ TITLES = {
     "moe_sync": "whole sync of 19,000 parameters vs. as many bytes in 310",
     "moe_sync_most": "whole sync of 70,000 parameters vs. as many bytes in 310",
     "receivers_2": "whole sync to two engines vs. to one",
+    "receivers_3": "whole sync to three engines vs. to one",
     "receivers_4": "whole sync to four engines vs. to one",
+    "receivers_7": "whole sync to seven engines vs. to one",
     "quant_diff": "quantizing and comparing block FP8 vs. reading both sides once",
     "quant_diff_fp8_channel": "the same in FP8 per channel",
     "quant_diff_fp8_tensor": "the same in FP8 per tensor",
@@ -66,6 +68,8 @@ SHARDED_TITLES = {
     "sharded_over_dense": "whole sync vs. gather and dense broadcast",
     "sharded_over_gathered": "whole sync vs. gathering sparse changes to rank 0",
     "sharded_pause": "the engines' pause vs. its goal",
+    "sharded_large": "whole sync without other ways vs. its goal",
+    "sharded_large_pause": "the engines' pause vs. its goal",
     "sharded_adamw_over_dense": "whole sync after an AdamW step vs. gather and dense broadcast",
     "sharded_adamw_over_gathered": "the same vs. gathering sparse changes to rank 0",
     "sharded_adamw_pause": "the engines' pause after an AdamW step vs. its goal",
@@ -79,7 +83,7 @@ TYPICAL_DENSITY = 0.003
 _ALL = TITLES | ENGINE_TITLES | SHARDED_TITLES | VERL_TITLES
 _SWEEPS = (
     "sync_", "diff", "apply_", "codec_", "engine_work", "engine_pause", "sharded_over",
-    "sharded_pause",
+    "sharded_pause", "sharded_large",
 )  # fmt: skip
 _SWEPT = tuple(case for case in _ALL if case.startswith(_SWEEPS))
 WAYS = {  # the cases of the dense and of the sparse baseline: their names

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from math import prod
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from benchmarks.fused import Fused
 from benchmarks.gpu import baselines
+from benchmarks.gpu.geometry import assembled
 from benchmarks.gpu.links import connect, listen
 from benchmarks.gpu.workload import Training, mutate
 from benchmarks.sharded.group import Group
+from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.ways import GatheringTrainer, ShardedEngine
 from benchmarks.workload import bits_of
 from deltasync import (
@@ -60,19 +65,15 @@ class End(Protocol):
 
 
 class TrainerEnd:
-    """A rank of FSDP2."""
+    """A rank of the trainer."""
 
     def __init__(self, group: Group) -> None:
         self._group, self.stats = group, list[SyncStats]()
-        module = group.plan.model.build(group.device)
-        mesh = DeviceMesh.from_group(group.trainers, group.device.type)
-        fully_shard(module, mesh=mesh)
-        self._shell = nn.Module()  # of the shards as plain tensors
-        for name, parameter in module.named_parameters():
-            local = nn.Parameter(local_of(parameter))
-            self._shell.register_parameter(name.replace(".", "_"), local)
+        self._module = module = sharded(group.plan, group.device, group.trainers)
+        self._shell = shell_of(module)
+        self._replicas = shell_of(module, replicated=True)
         self._ways = GatheringTrainer(bits_of(self._shell), group.trainers)
-        self._base = [bits.clone() for bits in self._ways.shards]
+        self._base = [bits.clone() for bits in self._ways.shards if group.plan.gathers]
         place = group.folder / f"lane{group.rank}"
         lane, address = listen(group.plan.link, group.device, place)
         group.told(address)
@@ -104,7 +105,7 @@ class TrainerEnd:
         baselines.advance(self._base, found)
 
     def change(self, density: float, seed: int) -> None:
-        mutate(self._shell, density, seed * self._group.plan.trainers + self._group.rank)
+        change_shards(self._shell, self._replicas, density, seed, self._group.rank)
 
     def begin_training(self) -> None:
         self._training = Training(self._shell)
@@ -113,27 +114,33 @@ class TrainerEnd:
         self._training.step()
 
     def check(self) -> None:
-        for _ in range(2):
-            self.dense()
+        exchange = self._group.first
+        exchange.begin()
+        for parameter in self._module.parameters():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.full_tensor().detach()
+            if self._group.number == 0:
+                exchange.give(whole.view(-1))
+        self._group.hand_over()
 
     def close(self) -> None:
         self._sender.close()
 
 
 class EngineEnd:
-    """A rank of an engine, with a model that deltasync writes and one for the other ways."""
+    """A rank of an engine, with a model that deltasync writes and one for other ways, if any."""
 
     def __init__(self, group: Group) -> None:
         plan = group.plan
         self._group, shapes = group, plan.model.shapes()
         self.stats: list[SyncStats] = []
-        models = [Fused(plan.model, group.device, group.number, plan.engines) for _ in range(2)]
-        self._model, self._ways = (ShardedEngine(one, shapes, plan.trainers) for one in models)
+        self._models = [part_of(plan, group.number, group.device) for _ in range(1 + plan.gathers)]
+        self._ways = ShardedEngine(self._models[-1], shapes, plan.trainers)
         checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in shapes.items()]
         addresses = group.told(None)[: plan.trainers]
         first, *lanes = [connect(address, group.device) for address in addresses]
         self._receiver = WeightReceiver(
-            RoutedTarget(models[0], checkpoint),
+            RoutedTarget(self._models[0], checkpoint),
             first,
             lanes=lanes,
             rank=group.number,
@@ -162,10 +169,65 @@ class EngineEnd:
         """And that."""
 
     def check(self) -> None:
-        for model in (self._model, self._ways):
-            self._group.hand_over()
-            if wrong := model.differing(self._group.near):
-                raise RuntimeError(f"{wrong} pieces of the engine are not the trainer's")
+        exchange = self._group.first
+        self._group.hand_over()
+        exchange.begin()
+        for name, shape in self._group.plan.model.shapes().items():
+            whole = exchange.take(prod(shape), torch.bfloat16).view(shape)
+            if not all(holds(model, name, whole) for model in self._models):
+                raise RuntimeError(f"{name} of the engine is not the trainer's")
 
     def close(self) -> None:
         self._receiver.close()
+
+
+def sharded(plan: ShardedPlan, device: torch.device, trainers: Any) -> nn.Module:
+    """The model of a trainer's rank, whose parameters are DTensors over all of `trainers`."""
+    mesh = DeviceMesh.from_group(trainers, device.type)
+    if plan.parallel == "fsdp2":
+        module = plan.model.build(device)
+        fully_shard(module, mesh=mesh)
+        return module
+    return assembled(
+        (name, distribute_tensor(tensor, mesh, [_placement(name, tensor)]))
+        for name, tensor in plan.model.tensors(device)
+    )
+
+
+def _placement(name: str, tensor: Tensor) -> Placement:
+    """Of Megatron's kind: columns of what projects back, rows of the rest."""
+    if tensor.dim() == 1 or name.endswith("mlp.gate.weight"):
+        return Replicate()
+    return Shard(1 if re.search(r"(o|down)_proj", name) else 0)
+
+
+def shell_of(module: nn.Module, *, replicated: bool = False) -> nn.Module:
+    """The shards of a module's parameters as plain tensors, or those that all ranks hold whole."""
+    shell = nn.Module()
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if parameter.placements[0].is_replicate() == replicated:
+            local = nn.Parameter(local_of(parameter))
+            shell.register_parameter(name.replace(".", "_"), local)
+    return shell
+
+
+def change_shards(
+    shards: nn.Module, replicas: nn.Module, density: float, seed: int, rank: int
+) -> None:
+    """Flip bits of a rank's shards, and the same ones everywhere of what all ranks hold."""
+    mutate(shards, density, (seed << 8) + rank)
+    if any(True for _ in replicas.parameters()):
+        mutate(replicas, density, seed)
+
+
+def part_of(plan: ShardedPlan, number: int, device: torch.device) -> Fused:
+    """The model of an engine's rank."""
+    return Fused(plan.model, device, number, plan.engines, spreads_experts=True)
+
+
+def holds(model: Fused, name: str, whole: Tensor) -> bool:
+    """Whether an engine's rank has the bits of its part of a checkpoint tensor."""
+    dim, start, stop = model.cut(name, tuple(whole.shape))
+    live, given = model.read(name), whole.narrow(dim, start, stop - start)
+    return torch.equal(live.view(torch.int16), given.to(live.device).view(torch.int16))

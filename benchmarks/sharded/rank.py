@@ -25,6 +25,7 @@ from deltasync import SyncStats
 _OURS, _DENSE, _GATHERED = "ours", "dense", "gathered"
 _GOALS = {_DENSE: 5.0, _GATHERED: 2.0}
 _GOAL_DENSITY, _PAUSE_S = 0.01, 0.002
+_LARGE_GOAL_DENSITY, _LARGE_S, _LARGE_PAUSE_S = 0.003, 0.030, 0.003  # of a mixture of 30 B
 _WAYS = {
     _DENSE: "all-gather, {how}, copied into each engine rank's part",
     _GATHERED: "nonzero a parameter, gathered to rank 0, {how}, NaN-masked load_weights",
@@ -40,8 +41,9 @@ def run(group: Group, end: End) -> Iterator[Result]:
             end.change(density, next(seeds))
 
         yield from _case(group, end, "sharded", change, group.plan.rounds, density)
-    end.begin_training()
-    yield from _case(group, end, "sharded_adamw", end.train, group.plan.steps, None)
+    if group.plan.gathers:
+        end.begin_training()
+        yield from _case(group, end, "sharded_adamw", end.train, group.plan.steps, None)
 
 
 def _case(
@@ -53,7 +55,9 @@ def _case(
     density: float | None,
 ) -> Iterator[Result]:
     """Each way brings the same changes in turn."""
-    ways = {_OURS: end.sync, _DENSE: end.dense, _GATHERED: end.gathered}
+    ways = {_OURS: end.sync}
+    if group.plan.gathers:
+        ways |= {_DENSE: end.dense, _GATHERED: end.gathered}
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(-1, rounds):  # the first does not count
         change()
@@ -78,7 +82,8 @@ def _records(
 ) -> Iterator[Result]:
     pauses = [pause_s(one) for one in stats]
     found = median(one.density for one in stats)
-    is_judged = plan.device_type == "cuda" and (density is None or density == _GOAL_DENSITY)
+    judged = (None, _GOAL_DENSITY if plan.gathers else _LARGE_GOAL_DENSITY)
+    is_judged = plan.device_type == "cuda" and density in judged
     fields = {
         "numel": stats[-1].numel,
         "parameters": len(plan.model.shapes()),
@@ -90,7 +95,7 @@ def _records(
         "link": plan.where,
     }
     how = "shared with engine ranks" if plan.link == "local" else "broadcast"
-    for way, text in _WAYS.items():
+    for way, text in _WAYS.items() if plan.gathers else ():
         yield compared(
             case=f"{case}_over_{way}",
             samples=samples[_OURS],
@@ -100,15 +105,19 @@ def _records(
             goal=_GOALS[way] if is_judged and density is not None else None,
             **fields,
         )
-    yield compared(
-        case=f"{case}_pause",
-        samples=pauses,
-        baseline_samples=[_PAUSE_S] * len(pauses),
-        baseline="2 ms",
-        ratio_is=SLOW_DOWN,
-        goal=1.0 if is_judged else None,
-        **fields,
-    )
+    limits = {"pause": (pauses, _PAUSE_S)}
+    if not plan.gathers:
+        limits = {"large": (samples[_OURS], _LARGE_S), "large_pause": (pauses, _LARGE_PAUSE_S)}
+    for what, (taken, most) in limits.items():
+        yield compared(
+            case=f"{case}_{what}",
+            samples=taken,
+            baseline_samples=[most] * len(taken),
+            baseline=f"{1000 * most:g} ms",
+            ratio_is=SLOW_DOWN,
+            goal=1.0 if is_judged else None,
+            **fields,
+        )
 
 
 def main(text: str, rank: int, folder: Path) -> None:

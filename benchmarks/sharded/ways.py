@@ -108,14 +108,6 @@ class ShardedEngine:
         for pairs in self._pairs(exchange):
             torch._foreach_copy_([live for live, _ in pairs], [given for _, given in pairs])
 
-    def differing(self, exchange: Exchange) -> int:
-        """How many pieces are not, bit for bit, what `give_dense` hands on."""
-        pairs = [pair for some in self._pairs(exchange) for pair in some]
-        return sum(
-            not torch.equal(live.view(torch.int16), given.view(torch.int16))
-            for live, given in pairs
-        )
-
     def take_sparse(self, exchange: Exchange) -> None:
         """Through full tensors that are NaN where nothing changed."""
         exchange.begin()

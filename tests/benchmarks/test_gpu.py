@@ -87,8 +87,9 @@ def test_every_case_is_measured(results: list[Result]) -> None:
         "large_over_dense",
         "diff_host_snapshot",
         "codec_class",
+        "receivers_7",
         *(case for case in report.TITLES if case.startswith("codec_nvcomp")),
-    }  # "large" needs two devices
+    }  # "large" needs two devices, "receivers_7" eight
     assert {r.case for r in results} | elsewhere == set(report.TITLES)
     assert {(r.model, r.numel) for r in results if r.case == "commit_growth"} == {
         (name, GEOMETRIES[name].numel) for name in SCALES["tiny"].commits
