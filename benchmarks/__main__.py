@@ -274,12 +274,22 @@ def soak(
     ] = DEFAULT_GEOMETRY,
     device: Device = None,
     link: Link = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Of the trainer, and of the engine, some of which die.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Append that line to this file.")] = None,
 ) -> None:
     """Sync for a long time, kill and restart the engine; check bits, memory, descriptors."""
-    found = run_soak(Plan(_setup("full", geometry, device, link), syncs, kill_every, seed))
+    setup = _setup("full", geometry, device, link)
+    if ranks > 1:
+        from benchmarks.sharded import soak as sharded_soak
+
+        plan = ShardedPlan.of(ranks, setup)
+        found = sharded_soak.run_soak(sharded_soak.Plan(plan, syncs, kill_every, seed))
+    else:
+        found = run_soak(Plan(setup, syncs, kill_every, seed))
     line = _appended(found, out)
     if as_json:
         print(line)

@@ -47,12 +47,12 @@ from deltasync import (
 from deltasync.errors import NoReceivers, SyncAborted, TransportTimeout
 
 DEFAULT_GEOMETRY = "commit-1x"
-_WEIGHTS = {0.0: 10, 0.0001: 25, 0.001: 25, 0.003: 20, 0.01: 13, 0.05: 4, 0.2: 2, 1.0: 1}
+WEIGHTS = {0.0: 10, 0.0001: 25, 0.001: 25, 0.003: 20, 0.01: 13, 0.05: 4, 0.2: 2, 1.0: 1}
 """How often each share of the elements changes, of 100 syncs."""
 _BUCKETS = 16  # of a dense sync, so that both of a transport's slots are full-sized at once
-_TIMEOUT_S = 60.0  # the first syncs may have kernels to compile
-_LOSS_TIMEOUT_S = 10.0  # until a killed engine is noticed
-_LATEST_KILL_S = 0.01
+TIMEOUT_S = 60.0  # the first syncs may have kernels to compile
+LOSS_TIMEOUT_S = 10.0  # until a killed engine is noticed
+LATEST_KILL_S = 0.01
 _POLL_S = 0.1  # after which an engine looks whether it was asked something
 _SAMPLE_EVERY = 100
 _WARM_UP = 300  # syncs of the trainer before its memory has to be flat
@@ -125,11 +125,16 @@ def fingerprint(module: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-class Engine:
-    """An engine's process as the trainer sees it: a spare until `connect`."""
+class Told:
+    """A process of a soak that does what it is told, and answers.
 
-    def __init__(self, setup: Setup) -> None:
-        self._process = processes.start("benchmarks.soak", setup.to_json(), is_told=True)
+    Args:
+        module: What it runs.
+        words: Its arguments.
+    """
+
+    def __init__(self, module: str, *words: str) -> None:
+        self._process = processes.start(module, *words, is_told=True)
         self._is_warm = False
 
     def wait_until_warm(self) -> None:
@@ -145,11 +150,11 @@ class Engine:
         """The answer to what was said last. Raises SoakFailed if there is none."""
         stdout = self._process.stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], _TIMEOUT_S)[0]:
-            raise SoakFailed(f"the engine has not answered in {_TIMEOUT_S} s")
+        if not select.select([stdout], [], [], 2 * TIMEOUT_S)[0]:
+            raise SoakFailed(f"a process has not answered in {2 * TIMEOUT_S} s")
         line = stdout.readline()
         if not line:
-            raise SoakFailed("the engine's process ended; its error is above")
+            raise SoakFailed("a process ended; its error is above")
         return json.loads(line)
 
     def kill(self) -> None:
@@ -162,9 +167,9 @@ class Engine:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            return self._process.wait(timeout=_TIMEOUT_S)
+            return self._process.wait(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise SoakFailed("the engine did not end when it was asked to") from None
+            raise SoakFailed("a process did not end when it was asked to") from None
 
     def bury(self) -> None:
         """Make sure that nothing is left of it."""
@@ -192,14 +197,14 @@ class Soak:
         self._ends: list[Usage] = []
         self._engine_ends: list[Usage] = []
         self._open: list[Counter[str]] = []  # descriptors and threads of the trainer
-        self.delta_ms: dict[float, list[float]] = {density: [] for density in _WEIGHTS}
+        self.delta_ms: dict[float, list[float]] = {density: [] for density in WEIGHTS}
         self.full_ms: list[float] = []
         self._module = plan.setup.model.build(self._device)
         transport, self._address = listen(plan.setup.link, self._device, folder / "weights.sock")
         num_bytes = sum(p.nbytes for p in self._module.parameters())
         options = SenderOptions(bucket_bytes=num_bytes // _BUCKETS)
         self.sender = WeightSender(ModuleSource(self._module), transport, options=options)
-        self._engine = self._spare = Engine(plan.setup)
+        self._engine = self._spare = self._new_engine()
 
     def run(self) -> None:
         """Raises SoakFailed, or whatever else goes wrong."""
@@ -212,7 +217,7 @@ class Soak:
                 self._begin_life()
                 self.restarts += 1
             else:
-                self._sync(_TIMEOUT_S)
+                self._sync(TIMEOUT_S)
                 if self._age % min(_SAMPLE_EVERY, plan.kill_every // 2) == 0:
                     self._sample()
             if self.number % _SAMPLE_EVERY == 0:
@@ -226,17 +231,21 @@ class Soak:
         self._spare.bury()
         self.sender.close()
 
+    def _new_engine(self) -> Told:
+        """A spare until it is told where to connect."""
+        return Told("benchmarks.soak", self.plan.setup.to_json())
+
     def _begin_life(self) -> None:
         """Let the spare engine connect, and start another one."""
         self._engine = self._spare
         self._engine.wait_until_warm()
         self._engine.say(self._address)
-        self.sender.wait_for_receivers(1, timeout_s=_TIMEOUT_S)
-        self._spare = Engine(self.plan.setup)
+        self.sender.wait_for_receivers(1, timeout_s=TIMEOUT_S)
+        self._spare = self._new_engine()
         self._is_new, self._age = True, 0
         self._lives.append([])
         # Every density once at first: whatever memory syncs take is then taken.
-        self._next_densities = list(_WEIGHTS)
+        self._next_densities = list(WEIGHTS)
         self._random.shuffle(self._next_densities)
 
     def _end_life(self) -> None:
@@ -251,7 +260,7 @@ class Soak:
         if self._next_densities and not self._is_new:
             density = self._next_densities.pop()
         else:
-            [density] = self._random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+            [density] = self._random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         if density:
             mutate(self._module, density, self.plan.seed + self.number)
         synchronize(self._device)
@@ -283,7 +292,7 @@ class Soak:
         is_during = self.kills % 2 == 0
         self.kills += 1
         if is_during:
-            killer = Timer(self._random.uniform(0, _LATEST_KILL_S), self._engine.kill)
+            killer = Timer(self._random.uniform(0, LATEST_KILL_S), self._engine.kill)
             is_noticed = self._is_loss_noticed(killer)
             killer.join()
             self._engine.bury()
@@ -298,10 +307,10 @@ class Soak:
         """Sync once; whether it was said in time that nobody took it."""
         began = time.perf_counter()
         try:
-            self._sync(_LOSS_TIMEOUT_S, killer)
+            self._sync(LOSS_TIMEOUT_S, killer)
         except (SyncAborted, NoReceivers):
             seconds = time.perf_counter() - began
-            if seconds > _LOSS_TIMEOUT_S:
+            if seconds > LOSS_TIMEOUT_S:
                 raise SoakFailed(f"a dead engine was noticed after {seconds:.1f} s") from None
             self.aborted += 1
             return True
@@ -433,8 +442,8 @@ def run_engine(setup: Setup) -> None:
     if not (line := sys.stdin.readline()):
         return
     receiver = WeightReceiver(ModuleTarget(module), connect(json.loads(line), device))
-    receiver.receive_weights(timeout_s=_TIMEOUT_S)
-    while (word := _next_word(receiver)) is not None:
+    receiver.receive_weights(timeout_s=TIMEOUT_S)
+    while (word := next_word(receiver)) is not None:
         synchronize(device)
         if word == "usage":
             answer: dict[str, Any] = asdict(Usage.now(device))
@@ -444,7 +453,7 @@ def run_engine(setup: Setup) -> None:
     receiver.close()
 
 
-def _next_word(receiver: WeightReceiver) -> str | None:
+def next_word(receiver: WeightReceiver) -> str | None:
     """Receive until the trainer says something; None when it has nothing more to say."""
     while not select.select([sys.stdin], [], [], 0)[0]:
         with suppress(TransportTimeout):

@@ -153,6 +153,7 @@ def synchronize(device: torch.device) -> None:
 def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of products in what was measured before
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call] # what the other process has let go of
         torch.cuda.empty_cache()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,7 @@ from deltasync import (
 )
 from deltasync.delta.shard import local_of
 from deltasync.transports import shared_memory
+from deltasync.transports.base import SendTransport
 
 _TIMEOUT_S = 120.0
 
@@ -77,16 +80,9 @@ class TrainerEnd:
         place = group.folder / f"lane{group.rank}"
         lane, address = listen(group.plan.link, group.device, place)
         group.told(address)
-        hub, world = group.folder / "calls", group.plan.trainers
-        source = ModuleSource(module)
-        self._sender: WeightSender | TrainerRank
-        if group.rank == 0:
-            ranks = TrainerGroup(shared_memory.Sender(hub), world)
-            self._sender = WeightSender(source, lane, group=ranks)
+        self._sender = sender_of(group.plan, group.rank, module, lane, group.folder / "calls")
+        if isinstance(self._sender, WeightSender):
             self._sender.wait_for_receivers(group.plan.engines, timeout_s=_TIMEOUT_S)
-        else:
-            link = shared_memory.Receiver(hub)
-            self._sender = TrainerRank(source, lane, link, rank=group.rank, world=world)
         self.sync()
 
     def sync(self) -> None:
@@ -136,16 +132,9 @@ class EngineEnd:
         self.stats: list[SyncStats] = []
         self._models = [part_of(plan, group.number, group.device) for _ in range(1 + plan.gathers)]
         self._ways = ShardedEngine(self._models[-1], shapes, plan.trainers)
-        checkpoint = [CheckpointTensor(n, s, torch.bfloat16) for n, s in shapes.items()]
         addresses = group.told(None)[: plan.trainers]
-        first, *lanes = [connect(address, group.device) for address in addresses]
-        self._receiver = WeightReceiver(
-            RoutedTarget(self._models[0], checkpoint),
-            first,
-            lanes=lanes,
-            rank=group.number,
-            world=plan.engines,
-        )
+        model, device = self._models[0], group.device
+        self._receiver = receiver_of(plan, group.number, model, addresses, device)
         self.sync()
 
     def sync(self) -> None:
@@ -191,6 +180,41 @@ def sharded(plan: ShardedPlan, device: torch.device, trainers: Any) -> nn.Module
     return assembled(
         (name, distribute_tensor(tensor, mesh, [_placement(name, tensor)]))
         for name, tensor in plan.model.tensors(device)
+    )
+
+
+def sender_of(
+    plan: ShardedPlan, rank: int, module: nn.Module, lane: SendTransport, hub: Path
+) -> WeightSender | TrainerRank:
+    """What a trainer's rank sends with; its ranks meet at the socket `hub`."""
+    source = ModuleSource(module)
+    if rank == 0:
+        ranks = TrainerGroup(shared_memory.Sender(hub), plan.trainers)
+        return WeightSender(source, lane, group=ranks)
+    return TrainerRank(source, lane, shared_memory.Receiver(hub), rank=rank, world=plan.trainers)
+
+
+def receiver_of(
+    plan: ShardedPlan,
+    number: int,
+    model: Fused,
+    addresses: Sequence[dict[str, Any]],
+    device: torch.device,
+    *,
+    half_written: bool = False,
+) -> WeightReceiver:
+    """What an engine's rank receives with, connected to all ranks of the trainer."""
+    shapes = plan.model.shapes()
+    checkpoint = [CheckpointTensor(name, shape, torch.bfloat16) for name, shape in shapes.items()]
+    first, *lanes = [connect(address, device) for address in addresses]
+    target = RoutedTarget(model, checkpoint)
+    return WeightReceiver(
+        target,
+        first,
+        lanes=lanes,
+        rank=number,
+        world=plan.engines,
+        half_written=half_written,
     )
 
 

@@ -45,6 +45,19 @@ def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path
     assert not descriptors() - open_before  # fewer if garbage of other tests was collected
 
 
+@pytest.mark.timeout(240)
+def test_ranks_of_an_engine_are_killed_and_the_others_connect_again() -> None:
+    options = ["--ranks", "2", "--link", "collective", "--syncs", "12", "--kill-every", "5"]
+    done = CliRunner().invoke(app, [*ON_CPU, *options, "--seed", "4"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["transport"] == "gloo, 2 trainer ranks, 2 engine ranks"
+    assert found["kills"] + found["survivors"] == 4
+    assert found["survivors"] > 0
+    assert found["compared"] == 5
+    assert found["failures"] == []
+
+
 def test_different_bytes_end_it_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: nn.Module) -> str:
         return "not a digest"
