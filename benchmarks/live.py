@@ -282,7 +282,10 @@ def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> d
 def _paced(
     sync: EngineSync, server: Turned, live: Live, trainer: Trainer, plan: LivePlan
 ) -> dict[str, float]:
-    """Tokens in a second: without syncs, with one each second in two ways, and without again."""
+    """Tokens in a second: without syncs, with one each second in two ways, and without again.
+
+    Weights change each second all the time: what changes them takes the engine's GPU, too.
+    """
     found = {}
     for key, way in (("before", ""), ("paced", "one"), ("kept_paced", "kept"), ("after", "")):
         if way:
@@ -291,8 +294,8 @@ def _paced(
             sync.send_weights()
         began = time.monotonic()
         for number in range(round(plan.paced_s / _PERIOD_S)):
+            trainer.flip(plan.densities[-1])
             if way:
-                trainer.flip(plan.densities[-1])
                 sync.send_weights()
             time.sleep(max(0.0, began + (number + 1) * _PERIOD_S - time.monotonic()))
         found[f"{key}_tokens_per_s"] = live.tokens.rate(began, time.monotonic())
