@@ -68,7 +68,7 @@ class ShardedPlan:
             raise ValueError(f"geometry {model!r} is not one of {', '.join(GEOMETRIES)}")
         if parallel not in (None, "fsdp2", "tensor"):
             raise ValueError(f"parallel {parallel!r} is neither fsdp2 nor tensor")
-        is_large = GEOMETRIES[model].numel > _LARGE
+        is_large = _is_large(GEOMETRIES[model])
         how = parallel or ("tensor" if is_large else "fsdp2")
         gathers = how == "fsdp2" and not is_large
         if scale == "tiny":
@@ -86,6 +86,11 @@ class ShardedPlan:
     @property
     def world(self) -> int:
         return self.trainers + self.engines
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the model does not fit beside the other ways."""
+        return _is_large(self.model)
 
     @property
     def model(self) -> Geometry:
@@ -113,3 +118,7 @@ class ShardedPlan:
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         return cls(**fields | {"densities": tuple(fields["densities"])})
+
+
+def _is_large(geometry: Geometry) -> bool:
+    return geometry.numel > _LARGE

@@ -82,8 +82,9 @@ def _records(
 ) -> Iterator[Result]:
     pauses = [pause_s(one) for one in stats]
     found = median(one.density for one in stats)
-    judged = (None, _GOAL_DENSITY if plan.gathers else _LARGE_GOAL_DENSITY)
+    judged = (None, _GOAL_DENSITY) if plan.gathers else (_LARGE_GOAL_DENSITY,)
     is_judged = plan.device_type == "cuda" and density in judged
+    is_judged &= plan.gathers or plan.is_large
     fields = {
         "numel": stats[-1].numel,
         "parameters": len(plan.model.shapes()),

@@ -25,6 +25,7 @@ from deltasync.delta.region import unpaired
 from deltasync.delta.routes.route import Piece, joined
 
 PADDING, COMPUTED = -1, -2
+_CPU = torch.device("cpu")
 _ALIGNED = 32  # bytes or half bytes; at least the largest element
 _BYTE, CODE_BITS = 8, 4
 _GENTLE = 6  # bits
@@ -36,7 +37,7 @@ _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeErr
 
 Tensors = Mapping[str, Tensor]
 Process = Callable[[Tensors], Tensors]
-"""Takes tensors of the wanted shapes and dtypes, on the CPU; returns what it makes of them."""
+"""Takes tensors of the wanted shapes and dtypes; returns what it makes of them."""
 
 
 class Moves:
@@ -50,38 +51,48 @@ class Moves:
             low bits of an element, and of each byte. Floats are no codes; they are all 1 then.
         is_gentle: Whether digits are of 6 bits, so that floats are neither NaN nor negative, for
             code that raises at such.
+        device: Where what it is given is made, and looked at. It takes some 20 bytes for each byte
+            of the inputs.
 
     Raises what `process` raises.
     """
 
     def __init__(
-        self, process: Process, inputs: Tensors, bits: int = _BYTE, *, is_gentle: bool = False
+        self,
+        process: Process,
+        inputs: Tensors,
+        bits: int = _BYTE,
+        *,
+        is_gentle: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
-        self._inputs, self._bits = dict(inputs), bits
+        self._inputs, self._bits, self._device = dict(inputs), bits, device
         self._starts: dict[str, int] = {}
         total = 0
         for name, tensor in inputs.items():
             self._starts[name] = total
             total = _rounded_up(total + self._count(tensor), _ALIGNED)
         width = min(bits, _GENTLE if is_gentle else _BYTE)
-        self._made = _numbers(process, self._inputs, self._starts, total, bits, width)
+        self._made = _numbers(process, self._inputs, self._starts, total, bits, width, device)
         for probe in range(PROBES):
-            given = {name: probed(tensor, probe) for name, tensor in self._inputs.items()}
+            given = {name: probed(one, probe, device) for name, one in self._inputs.items()}
             self._look(process, given, total)
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
 
     def _look(self, process: Process, given: Tensors, total: int) -> None:
         """Take for computed what does not move with these values, if the function takes them."""
-        line = torch.zeros(total, dtype=torch.uint8)
+        line = torch.zeros(total, dtype=torch.uint8, device=self._device)
         for name, tensor in given.items():
             start = self._starts[name]
-            line[start : start + self._count(tensor)] = _fields(tensor, self._bits)
+            line[start : start + self._count(tensor)] = self._fields(tensor)
         try:
             made = process(given)
+        except torch.OutOfMemoryError:
+            raise
         except _REFUSALS:  # a cold start on such values raises, too
             return
-        fields = {name: _fields(one, self._bits) for name, one in made.items()}
+        fields = {name: self._fields(one) for name, one in made.items()}
         # Whether the others are there, and how large they are, depends on values.
         self._made = {
             name: numbers
@@ -103,7 +114,7 @@ class Moves:
                 are left out.
 
         Returns:
-            By result: int64[n] elements of the input, row-major, and int64[n] places of them in the
+            By result: int[n] elements of the input, row-major, and int64[n] places of them in the
             live tensor's storage, in elements of the input's size. An element of which the bytes
             do not lie together is in none.
         """
@@ -121,20 +132,26 @@ class Moves:
         own = live.element_size() * _BYTE // self._bits
         line, begin = _laid_out(self._made[result], live, own, size)
         rows = line.view(-1, size)
-        first = rows[:, 0].long()
-        whole = (rows == first[:, None] + torch.arange(size)).all(1)
+        first = rows[:, 0]
+        following = torch.arange(size, dtype=first.dtype, device=first.device)
+        whole = (rows == first[:, None] + following).all(1)
         whole &= (first >= start) & (first < start + count)
         whole &= (first - start) % size == 0
         return (first[whole] - start) // size, whole.nonzero().view(-1) + begin
 
     def _sources(self, numbers: Tensor) -> set[str]:
         """Names of the inputs of which a result has bytes."""
-        starts = torch.tensor(list(self._starts.values()), dtype=numbers.dtype)
+        starts = torch.tensor(
+            list(self._starts.values()), dtype=numbers.dtype, device=numbers.device
+        )
         found: set[int] = set()
         for block in torch.split(numbers, _BLOCK):
             which = torch.bucketize(block[block >= 0], starts, right=True) - 1
             found.update(torch.bincount(which).nonzero().view(-1).tolist())
         return {self._numbered[number] for number in found}
+
+    def _fields(self, tensor: Tensor) -> Tensor:
+        return _fields(tensor, self._bits, self._device)
 
     def _count(self, tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size() * _BYTE // self._bits
@@ -195,7 +212,7 @@ def _piece(live: str, starts: Sequence[int], dims: Sequence[tuple[int, int, int]
 PROBES = 5
 
 
-def probed(like: Tensor, number: int) -> Tensor:
+def probed(like: Tensor, number: int, device: torch.device = _CPU) -> Tensor:
     """Values that numbers are not, to try functions on; the same in each process.
 
     Floats are finite: of all sizes, with a sign on every other one; among the smallest; among the
@@ -204,16 +221,18 @@ def probed(like: Tensor, number: int) -> Tensor:
     Args:
         like: The wanted shape and dtype.
         number: Which of `PROBES`.
+        device: Where to make them.
     """
-    generator = torch.Generator("cpu").manual_seed(number)
+    generator = torch.Generator(device).manual_seed(number)
     count, size = like.numel(), like.element_size()
     if not like.is_floating_point():
-        line = torch.empty(count * size, dtype=torch.uint8, device="cpu")
+        line = torch.empty(count * size, dtype=torch.uint8, device=device)
         return line.random_(generator=generator).view(like.dtype).view(like.shape)
-    drawn = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     if number >= 3:
-        values = torch.ones_like(drawn) if number == 3 else drawn.sort(descending=True)[0] + 0.5
+        end = 1.0 if number == 3 else 0.5
+        values = torch.linspace(2.0 - end, end, count, dtype=torch.float32, device=device)
         return values.to(like.dtype).view(like.shape)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float64, device=device)
     largest = as_bits(torch.tensor(torch.finfo(like.dtype).max, device="cpu").to(like.dtype))
     most = int(largest) % (1 << _BYTE * size)
     bits = ((most if number == 0 else 8) * drawn).long()
@@ -225,7 +244,13 @@ def probed(like: Tensor, number: int) -> Tensor:
 
 
 def _numbers(
-    process: Process, inputs: Tensors, starts: Mapping[str, int], total: int, bits: int, width: int
+    process: Process,
+    inputs: Tensors,
+    starts: Mapping[str, int],
+    total: int,
+    bits: int,
+    width: int,
+    device: torch.device,
 ) -> Tensors:
     """By result, int[fields]: the number of the input's field that is there, PADDING or COMPUTED.
 
@@ -241,10 +266,10 @@ def _numbers(
     for digit in range(digits + 1):
         straight, mirrored = (
             {
-                name: _fields(made, bits)
+                name: _fields(made, bits, device)
                 for name, made in process(
                     {
-                        n: _counting(t, starts[n], (width * digit, largest, mask), bits)
+                        n: _counting(t, starts[n], (width * digit, largest, mask), bits, device)
                         for n, t in inputs.items()
                     }
                 ).items()
@@ -254,8 +279,8 @@ def _numbers(
         for name in straight.keys() & mirrored.keys():
             one, other = straight[name], mirrored[name]
             if digit == 0:
-                first[name], found[name] = one, torch.zeros(len(one), dtype=dtype)
-                is_padding[name] = is_moved[name] = torch.ones(len(one), dtype=torch.bool)
+                first[name], found[name] = one, torch.zeros_like(one, dtype=dtype)
+                is_padding[name] = is_moved[name] = torch.ones_like(one, dtype=torch.bool)
             if name not in found or len(one) != len(found[name]) or len(one) != len(other):
                 found.pop(name, None)  # its shape depends on values
                 continue
@@ -271,25 +296,30 @@ def _numbers(
     return found
 
 
-def _counting(like: Tensor, start: int, digit: tuple[int, int, int], bits: int) -> Tensor:
+def _counting(
+    like: Tensor, start: int, digit: tuple[int, int, int], bits: int, device: torch.device
+) -> Tensor:
     """A tensor whose fields have a digit of their numbers, which begin at `start`.
 
     The digit is given as (shift, mask, what is exchanged in it).
     """
     if bits == CODE_BITS and like.is_floating_point():
-        return torch.ones(like.shape).to(like.dtype)
+        return torch.ones(like.shape, device=device).to(like.dtype)
     shift, mask, exchanged = digit
     count = like.numel() * like.element_size() * _BYTE // bits
-    numbers = torch.arange(start, start + count)
-    digits = ((numbers >> shift) & mask ^ exchanged).to(torch.uint8)
+    digits = torch.empty(count, dtype=torch.uint8, device=device)
+    for begin in range(0, count, _BLOCK):
+        some = digits[begin : begin + _BLOCK]
+        numbers = torch.arange(start + begin, start + begin + len(some), device=device)
+        some.copy_((numbers >> shift) & mask ^ exchanged)
     if bits == CODE_BITS:
         digits = digits[::2] | digits[1::2] << CODE_BITS
     return digits.view(like.dtype).view(like.shape)
 
 
-def _fields(tensor: Tensor, bits: int) -> Tensor:
-    """uint8[fields] of the elements, row-major, on the CPU."""
-    found = as_bits(tensor.detach()).to("cpu").contiguous().view(-1).view(torch.uint8)
+def _fields(tensor: Tensor, bits: int, device: torch.device) -> Tensor:
+    """uint8[fields] of the elements, row-major."""
+    found = as_bits(tensor.detach()).to(device).contiguous().view(-1).view(torch.uint8)
     if bits == CODE_BITS:
         found = torch.stack((found & 15, found >> CODE_BITS), 1).view(-1)
     return found

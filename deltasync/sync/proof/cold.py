@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ _UNFILLED: frozenset[Any] = frozenset(
 # What engines and torch raise if a tensor has no memory, or if their code does not support it.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
+T = TypeVar("T")
 _REFUSED = 8  # tensors at which a loader may raise
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -51,6 +52,14 @@ class Startup:
         weights
     )
     work_on: Callable[[Sequence[nn.Module]], object] = lambda modules: None
+
+
+def with_room(device: torch.device, work: Callable[[torch.device], T]) -> T:
+    """Do it on a device, or on the host, which takes far longer, if the device has no room."""
+    try:
+        return work(device)
+    except torch.OutOfMemoryError:
+        return work(torch.device("cpu"))
 
 
 @contextmanager

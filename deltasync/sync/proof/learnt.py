@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import identity
+from deltasync.delta.bits import are_equal, as_bits, identity
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import CODE_BITS, Moves, Process, pieces_of
+from deltasync.delta.routes.learning import (
+    CODE_BITS,
+    PROBES,
+    Moves,
+    Process,
+    pieces_of,
+    probed,
+)
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.cold import FAILURES
+from deltasync.sync.proof.cold import FAILURES, with_room
 from deltasync.sync.proof.fixed import fixed_in, with_fixed
 from deltasync.sync.proof.proved import recorded
 from deltasync.sync.proof.proving import Proof, scope_of
@@ -122,17 +129,31 @@ class _Learning:
             found = {name: made[scope + name] for name in live if scope + name in made}
             return {n: t for n, t in found.items() if _is_like(t, live[n])}
 
-        return _Layer(process, inputs, live)
+        return _Layer(process, inputs, live, self._proof.cold.device)
 
 
 class _Layer:
-    """What was learnt of a layer; names are without the layer's."""
+    """What was learnt of a layer; names are without the layer's.
+
+    What seems to stay as it is loaded is not looked at any closer: that is proved later.
+    """
 
     def __init__(
-        self, process: Process, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor]
+        self,
+        process: Process,
+        inputs: Mapping[str, Tensor],
+        live: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
-        self._process, self._inputs, self._live = process, inputs, live
-        self._tables = self._learnt(_BYTE)
+        self._live, self._device = live, device
+        still = self._still = with_room(device, partial(_still, process, inputs, live))
+        self._inputs = {name: one for name, one in inputs.items() if name not in still}
+
+        def work(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            return process({**{n: probed(inputs[n], 3, device) for n in still}, **given})
+
+        self._process: Process = work
+        self._tables = self._learnt(_BYTE) if self._inputs else {}
         self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
 
     @cached_property
@@ -141,17 +162,27 @@ class _Layer:
         return self._learnt(CODE_BITS)
 
     def _learnt(self, bits: int) -> dict[str, _Table]:
+        return with_room(self._device, partial(self._learnt_on, bits))
+
+    def _learnt_on(self, bits: int, device: torch.device) -> dict[str, _Table]:
+        learn = partial(Moves, self._process, self._inputs, bits, device=device)
         try:
             try:
-                moves = Moves(self._process, self._inputs, bits)
+                moves = learn()
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES:
-                moves = Moves(self._process, self._inputs, bits, is_gentle=True)
+                moves = learn(is_gentle=True)
+        except torch.OutOfMemoryError:
+            raise
         except FAILURES as error:
             raise ConfigError(
                 f"the engine's work after loading cannot be watched: it raised {error!r}"
             ) from error
         return {
-            name: _Table(moves.places(name, self._live), loaded.numel() * _fields(loaded, bits))
+            name: _Table(
+                moves.places(name, self._live), loaded.numel() * _fields(loaded, bits), device
+            )
             for name, loaded in self._inputs.items()
             if bits == _BYTE or not loaded.is_floating_point()  # floats are no codes
         }
@@ -161,6 +192,8 @@ class _Layer:
 
         Raises ConfigError.
         """
+        if name in self._still:
+            return (Piece(live=name, source=source, target=target),)
         key = name, source, target
         if key not in self._known:
             self._known[key] = self._found(name, source, target)
@@ -170,13 +203,13 @@ class _Layer:
         return found
 
     def _found(self, name: str, source: Region, target: Region) -> Pieces | str:
-        loaded = self._inputs[name]
-        numbers = torch.arange(source.numel)
+        loaded, device = self._inputs[name], self._tables[name].device
+        numbers = torch.arange(source.numel, device=device)
         elements = target.places(numbers)
         if Region.of(loaded) != Region.run(0, loaded.numel()):
-            order = torch.zeros(Region.of(loaded).stop, dtype=torch.int64)
+            order = torch.zeros(Region.of(loaded).stop, dtype=torch.int64, device=device)
             Region.of(loaded).view(order).copy_(
-                torch.arange(loaded.numel()).view(Region.of(loaded).shape)
+                torch.arange(loaded.numel(), device=device).view(Region.of(loaded).shape)
             )
             elements = order[elements]
         numbers = source.places(numbers)
@@ -198,14 +231,18 @@ class _Table:
     """Where the elements of an input are.
 
     Args:
-        places: By live tensor, int64[n] elements and int64[n] places of them there.
+        places: By live tensor, int[n] elements and int64[n] places of them there.
         count: Elements of the input.
+        device: Where all of that is, and stays.
     """
 
-    def __init__(self, places: Mapping[str, tuple[Tensor, Tensor]], count: int) -> None:
-        self._names = list(places)
-        self._which = torch.full((count,), -1, dtype=torch.int16)  # numbers of live tensors
-        self._where = torch.zeros(count, dtype=torch.int64)
+    def __init__(
+        self, places: Mapping[str, tuple[Tensor, Tensor]], count: int, device: torch.device
+    ) -> None:
+        self._names, self.device = list(places), device
+        # Numbers of live tensors.
+        self._which = torch.full((count,), -1, dtype=torch.int16, device=device)
+        self._where = torch.zeros(count, dtype=torch.int64, device=device)
         total = 0
         for number, (elements, there) in enumerate(places.values()):
             self._which[elements], self._where[elements] = number, there
@@ -234,6 +271,33 @@ class _Table:
                 return "is rearranged after loading in too many pieces"
             found += pieces
         return tuple(found)
+
+
+def _still(
+    process: Process, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor], device: torch.device
+) -> set[str]:
+    """Names of the inputs that the work leaves as they are, and where they are, at all probes."""
+    still = {
+        name
+        for name, one in inputs.items()
+        if name in live and Region.of(one) == Region.of(live[name]) and _is_like(one, live[name])
+    }
+    has_worked = False
+    for number in range(PROBES) if still else ():
+        given = {name: probed(one, number, device) for name, one in inputs.items()}
+        try:
+            made = process(given)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:  # a cold start on such values raises, too
+            continue
+        has_worked = True
+        still = {n for n in still if n in made and _has_bits(made[n], given[n])}
+    return still if has_worked else set()
+
+
+def _has_bits(made: Tensor, given: Tensor) -> bool:
+    return are_equal(as_bits(made).to(given.device), as_bits(given))
 
 
 def _fields(tensor: Tensor, bits: int) -> int:

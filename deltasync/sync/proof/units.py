@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +20,7 @@ from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.delta.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.again import Again
-from deltasync.sync.proof.cold import FAILURES
+from deltasync.sync.proof.cold import FAILURES, with_room
 from deltasync.sync.proof.proving import Bits, Proof, same_bits, scope_of
 
 _SMALL = 4  # a tensor is small if it has one of so many bytes of its module, or less
@@ -84,16 +83,25 @@ def units_of(
     Raises:
         ConfigError: What becomes of `computed` depends on more than small tensors of one module.
     """
-    return _Search(proof, scope, loaded, moved).units(computed)
+    return with_room(
+        proof.cold.device,
+        lambda device: _Search(proof, scope, loaded, moved, device).units(computed),
+    )
 
 
 class _Search:
     """The search in one layer."""
 
     def __init__(
-        self, proof: Proof, scope: str, loaded: Mapping[str, Tensor], moved: Collection[str]
+        self,
+        proof: Proof,
+        scope: str,
+        loaded: Mapping[str, Tensor],
+        moved: Collection[str],
+        device: torch.device,
     ) -> None:
         self._proof, self._scope, self._loaded = proof, scope, loaded
+        self._device = device  # of the values that are tried
         live = proof.scopes.reach((scope,)).tensors
         self._like = {path: (f.alias.shape, f.alias.dtype) for path, f in live.items()}
         small = sum(_num_bytes(loaded[name]) for name in small_of(loaded))
@@ -104,10 +112,15 @@ class _Search:
 
     def units(self, computed: Collection[str]) -> tuple[Unit, ...]:
         for seed in (0, 1):
-            self._add({name: _drawn(one, seed) for name, one in self._loaded.items()})
+            self._add({n: _drawn(one, seed, self._device) for n, one in self._loaded.items()})
         for number in range(PROBES):
-            with suppress(*FAILURES):  # not with such values
-                self._add({name: probed(one, number) for name, one in self._loaded.items()})
+            given = {n: probed(one, number, self._device) for n, one in self._loaded.items()}
+            try:
+                self._add(given)
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES:  # not with such values
+                continue
         if not computed and not any(_differing(self._full[0], one) for one in self._full[1:]):
             return ()
         made_of = {name: self._made_of(name) for name in sorted(small_of(self._loaded))}
@@ -137,6 +150,8 @@ class _Search:
         for other in _others(self._given[0][name]):
             try:
                 now = self._run(self._scope, {**self._given[0], name: other})
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES:  # not with such values
                 continue
             found |= _differing(self._full[0], now)
@@ -173,6 +188,8 @@ class _Search:
             try:
                 again = Again(self._proof, unit.module, unit.made)
                 alone = again.made({name: given[name] for name in unit.given})
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES:
                 return False
             if any(p not in alone or not same_bits(alone[p], full[p]) for p in unit.made):
@@ -206,21 +223,21 @@ def _differing(one: Bits, other: Bits) -> set[str]:
     return (one.keys() ^ other.keys()) | {p for p in both if not same_bits(one[p], other[p])}
 
 
-def _drawn(like: Tensor, seed: int) -> Tensor:
+def _drawn(like: Tensor, seed: int, device: torch.device) -> Tensor:
     """Some values that occur: floats of 0.5 to 1.5, bytes that are such powers of two as scales."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     if like.is_floating_point():
-        values = torch.rand(like.shape, generator=generator, device="cpu") + 0.5
+        values = torch.rand(like.shape, generator=generator, device=device) + 0.5
     else:
         low, high = (96, 160) if like.element_size() == 1 else (1, 1 << 14)
-        values = torch.randint(low, high, like.shape, generator=generator, device="cpu")
+        values = torch.randint(low, high, like.shape, generator=generator, device=device)
     return values.to(like.dtype)
 
 
 def _others(tensor: Tensor) -> Iterator[Tensor]:
     """Other values of a tensor: drawn again, those of probes, larger, smaller."""
-    yield _drawn(tensor, 2)
-    yield from (probed(tensor, number) for number in range(PROBES))
+    yield _drawn(tensor, 2, tensor.device)
+    yield from (probed(tensor, number, tensor.device) for number in range(PROBES))
     if tensor.is_floating_point():
         wide = tensor.float()
         yield (wide * _FACTOR).to(tensor.dtype)
