@@ -161,11 +161,15 @@ class Told:
         """SIGKILL; the process may still be going when this returns."""
         self._process.kill()
 
-    def end(self) -> int:
-        """Let it end, and return its exit status."""
+    def let_go(self) -> None:
+        """Tell it that nothing more is wanted of it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def end(self) -> int:
+        """Let it end, and return its exit status."""
+        self.let_go()
         try:
             return self._process.wait(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

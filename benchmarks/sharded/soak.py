@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,7 +28,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.descriptors import descriptors
-from benchmarks.gpu.engine import FAILURES, begin_engine, synchronize
+from benchmarks.fused import Fused
+from benchmarks.gpu.engine import FAILURES, begin_engine, free_memory, synchronize
 from benchmarks.gpu.links import listen
 from benchmarks.sharded.ends import (
     change_shards,
@@ -109,7 +111,10 @@ class Soak:
                 text = f"{self.number} of {plan.syncs} syncs, v{self.version}, {self.kills} kills"
                 print(text, file=sys.stderr, flush=True)
         self._end_life()
-        ended = [rank.end() for rank in (*self._engines.values(), *self._trainers)]
+        ended = [engine.end() for engine in self._engines.values()]
+        for trainer in self._trainers:  # they wait for each other
+            trainer.let_go()
+        ended += [trainer.end() for trainer in self._trainers]
         if any(ended):
             raise SoakFailed(f"ranks ended with {ended}")
 
@@ -299,12 +304,14 @@ class _Trainer:
 
     def on_write(self) -> None:
         """Write all weights to a file, of which engine ranks read their parts."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            assert isinstance(parameter, DTensor)
-            whole[name] = parameter.full_tensor().detach().cpu()
-        if self._rank == 0:
-            torch.save(whole, self._folder / "weights")
+        with (self._folder / f"weights{self._rank}").open("wb") as file:
+            for parameter in self._module.parameters():
+                assert isinstance(parameter, DTensor)
+                whole = parameter.full_tensor().detach().view(torch.int16)
+                if self._rank == 0:
+                    file.write(whole.cpu().numpy().data)
+        del whole
+        free_memory(self._device)
         dist.barrier()
 
     def on_usage(self) -> dict[str, Any]:
@@ -342,11 +349,22 @@ def _run_engine(plan: ShardedPlan, number: int, folder: Path) -> None:
             receiver = make(half_written=receiver.is_half_written)
             continue
         synchronize(device)
-        whole = torch.load(folder / "weights", mmap=True)
-        wrong = [name for name, tensor in whole.items() if not holds(model, name, tensor)]
-        found = {"wrong": wrong[:3], "version": receiver.version}
+        found = {"wrong": _wrong_in(model, plan, folder / "weights0"), "version": receiver.version}
+        free_memory(device)
         print(json.dumps(found), file=answers, flush=True)
     receiver.close()
+
+
+def _wrong_in(model: Fused, plan: ShardedPlan, path: Path) -> list[str]:
+    """Names of tensors that are not as in a file of all of them."""
+    numel = plan.model.numel
+    line, begin, wrong = torch.from_file(str(path), size=numel, dtype=torch.bfloat16), 0, []
+    for name, shape in plan.model.shapes().items():
+        end = begin + prod(shape)
+        if not holds(model, name, line[begin:end].view(shape)):
+            wrong.append(name)
+        begin = end
+    return wrong
 
 
 if __name__ == "__main__":
