@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from deltasync.delta.bits import as_bits
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import Moves, pieces_of
+from deltasync.delta.routes.learning import CODE_BITS, Moves, pieces_of
 
 DTYPES = [
     torch.uint8,
@@ -170,6 +170,34 @@ def test_values_that_code_refuses_are_not_tried() -> None:
 
     moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
     assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
+
+
+def test_a_lack_of_memory_is_no_refusal() -> None:
+    """A probe that was not tried proves nothing."""
+
+    def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not bool((given["scale"] < 1).all()):
+            raise torch.OutOfMemoryError("planted")
+        return {"s": given["scale"].flip(0)}
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, CODE_BITS])
+def test_on_a_gpu_the_same_is_learnt(dtype: torch.dtype, bits: int) -> None:
+    inputs = {"0": torch.empty(64, 8, dtype=dtype, device="meta")}
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        for name, step in STEPS.items():
+            moves = Moves(lambda t, s=step: {"made": s(t["0"])}, inputs, bits, device=device)  # type: ignore[misc]
+            live = {"made": step(torch.zeros(64, 8, dtype=torch.uint8).to(dtype))}
+            places = moves.places("0", live)
+            found.append((name, {n: [x.tolist() for x in p] for n, p in places.items()}))
+    half = len(STEPS)
+    assert found[:half] == found[half:]
 
 
 def test_elements_whose_bytes_are_torn_apart_have_no_place() -> None:

@@ -51,7 +51,7 @@ class Moves:
             low bits of an element, and of each byte. Floats are no codes; they are all 1 then.
         is_gentle: Whether digits are of 6 bits, so that floats are neither NaN nor negative, for
             code that raises at such.
-        device: Where what it is given is made, and looked at. It takes some 20 bytes for each byte
+        device: Where what it is given is made, and looked at. It takes some 28 bytes for each byte
             of the inputs.
 
     Raises what `process` raises.
