@@ -44,7 +44,9 @@ def _sync(results: list[Result]) -> Figure | None:
     """Left: whole syncs by density, and what else one would do. Right: the phases of ours."""
     if (ways := ways_in(results)) is None:
         return None
-    dense, usual = (_sweep(results, case) for case in ways)
+    widest = max(r.link for r in results if r.case == ways[0])  # of several numbers of ranks
+    here = [r for r in results if r.link == widest]
+    dense, usual = (_sweep(here, case) for case in ways)
     everything, sparse = WAYS[ways]
     figure = Figure(figsize=(10.5, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rich.table import Table
@@ -95,6 +96,7 @@ WAYS = {  # the cases of the dense and of the sparse baseline: their names
 }
 _SUMMARY = (0.001, 0.003, 0.01, 0.05, 0.2, 1.0)  # densities that the README shows
 _SEEN_BY = "vllm serve"
+_RANKS = re.compile(r"(\d+) \S*\s?trainer ranks, (\d+) engine ranks")
 _BOLD = "A bold ratio misses its goal."
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
@@ -120,7 +122,7 @@ def make_markdown(results: list[Result]) -> str:
     links = {result.link: None for result in ordered if result.link}
     between = "" if "sharded_pause" in {r.case for r in ordered} else "Between two processes over "
     lines = [
-        f"{between}{', '.join(links)}. {_BOLD}" if links else _BOLD,
+        f"{between}{'; '.join(links)}. {_BOLD}" if links else _BOLD,
         "",
         row(_COLUMNS[:-1]),
         row("---" for _ in _COLUMNS[:-1]),
@@ -205,9 +207,15 @@ def ways_in(results: list[Result]) -> tuple[str, str] | None:
 
 
 def _by_density(ordered: list[Result]) -> list[str]:
-    """Milliseconds of whole syncs: one row a way, one column a density."""
+    """Milliseconds of whole syncs: one row a way, one column a density; a table for each link."""
     if (ways := ways_in(ordered)) is None:
         return []
+    links = {r.link: None for r in ordered if r.case == ways[0]}
+    tables = (_of_link([r for r in ordered if r.link == link], ways) for link in links)
+    return [line for table in tables for line in table]
+
+
+def _of_link(ordered: list[Result], ways: tuple[str, str]) -> list[str]:
     dense, usual = ({r.density: r for r in ordered if r.case == case} for case in ways)
     everything, sparse = WAYS[ways]
     parts = {
@@ -231,7 +239,7 @@ def _by_density(ordered: list[Result]) -> list[str]:
     ]
     first = next(iter(dense.values()))
     return [
-        f"Whole syncs of {first.model} by share of changed elements:",
+        f"Whole syncs of {first.model} by share of changed elements ({first.link}):",
         "",
         row(("", *(f"{100 * d:.3g} %" for d in dense))),
         row(("---", *("---:" for _ in dense))),
@@ -262,13 +270,19 @@ def _marked(result: Result) -> list[str]:
     return [*texts, bold(value, unless=result.met), goal]
 
 
+def _ranks(result: Result) -> str:
+    """How many ranks of trainer and engine there were, if several."""
+    found = _RANKS.search(result.link)
+    return f", {found[1]} + {found[2]} ranks" if found else ""
+
+
 def _cells(result: Result) -> tuple[str, ...]:
     """One row, in the order of the columns."""
     is_memory = result.ratio_is == MEMORY
     has_other = is_memory or result.baseline_seconds > 0 or result.ratio_is == PER_PARAMETER
     return (
         _ALL[result.case],
-        f"{result.model}, {result.numel / 1e9:.3g} B",
+        f"{result.model}, {result.numel / 1e9:.3g} B{_ranks(result)}",
         f"{100 * result.density:.3g} %",
         mebibytes(result.bytes) if is_memory else milliseconds(result.seconds),
         mebibytes(result.bound_bytes) if is_memory else milliseconds(result.baseline_seconds),
