@@ -23,6 +23,7 @@ WHOLE = (
     "large_over_dense",
     "sharded_over_dense",
     "sharded_adamw_over_dense",
+    "sharded_large",
 )
 """Cases that are whole syncs with their parts, each measured once."""
 
@@ -121,7 +122,7 @@ def _measured(record: Result) -> Measured:
 
 
 def _ranks(link: str) -> tuple[int, int]:
-    found = re.search(r"(\d+) trainer ranks, (\d+) engine ranks", link)
+    found = re.search(r"(\d+) \S*\s?trainer ranks, (\d+) engine ranks", link)
     return (int(found[1]), int(found[2])) if found else (1, 1)
 
 

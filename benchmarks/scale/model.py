@@ -1,10 +1,10 @@
 """What a sync costs, as a sum of few terms, each proportional to something that can be counted.
 
 A sync has four parts, which follow each other: `diff` (the trainer compares), `transfer` (packing,
-sending, staging, checks), `commit` (the engine's pause), and `rest` (messages, and host work that
-grows with the number of parameters). Each part is linear in its features:
+sending, staging, checks), `commit` (the engine's pause), and `rest` (messages and host work). Each
+part is linear in its features:
 
-    diff      1, elements that one trainer rank compares, changes that it finds, 1 for several ranks
+    diff      1; elements and changes of one trainer rank; parameters; 1 for several trainer ranks
     transfer  1, changes sent sparse, elements sent dense, parameters, further trainer ranks
     commit    1; if the sync was staged: 1, changes that a rank looks at, sectors that it writes
     rest      1, parameters, further trainer ranks
@@ -69,7 +69,13 @@ def features(work: Work) -> Mapping[str, tuple[float, ...]]:
     staged = 0.0 if work.is_in_place else 1.0
     return MappingProxyType(
         {
-            "diff": (1.0, work.numel / work.trainers, work.changed / work.trainers, min(more, 1)),
+            "diff": (
+                1.0,
+                work.numel / work.trainers,
+                work.changed / work.trainers,
+                work.parameters,
+                min(more, 1),
+            ),
             "transfer": (1.0, sparse, dense, work.parameters, more),
             "commit": (1.0, staged, staged * sparse, staged * work.sectors),
             "rest": (1.0, work.parameters, more),

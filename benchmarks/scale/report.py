@@ -27,7 +27,13 @@ PAGE = ROOT / "docs" / "scale.md"
 IMAGE = ROOT / "docs" / "images" / "scale.svg"
 LINK = "NCCL"  # whose costs predictions use
 _UNITS = {
-    "diff": ("fixed", "G elements of a rank", "M changes of a rank", "if of several ranks"),
+    "diff": (
+        "fixed",
+        "G elements of a rank",
+        "M changes of a rank",
+        "1,000 parameters",
+        "if of several ranks",
+    ),
     "transfer": ("fixed", "M changes", "G elements, dense", "1,000 parameters", "further rank"),
     "commit": ("fixed", "if staged", "M changes", "M sectors"),
     "rest": ("fixed", "1,000 parameters", "further rank"),
@@ -215,7 +221,7 @@ def _draw_errors(axes: Axes) -> None:
         times = [1e3 * one.total for one in found]
         said = [1e3 * costs.sync(one.work) for one in found]
         axes.scatter(times, said, s=22, color=colour, label=link, zorder=3)
-    ends = (4.0, 100.0)
+    ends = (4.0, 200.0)
     axes.plot(ends, ends, color="#8a8a8a", linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     axes.set(xlabel="measured, ms", ylabel="predicted, ms", title="Whole syncs in the records")

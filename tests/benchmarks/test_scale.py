@@ -17,7 +17,7 @@ from benchmarks.scale.simulate import Fleet, simulate
 COSTS = Costs(
     "made up",
     {
-        "diff": (1e-4, 1e-12, 1e-13, 1e-3),
+        "diff": (1e-4, 1e-12, 1e-13, 8e-7, 1e-3),
         "transfer": (2e-3, 5e-11, 9e-12, 5e-7, 3e-3),
         "commit": (3e-4, 2e-4, 3e-11, 1e-11),
         "rest": (2e-4, 9e-7, 8e-4),
