@@ -15,7 +15,8 @@ every half byte carries a digit in base 16.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -40,19 +41,28 @@ Process = Callable[[Tensors], Tensors]
 """Takes tensors of the wanted shapes and dtypes; returns what it makes of them."""
 
 
+class _NotStill(Exception):
+    """A result that was thought to be an input as it is, is not."""
+
+
 class Moves:
     """Where a function puts the bytes of its inputs.
 
     Args:
         process: The function. It is called several times, with other bits, and must not keep what
-            it is given.
+            it is given, nor write to it.
         inputs: What it takes; shapes and dtypes alone are read.
         bits: 8, or 4 for codes of 4 bits. These are then the elements below. They count from the
             low bits of an element, and of each byte. Floats are no codes; they are all 1 then.
         is_gentle: Whether digits are of 6 bits, so that floats are neither NaN nor negative, for
             code that raises at such.
         device: Where what it is given is made, and looked at. It takes some 28 bytes for each byte
-            of the inputs.
+            of the inputs, but for those that stay.
+        still: Results that may be the inputs of the same names, as they are: where that is so at
+            every call, nothing is kept of their bytes.
+
+    Attributes:
+        still: Those of them that are.
 
     Raises what `process` raises.
     """
@@ -65,34 +75,98 @@ class Moves:
         *,
         is_gentle: bool = False,
         device: torch.device = _CPU,
+        still: Collection[str] = (),
     ) -> None:
         self._inputs, self._bits, self._device = dict(inputs), bits, device
+        self._process, self.still = process, set(still)
         self._starts: dict[str, int] = {}
         total = 0
         for name, tensor in inputs.items():
             self._starts[name] = total
             total = _rounded_up(total + self._count(tensor), _ALIGNED)
-        width = min(bits, _GENTLE if is_gentle else _BYTE)
-        self._made = _numbers(process, self._inputs, self._starts, total, bits, width, device)
-        for probe in range(PROBES):
-            given = {name: probed(one, probe, device) for name, one in self._inputs.items()}
-            self._look(process, given, total)
+        self._learn(total, min(bits, _GENTLE if is_gentle else _BYTE))
         self._numbered = list(self._inputs)
         self._from = {name: self._sources(found) for name, found in self._made.items()}
 
-    def _look(self, process: Process, given: Tensors, total: int) -> None:
+    def _learn(self, total: int, width: int) -> None:
+        is_done = False
+        while not is_done:  # anew whenever something that was thought to stay does not
+            with suppress(_NotStill):
+                self._made = self._numbers(total, width)
+                for probe in range(PROBES):
+                    self._look(probe, total)
+                is_done = True
+
+    def _fields_made(self, given: Tensors) -> dict[str, Tensor]:
+        """uint8[fields] of what the function makes, by result, but of what stays."""
+        fields = {name: self._fields(one) for name, one in self._process(given).items()}
+        for name in sorted(self.still):
+            made = fields.pop(name, None)
+            if made is None or not torch.equal(made, self._fields(given[name])):
+                self.still.remove(name)
+                raise _NotStill
+        return fields
+
+    def _numbers(self, total: int, width: int) -> dict[str, Tensor]:
+        """By result, int[fields]: the number of the input's field there, PADDING or COMPUTED.
+
+        A field is so many bits, and a digit is `width` bits of it. There is a digit beyond the
+        numbers' own, which is 0 in all fields, so that code which turns bits does not look as if it
+        moved any.
+        """
+        dtype, largest = torch.int32 if total < 1 << 31 else torch.int64, (1 << width) - 1
+        digits = max(1, -(-total.bit_length() // width))
+        first: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        is_padding: dict[str, Tensor] = {}
+        is_moved: dict[str, Tensor] = {}
+        for digit in range(digits + 1):
+            straight, mirrored = (
+                self._fields_made(self._counting(width * digit, largest, mask))
+                for mask in (0, largest)
+            )
+            for name in straight.keys() & mirrored.keys():
+                one, other = straight[name], mirrored[name]
+                if digit == 0:
+                    first[name], found[name] = one, torch.zeros_like(one, dtype=dtype)
+                    is_padding[name] = is_moved[name] = torch.ones_like(one, dtype=torch.bool)
+                if name not in found or len(one) != len(found[name]) or len(one) != len(other):
+                    found.pop(name, None)  # its shape depends on values
+                    continue
+                if digit < digits:
+                    found[name] += one.to(dtype) << width * digit
+                else:
+                    is_moved[name] = is_moved[name] & (one == 0)
+                is_padding[name] = is_padding[name] & (one == other) & (one == first[name])
+                is_moved[name] = is_moved[name] & (one == largest - other)
+        for name, numbers in found.items():
+            numbers[~is_moved[name] | (numbers < 0) | (numbers >= total)] = COMPUTED
+            numbers[is_padding[name]] = PADDING
+        return found
+
+    def _counting(self, *digit: int) -> dict[str, Tensor]:
+        """The inputs with a digit of their numbers, which is given as in the function below."""
+        shift, mask, exchanged = digit
+        return {
+            name: _counting(
+                one, self._starts[name], (shift, mask, exchanged), self._bits, self._device
+            )
+            for name, one in self._inputs.items()
+        }
+
+    def _look(self, probe: int, total: int) -> None:
         """Take for computed what does not move with these values, if the function takes them."""
+        given = {name: probed(one, probe, self._device) for name, one in self._inputs.items()}
         line = torch.zeros(total, dtype=torch.uint8, device=self._device)
         for name, tensor in given.items():
             start = self._starts[name]
             line[start : start + self._count(tensor)] = self._fields(tensor)
         try:
-            made = process(given)
+            fields = self._fields_made(given)
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS:  # a cold start on such values raises, too
             return
-        fields = {name: self._fields(one) for name, one in made.items()}
         # Whether the others are there, and how large they are, depends on values.
         self._made = {
             name: numbers
@@ -241,59 +315,6 @@ def probed(like: Tensor, number: int, device: torch.device = _CPU) -> Tensor:
     if number == 0 and like.dtype != torch.float8_e8m0fnu:  # which has no sign
         bits[::2] -= 1 << _BYTE * size - 1
     return bits.to(largest.dtype).view(like.dtype).view(like.shape)
-
-
-def _numbers(
-    process: Process,
-    inputs: Tensors,
-    starts: Mapping[str, int],
-    total: int,
-    bits: int,
-    width: int,
-    device: torch.device,
-) -> Tensors:
-    """By result, int[fields]: the number of the input's field that is there, PADDING or COMPUTED.
-
-    A field is so many bits, and a digit is `width` bits of it. There is a digit beyond the numbers'
-    own, which is 0 in all fields, so that code which turns bits does not look as if it moved any.
-    """
-    dtype, largest = torch.int32 if total < 1 << 31 else torch.int64, (1 << width) - 1
-    digits = max(1, -(-total.bit_length() // width))
-    first: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    is_padding: dict[str, Tensor] = {}
-    is_moved: dict[str, Tensor] = {}
-    for digit in range(digits + 1):
-        straight, mirrored = (
-            {
-                name: _fields(made, bits, device)
-                for name, made in process(
-                    {
-                        n: _counting(t, starts[n], (width * digit, largest, mask), bits, device)
-                        for n, t in inputs.items()
-                    }
-                ).items()
-            }
-            for mask in (0, largest)
-        )
-        for name in straight.keys() & mirrored.keys():
-            one, other = straight[name], mirrored[name]
-            if digit == 0:
-                first[name], found[name] = one, torch.zeros_like(one, dtype=dtype)
-                is_padding[name] = is_moved[name] = torch.ones_like(one, dtype=torch.bool)
-            if name not in found or len(one) != len(found[name]) or len(one) != len(other):
-                found.pop(name, None)  # its shape depends on values
-                continue
-            if digit < digits:
-                found[name] += one.to(dtype) << width * digit
-            else:
-                is_moved[name] = is_moved[name] & (one == 0)
-            is_padding[name] = is_padding[name] & (one == other) & (one == first[name])
-            is_moved[name] = is_moved[name] & (one == largest - other)
-    for name, numbers in found.items():
-        numbers[~is_moved[name] | (numbers < 0) | (numbers >= total)] = COMPUTED
-        numbers[is_padding[name]] = PADDING
-    return found
 
 
 def _counting(

@@ -6,7 +6,7 @@ Only a part of it has memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,15 @@ _UNFILLED: frozenset[Any] = frozenset(
     | {torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_empty_strided}
 )
 # What engines and torch raise if a tensor has no memory, or if their code does not support it.
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 
 T = TypeVar("T")
 _REFUSED = 8  # tensors at which a loader may raise
@@ -55,11 +63,17 @@ class Startup:
 
 
 def with_room(device: torch.device, work: Callable[[torch.device], T]) -> T:
-    """Do it on a device, or on the host, which takes far longer, if the device has no room."""
-    try:
-        return work(device)
-    except torch.OutOfMemoryError:
-        return work(torch.device("cpu"))
+    """Do it on a device, or on the host, which takes far longer, if the device has no room.
+
+    Raises ConfigError if there is none even then: the engine's work takes some, too.
+    """
+    for place in dict.fromkeys((device, torch.device("cpu"))):
+        with suppress(torch.OutOfMemoryError):  # whose traceback holds memory
+            return work(place)
+    raise ConfigError(
+        "there is no memory to find out where the engine moves weights: leave it more of the "
+        "device, as with a lower gpu_memory_utilization of vLLM"
+    )
 
 
 @contextmanager

@@ -10,16 +10,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from deltasync.delta.bits import are_equal, as_bits, identity
+from deltasync.delta.bits import identity
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import (
-    CODE_BITS,
-    PROBES,
-    Moves,
-    Process,
-    pieces_of,
-    probed,
-)
+from deltasync.delta.routes.learning import CODE_BITS, Moves, Process, pieces_of
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
 from deltasync.delta.routes.route import Piece
 from deltasync.errors import ConfigError
@@ -32,6 +25,7 @@ from deltasync.sync.proof.recomputed import Learnt, with_recomputed
 
 Pieces = tuple[Piece, ...]
 _BYTE = 8  # bits
+_TWICE = "is kept twice by the engine, once as it was and once rearranged"
 _COMPUTED = "is computed by the engine's work after loading, not moved"
 
 
@@ -133,10 +127,7 @@ class _Learning:
 
 
 class _Layer:
-    """What was learnt of a layer; names are without the layer's.
-
-    What seems to stay as it is loaded is not looked at any closer: that is proved later.
-    """
+    """What was learnt of a layer; names are without the layer's."""
 
     def __init__(
         self,
@@ -145,15 +136,9 @@ class _Layer:
         live: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self._live, self._device = live, device
-        still = self._still = with_room(device, partial(_still, process, inputs, live))
-        self._inputs = {name: one for name, one in inputs.items() if name not in still}
-
-        def work(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            return process({**{n: probed(inputs[n], 3, device) for n in still}, **given})
-
-        self._process: Process = work
-        self._tables = self._learnt(_BYTE) if self._inputs else {}
+        self._process, self._inputs, self._live, self._device = process, inputs, live, device
+        self._still: dict[str, bool] = {}  # what stays as it is loaded: whether it is kept twice
+        self._tables = self._learnt(_BYTE)
         self._known: dict[tuple[str, Region, Region], Pieces | str] = {}
 
     @cached_property
@@ -165,33 +150,49 @@ class _Layer:
         return with_room(self._device, partial(self._learnt_on, bits))
 
     def _learnt_on(self, bits: int, device: torch.device) -> dict[str, _Table]:
-        learn = partial(Moves, self._process, self._inputs, bits, device=device)
-        try:
-            try:
-                moves = learn()
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:
-                moves = learn(is_gentle=True)
-        except torch.OutOfMemoryError:
-            raise
-        except FAILURES as error:
-            raise ConfigError(
-                f"the engine's work after loading cannot be watched: it raised {error!r}"
-            ) from error
+        moves = self._moves(bits, device)
+        if bits == _BYTE:
+            self._still = {name: bool(moves.places(name, self._live)) for name in moves.still}
         return {
             name: _Table(
                 moves.places(name, self._live), loaded.numel() * _fields(loaded, bits), device
             )
             for name, loaded in self._inputs.items()
+            if name not in moves.still
             if bits == _BYTE or not loaded.is_floating_point()  # floats are no codes
         }
+
+    def _moves(self, bits: int, device: torch.device) -> Moves:
+        still = [name for name in self._inputs if self._is_in_place(name)] if bits == _BYTE else []
+        why = ""
+        for is_gentle in (False, True):
+            try:
+                return Moves(
+                    self._process,
+                    self._inputs,
+                    bits,
+                    is_gentle=is_gentle,
+                    device=device,
+                    still=still,
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as error:
+                why = repr(error)
+        raise ConfigError(f"the engine's work after loading cannot be watched: it raised {why}")
+
+    def _is_in_place(self, name: str) -> bool:
+        """Whether a live tensor lies as this one is loaded."""
+        loaded, live = self._inputs[name], self._live.get(name)
+        return live is not None and _is_like(loaded, live) and Region.of(loaded) == Region.of(live)
 
     def moved(self, name: str, source: Region, target: Region) -> Pieces:
         """Where elements of an input are, of which it is known where they come from.
 
         Raises ConfigError.
         """
+        if self._still.get(name):
+            raise ConfigError(_TWICE)
         if name in self._still:
             return (Piece(live=name, source=source, target=target),)
         key = name, source, target
@@ -258,7 +259,7 @@ class _Table:
         """
         held = self._which[elements]
         if self._is_twice:
-            return "is kept twice by the engine, once as it was and once rearranged"
+            return _TWICE
         if (held < 0).any():
             return _COMPUTED
         found: list[Piece] = []
@@ -271,33 +272,6 @@ class _Table:
                 return "is rearranged after loading in too many pieces"
             found += pieces
         return tuple(found)
-
-
-def _still(
-    process: Process, inputs: Mapping[str, Tensor], live: Mapping[str, Tensor], device: torch.device
-) -> set[str]:
-    """Names of the inputs that the work leaves as they are, and where they are, at all probes."""
-    still = {
-        name
-        for name, one in inputs.items()
-        if name in live and Region.of(one) == Region.of(live[name]) and _is_like(one, live[name])
-    }
-    has_worked = False
-    for number in range(PROBES) if still else ():
-        given = {name: probed(one, number, device) for name, one in inputs.items()}
-        try:
-            made = process(given)
-        except torch.OutOfMemoryError:
-            raise
-        except FAILURES:  # a cold start on such values raises, too
-            continue
-        has_worked = True
-        still = {n for n in still if n in made and _has_bits(made[n], given[n])}
-    return still if has_worked else set()
-
-
-def _has_bits(made: Tensor, given: Tensor) -> bool:
-    return are_equal(as_bits(made).to(given.device), as_bits(given))
 
 
 def _fields(tensor: Tensor, bits: int) -> int:

@@ -236,6 +236,8 @@ def with_recomputed(
 
     Returns:
         The routes. If what `moved` refuses is not of small tensors alone, it is refused still.
+
+    Raises ConfigError if it cannot be found out what else is computed.
     """
     layers = _Layers(proof, recording, moved)
     found = layers.routes()
@@ -244,6 +246,8 @@ def with_recomputed(
         try:
             units = layers.units(found)
         except ConfigError as error:
+            if not moved.refused:  # nothing would say so
+                raise
             found = replace(moved, refused=dict.fromkeys(moved.refused, str(error)))
     for name in () if found.refused else layers.computed:
         loaded, own = layers.loaded[name], as_loaded(name)
