@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor
 
-from deltasync import RoutedTarget, WeightReceiver
+from deltasync import ReceiverOptions, RoutedTarget, WeightReceiver
 from deltasync.delta.bits import _TORCH, as_bits
 from deltasync.errors import (
     CallOrderError,
@@ -158,7 +158,8 @@ def test_detached_weights_are_not_exported(tmp_path: Path) -> None:
 
 def test_weights_that_something_else_wrote_are_refused(tmp_path: Path) -> None:
     with fleet(random_model({"a": (300,)}, seed=0)) as made:
-        receiver, target = copied(made)
+        # Not scrubbed after the sync, which could see it first.
+        receiver, target = copied(made, options=ReceiverOptions(scrub_every=0))
         target.tensors["a"][7] += 1
         with pytest.raises(DigestMismatch, match="something else wrote"):
             export_weights(receiver, tmp_path / "model")
