@@ -100,12 +100,15 @@ class Moves:
     def _fields_made(self, given: Tensors) -> dict[str, Tensor]:
         """uint8[fields] of what the function makes, by result, but of what stays."""
         fields = {name: self._fields(one) for name, one in self._process(given).items()}
-        for name in sorted(self.still):
-            made = fields.pop(name, None)
-            if made is None or not torch.equal(made, self._fields(given[name])):
-                self.still.remove(name)
-                raise _NotStill
-        return fields
+        other = {
+            name
+            for name in self.still
+            if name not in fields or not torch.equal(fields[name], self._fields(given[name]))
+        }
+        if other:
+            self.still -= other
+            raise _NotStill
+        return {name: one for name, one in fields.items() if name not in self.still}
 
     def _numbers(self, total: int, width: int) -> dict[str, Tensor]:
         """By result, int[fields]: the number of the input's field there, PADDING or COMPUTED.
