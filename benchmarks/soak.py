@@ -146,12 +146,12 @@ class Told:
         assert self._process.stdin is not None
         print(json.dumps(words), file=self._process.stdin, flush=True)
 
-    def answer(self) -> Any:
+    def answer(self, timeout_s: float = TIMEOUT_S) -> Any:
         """The answer to what was said last. Raises SoakFailed if there is none."""
         stdout = self._process.stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], 2 * TIMEOUT_S)[0]:
-            raise SoakFailed(f"a process has not answered in {2 * TIMEOUT_S} s")
+        if not select.select([stdout], [], [], timeout_s)[0]:
+            raise SoakFailed(f"a process has not answered in {timeout_s} s")
         line = stdout.readline()
         if not line:
             raise SoakFailed("a process ended; its error is above")

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from benchmarks.gpu.report import WAYS, ways_in
 from benchmarks.plots import DENSE, SPARSE, STYLE, density_axis, finish, line, save
 from benchmarks.record import Result
+from benchmarks.sharded.plan import ranks_of
 
 _USUAL, _REST = "#c77d4f", "#d9d9d9"
 _PHASES = (  # (key of Result.parts, label, colour), from the bottom
@@ -44,8 +45,9 @@ def _sync(results: list[Result]) -> Figure | None:
     """Left: whole syncs by density, and what else one would do. Right: the phases of ours."""
     if (ways := ways_in(results)) is None:
         return None
-    widest = max(r.link for r in results if r.case == ways[0])  # of several numbers of ranks
-    here = [r for r in results if r.link == widest]
+    links = {r.link for r in results if r.case == ways[0]}
+    most = max(links, key=lambda link: ranks_of(link) or ())
+    here = [r for r in results if r.link == most]
     dense, usual = (_sweep(here, case) for case in ways)
     everything, sparse = WAYS[ways]
     figure = Figure(figsize=(10.5, 4.6), layout="constrained")

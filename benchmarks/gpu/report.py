@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from rich.table import Table
 
 from benchmarks.record import MEMORY, PER_PARAMETER, Result
 from benchmarks.report import bold, describe, mebibytes, megabytes, milliseconds, ratio, row, sign
+from benchmarks.sharded.plan import ranks_of
 
 TITLES = {
     "sync_over_dense": "whole sync vs. dense broadcast",
@@ -96,7 +96,6 @@ WAYS = {  # the cases of the dense and of the sparse baseline: their names
 }
 _SUMMARY = (0.001, 0.003, 0.01, 0.05, 0.2, 1.0)  # densities that the README shows
 _SEEN_BY = "vllm serve"
-_RANKS = re.compile(r"(\d+) \S*\s?trainer ranks, (\d+) engine ranks")
 _BOLD = "A bold ratio misses its goal."
 _COLUMNS = ("case", "model", "changed", "time", "baseline", "ratio", "goal", "met")
 
@@ -272,8 +271,8 @@ def _marked(result: Result) -> list[str]:
 
 def _ranks(result: Result) -> str:
     """How many ranks of trainer and engine there were, if several."""
-    found = _RANKS.search(result.link)
-    return f", {found[1]} + {found[2]} ranks" if found else ""
+    found = ranks_of(result.link)
+    return f", {found[0]} + {found[1]} ranks" if found else ""
 
 
 def _cells(result: Result) -> tuple[str, ...]:

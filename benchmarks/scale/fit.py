@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.record import RESULTS, Result, read_records
 from benchmarks.scale.model import DENSE_BYTES, Costs, Work, features
+from benchmarks.sharded.plan import ranks_of
 
 FILES = {"NCCL": ("gpu-nccl", "sharded-nccl"), "CUDA IPC": ("gpu-ipc", "sharded-ipc")}
 WHOLE = (
@@ -109,7 +109,7 @@ def _measured(record: Result) -> Measured:
     parts = record.parts
     known = {name: parts[f"{name}_s"] for name in ("diff", "transfer", "commit")}
     rest = max(record.seconds - sum(known.values()), 0.0)
-    trainers, engine = _ranks(record.link)
+    trainers, engine = ranks_of(record.link) or (1, 1)
     work = Work(
         numel=record.numel,
         parameters=record.parameters,
@@ -119,11 +119,6 @@ def _measured(record: Result) -> Measured:
         engine=engine,
     )
     return Measured(record.case, record.model, work, {**known, "rest": rest}, parts["pause_s"])
-
-
-def _ranks(link: str) -> tuple[int, int]:
-    found = re.search(r"(\d+) \S*\s?trainer ranks, (\d+) engine ranks", link)
-    return (int(found[1]), int(found[2])) if found else (1, 1)
 
 
 def _fitted(counts: Floats, seconds: Floats, least: Floats | float) -> tuple[float, ...]:

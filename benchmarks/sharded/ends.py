@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,9 +112,7 @@ class TrainerEnd:
     def check(self) -> None:
         exchange = self._group.first
         exchange.begin()
-        for parameter in self._module.parameters():
-            assert isinstance(parameter, DTensor)
-            whole = parameter.full_tensor().detach()
+        for whole in wholes(self._module):
             if self._group.number == 0:
                 exchange.give(whole.view(-1))
         self._group.hand_over()
@@ -234,6 +232,13 @@ def shell_of(module: nn.Module, *, replicated: bool = False) -> nn.Module:
             local = nn.Parameter(local_of(parameter))
             shell.register_parameter(name.replace(".", "_"), local)
     return shell
+
+
+def wholes(module: nn.Module) -> Iterator[Tensor]:
+    """Its parameters as they are on all ranks together, which have to ask for them together."""
+    for parameter in module.parameters():
+        assert isinstance(parameter, DTensor)
+        yield parameter.full_tensor().detach()
 
 
 def change_shards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -118,6 +119,12 @@ class ShardedPlan:
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         return cls(**fields | {"densities": tuple(fields["densities"])})
+
+
+def ranks_of(link: str) -> tuple[int, int] | None:
+    """Ranks of trainer and engine, as `ShardedPlan.where` says them; None for another link."""
+    found = re.search(r"(\d+) \S*\s?trainer ranks, (\d+) engine ranks", link)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _is_large(geometry: Geometry) -> bool:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from benchmarks.descriptors import descriptors
 from benchmarks.fused import Fused
@@ -39,6 +38,7 @@ from benchmarks.sharded.ends import (
     sender_of,
     sharded,
     shell_of,
+    wholes,
 )
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.soak import (
@@ -131,7 +131,7 @@ class Soak:
     def _join(self) -> None:
         """Wait until all engine ranks are there."""
         self._trainers[0].say({"do": "wait", "count": self.plan.ranks.engines})
-        self._trainers[0].answer()
+        self._trainers[0].answer(2 * TIMEOUT_S)
         self._next_densities = list(WEIGHTS)
         self._random.shuffle(self._next_densities)
 
@@ -147,7 +147,7 @@ class Soak:
         for trainer in self._trainers:
             say = {"do": "send", "density": density, "seed": seed, "timeout_s": timeout_s}
             trainer.say(say)
-        answers = [trainer.answer() for trainer in self._trainers]
+        answers = [trainer.answer(2 * TIMEOUT_S) for trainer in self._trainers]
         killer.join()
         seconds = answers[0].pop("seconds")
         for answer in answers[1:]:
@@ -305,11 +305,9 @@ class _Trainer:
     def on_write(self) -> None:
         """Write all weights to a file, of which engine ranks read their parts."""
         with (self._folder / f"weights{self._rank}").open("wb") as file:
-            for parameter in self._module.parameters():
-                assert isinstance(parameter, DTensor)
-                whole = parameter.full_tensor().detach().view(torch.int16)
+            for whole in wholes(self._module):
                 if self._rank == 0:
-                    file.write(whole.cpu().numpy().data)
+                    file.write(whole.view(torch.int16).cpu().numpy().data)
         del whole
         free_memory(self._device)
         dist.barrier()
