@@ -125,7 +125,7 @@ class Moves:
         is_moved: dict[str, Tensor] = {}
         for digit in range(digits + 1):
             straight, mirrored = (
-                self._fields_made(self._counting(width * digit, largest, mask))
+                self._fields_made(self._counting((width * digit, largest, mask)))
                 for mask in (0, largest)
             )
             for name in straight.keys() & mirrored.keys():
@@ -147,13 +147,10 @@ class Moves:
             numbers[is_padding[name]] = PADDING
         return found
 
-    def _counting(self, *digit: int) -> dict[str, Tensor]:
+    def _counting(self, digit: tuple[int, int, int]) -> dict[str, Tensor]:
         """The inputs with a digit of their numbers, which is given as in the function below."""
-        shift, mask, exchanged = digit
         return {
-            name: _counting(
-                one, self._starts[name], (shift, mask, exchanged), self._bits, self._device
-            )
+            name: _counting(one, self._starts[name], digit, self._bits, self._device)
             for name, one in self._inputs.items()
         }
 
