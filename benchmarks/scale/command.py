@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.gpu.report import insert
 from benchmarks.record import ROOT
-from benchmarks.scale import fanout, report
+from benchmarks.scale import fanout
 from benchmarks.scale.fanout import RECORD, FanOut
 
 
@@ -19,6 +19,8 @@ def scale(
     ] = False,
 ) -> None:
     """Fit costs to all records, check them, and write predictions into docs/scale.md."""
+    from benchmarks.scale import report  # it draws, and not all who measure have matplotlib
+
     if measure:
         RECORD.write_text(fanout.measure().to_json() + "\n", encoding="utf-8")
     fan_out = FanOut.from_json(RECORD.read_text(encoding="utf-8"))
