@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import live
+from benchmarks import live, live_report
 from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
 from benchmarks.codec import command as codec_command
@@ -174,16 +174,24 @@ def engines(
         list[str] | None,
         typer.Option(help=f"Of --live: some of {', '.join(live.ENGINES)}. Repeatable."),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Of --live: local, on the trainer's GPU; collective, on the next one."),
+    ] = None,
 ) -> None:
     """Measure updates of an engine's model against vLLM's own methods."""
     if is_live:
         if unknown := set(only or ()) - live.ENGINES.keys():
             raise typer.BadParameter(f"--only {min(unknown)}")
-        chosen = live.LivePlan.choose(_scale(quick=quick, tiny=tiny), device, only or ())
+        try:
+            scale = _scale(quick=quick, tiny=tiny)
+            chosen = live.LivePlan.choose(scale, device, link, only or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         kept = LIVE_RECORDS[chosen.device.type] if record else None
         if kept is not None:
             kept.unlink(missing_ok=True)
-        _show(_kept(live.run(chosen), kept, out), live.make_table, as_json=as_json)
+        _show(_kept(live.run(chosen), kept, out), live_report.make_table, as_json=as_json)
         return
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
     results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
@@ -431,7 +439,7 @@ def _markdown(records: Path) -> str:
         return store_report.make_markdown(store_record.read_records(records))
     results = read_records(records)
     if records in LIVE_RECORDS.values():
-        return live.make_markdown(results)
+        return live_report.make_markdown(results)
     is_gpu = any(result.model for result in results)
     return gpu_report.make_markdown(results) if is_gpu else cpu_report.make_markdown(results)
 

@@ -2,6 +2,7 @@
 
 Each sync is done in three ways by turns: the update in one call, in several, and in one that keeps
 what the old weights computed for requests. The engine is the same; only the trainer's end differs.
+The trainer is on the engine's GPU, where their kernels take turns, or on one of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
-from rich.table import Table
 
 from benchmarks.engines import Trainer, config_of
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
+from benchmarks.gpu.links import listen
+from benchmarks.gpu.setup import TRANSPORTS, Link, Setup
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
-from benchmarks.report import describe, row
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
@@ -40,8 +41,6 @@ from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
 from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import ServedSource, served_weights
-from deltasync.transports import cuda_ipc, shared_memory
-from deltasync.transports.base import SendTransport
 from tests.engines.quantized import CONFIGS
 from tests.ranks import free_port
 
@@ -67,7 +66,8 @@ class LivePlan:
         rounds: Times that each way takes its turn.
         requests: How many run at a time.
         paced_s: How long tokens are counted without syncs, and with one each second.
-        device: Where the engine and the trainer are.
+        device: Where the trainer is.
+        link: Whether the engine is on the trainer's device, or on the next GPU.
         engines: The form of the checkpoint and how it runs, of each engine; ENGINES by default.
     """
 
@@ -77,13 +77,20 @@ class LivePlan:
     requests: int
     paced_s: float
     device: torch.device
+    link: Link
     engines: tuple[tuple[str, str], ...]
 
     @classmethod
-    def choose(cls, scale: str, device: str | None, only: Collection[str] = ()) -> Self:
-        """For "full", "quick" or "tiny". `only`: keys of ENGINES; all if empty."""
+    def choose(
+        cls, scale: str, device: str | None, link: str | None = None, only: Collection[str] = ()
+    ) -> Self:
+        """For "full", "quick" or "tiny". `only`: keys of ENGINES; all if empty.
+
+        Raises ValueError for a link that this machine has not.
+        """
         engines = tuple(ENGINES[name] for name in only or ENGINES)
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        setup = Setup.choose(scale, "qwen3-1.7b", device, link or "local")
+        where = setup.device("trainer")
         if where.type == "cuda":
             is_quick = scale == "quick"
             densities = (0.001, 0.003)
@@ -94,10 +101,16 @@ class LivePlan:
                 8,
                 10 if is_quick else 60,
                 where,
+                setup.link,
                 engines,
             )
         rounds, paced_s = {"tiny": (2, 1.0), "quick": (10, 5.0)}.get(scale, (30, 60.0))
-        return cls("tiny", (0.001,), rounds, 4, paced_s, where, engines)
+        return cls("tiny", (0.001,), rounds, 4, paced_s, where, setup.link, engines)
+
+    def model(self, kind: str, form: str) -> str:
+        """In records: the engine, and where the trainer is if that is elsewhere."""
+        is_apart = self.link == "collective" and self.device.type == "cuda"
+        return ", ".join(filter(None, (self.geometry, kind, form, "two GPUs" * is_apart)))
 
 
 class Tokens:
@@ -164,8 +177,25 @@ def run(plan: LivePlan) -> Iterator[Result]:
         with TemporaryDirectory() as name:
             folder = Path(name)
             trainer = _write_model(geometry, form, folder, plan.device)
-            with opened[kind](folder, plan) as live:
+            with _seeing_its_gpu(plan), opened[kind](folder, plan) as live:
                 yield from _measured(kind, form, live, trainer, folder, plan)
+
+
+@contextmanager
+def _seeing_its_gpu(plan: LivePlan) -> Iterator[None]:
+    """Processes that begin in this context see the engine's GPU alone, if it has one of its own."""
+    if plan.link != "collective" or plan.device.type == "cpu":
+        yield
+        return
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = before.split(",")[1] if before else "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.device) -> Trainer:
@@ -192,11 +222,7 @@ def _measured(
     server = Turned(live.client)
     paused = getattr(live.client, "paused", None)
     options = {} if paused is None else {"paused": paused}
-    link: SendTransport = (
-        cuda_ipc.Sender(folder / "link")
-        if plan.device.type == "cuda"
-        else shared_memory.Sender(folder / "link")
-    )
+    link, _ = listen(plan.link, plan.device, folder / "link")
     found: dict[tuple[str, float], list[dict[str, float]]] = defaultdict(list)
     with EngineSync(source, server, link, **options) as sync:
         sync.connect()
@@ -206,6 +232,7 @@ def _measured(
                 server.way = way
                 sync.connect()
                 sync.send_weights()
+                _synced(sync, live, trainer, plan.densities[-1])  # grows the buffers of this way
                 for density in (*plan.densities, 0.0):
                     one = _synced(sync, live, trainer, density)
                     if number:  # the first grows buffers
@@ -216,8 +243,8 @@ def _measured(
     facts = {
         "numel": sum(tensor.numel() for tensor in trainer.weights.values()),
         "parameters": len(trainer.weights),
-        "model": ", ".join(filter(None, (plan.geometry, kind, form))),
-        "link": plan.device.type,
+        "model": plan.model(kind, form),
+        "link": TRANSPORTS[plan.device.type, plan.link],
     }
     for density in (*plan.densities, 0.0):
         ours, theirs = found["one", density], found["several", density]
@@ -441,56 +468,3 @@ def _stream(url: str, model: str, tokens: Tokens) -> None:
                         return
     except (OSError, ValueError, HTTPException) as error:
         tokens.failures.append(f"{type(error).__name__}: {error}")
-
-
-_COLUMNS = (
-    *("engine", "sync", "whole sync", "calls", "staging", "write"),
-    *("longest gap between tokens", "with keys kept", "usual gap"),
-    *("tokens/s without syncs", "with one each second", "with keys kept", "without again"),
-)
-_RATES = ("before", "paced", "kept_paced", "after")
-_SAID = (
-    "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
-    "longest without a token of any request: around a sync, and in 0.1 s before it. Requests that "
-    'run are computed anew after a sync, unless they keep theirs (`caches="version"`).'
-)
-
-
-def make_table(results: list[Result]) -> Table:
-    """For a terminal."""
-    table = Table(*_COLUMNS, title=_SAID)
-    for result in results:
-        table.add_row(*_cells(result))
-    return table
-
-
-def make_markdown(results: list[Result]) -> str:
-    """For docs/performance.md."""
-    environments = {describe(result.environment): None for result in results}
-    lines = [row(_COLUMNS), row("---" for _ in _COLUMNS)]
-    lines += [row(_cells(result)) for result in results]
-    return "\n".join([_SAID, "", *lines, "", *environments])
-
-
-def _cells(result: Result) -> Iterator[str]:
-    parts = result.parts
-    if result.case == "live_reload":
-        took = f"{result.baseline_seconds:.3g} s"
-        yield from (result.model, "all, by vLLM's own reload", took, *[""] * (len(_COLUMNS) - 3))
-        return
-
-    def both(key: str, scale: float = 1e3, unit: str = " ms") -> str:
-        if key not in parts:
-            return ""
-        return f"{parts[key] * scale:.3g} ({parts[f'several_{key}'] * scale:.3g}){unit}"
-
-    def rate(key: str) -> str:
-        return f"{parts[key]:.0f}" if key in parts and result.density else ""
-
-    case = "nothing" if result.case == "live_unchanged" else f"{100 * result.density:g} % changed"
-    yield from (result.model, case, both("total_s"), both("calls", 1, ""))
-    yield from map(both, ("staging_s", "write_s", "gap_s"))
-    kept = parts.get("kept_gap_s")
-    yield "" if kept is None else f"{1e3 * kept:.3g} ms"
-    yield both("usual_gap_s")
-    yield from map(rate, (f"{key}_tokens_per_s" for key in _RATES))

@@ -138,7 +138,7 @@ def make_summary(results: list[Result], live: Iterable[Result] = ()) -> str:
 
     Args:
         results: Of two GPUs.
-        live: Of running engines, if they were measured.
+        live: Of running engines; those are shown that are synced over the same link.
     """
     dense = {r.density: r for r in _in_order(results) if r.case == "sync_over_dense"}
     usual = {r.density: r for r in results if r.case == "sync_over_usual"}
@@ -150,7 +150,8 @@ def make_summary(results: list[Result], live: Iterable[Result] = ()) -> str:
         everything: [r.baseline_seconds for r in shown],
         sparse: [usual[density].baseline_seconds for density in _SUMMARY],
     }
-    seen = {r.density: r for r in live if r.model.endswith(_SEEN_BY) and "gap_s" in r.parts}
+    over_it = (r for r in live if _SEEN_BY in r.model and r.link == shown[0].link)
+    seen = {r.density: r for r in over_it if "gap_s" in r.parts}
     lines = [
         row(("changed elements", *(f"{100 * density:.3g} %" for density in _SUMMARY))),
         row(("---", *("---:" for _ in _SUMMARY))),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
-from benchmarks import live, live_plots
+from benchmarks import live_plots, live_report
 from benchmarks.__main__ import GPU_RECORDS
 from benchmarks.gpu.report import make_summary
-from benchmarks.record import SLOW_DOWN, Result, compared, read_records
+from benchmarks.record import ROOT, SLOW_DOWN, Result, compared, read_records
 
 _GAPS = {
     "gap_s": 0.012,
@@ -24,7 +26,9 @@ _RATES = {
 }
 
 
-def made_up(model: str, density: float, parts: dict[str, float], *, case: str = "") -> Result:
+def made_up(
+    model: str, density: float, parts: dict[str, float], *, case: str = "", link: str = "cpu"
+) -> Result:
     return compared(
         case=case or ("live_changed" if density else "live_unchanged"),
         samples=[0.016],
@@ -38,7 +42,7 @@ def made_up(model: str, density: float, parts: dict[str, float], *, case: str = 
         changed=1,
         parts={"total_s": 0.016, "several_total_s": 0.020, **parts},
         model=model,
-        link="cpu",
+        link=link,
     )
 
 
@@ -53,7 +57,7 @@ def test_engines_with_requests_are_drawn_at_the_largest_share(tmp_path: Path) ->
 
 
 def test_the_table_has_a_row_for_each_record() -> None:
-    *_, reload, changed, unchanged, _, _ = live.make_markdown(
+    *_, reload, changed, unchanged, _, _ = live_report.make_markdown(
         [
             made_up("toy, LLM", 0.003, {}, case="live_reload"),
             made_up("toy, AsyncLLM", 0.003, _GAPS | _RATES),
@@ -68,8 +72,18 @@ def test_the_table_has_a_row_for_each_record() -> None:
 
 def test_the_summary_shows_what_requests_of_a_server_see() -> None:
     gpu = read_records(GPU_RECORDS["NCCL"])
-    running = [made_up("toy, vllm serve", 0.003, _GAPS), made_up("toy, LLM", 0.001, {})]
+    running = [
+        made_up("toy, vllm serve, two GPUs", 0.003, _GAPS, link="NCCL"),
+        made_up("toy, vllm serve", 0.001, _GAPS, link="CUDA IPC"),
+        made_up("toy, LLM", 0.001, {}, link="NCCL"),
+    ]
     summary = make_summary(gpu, running)
     assert "of vllm serve (and without a sync) |  | 12.0 ms (6.00 ms) |" in summary
     assert "Requests: " in summary
     assert "vllm serve" not in make_summary(gpu)
+
+
+def test_engines_are_measured_without_what_draws() -> None:
+    """Environments of engines have no matplotlib."""
+    code = "import sys; sys.modules['matplotlib'] = None; import benchmarks.__main__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100, check=True)
