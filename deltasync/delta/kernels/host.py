@@ -18,8 +18,8 @@ _Bits: TypeAlias = NDArray[Any]
 
 BLOCK = 1 << 14  # elements mixed at once: two uint64 temporaries stay in the L2 cache
 _COMPARED = 1 << 16  # indices compared at once
-_WRITTEN = 1 << 17  # elements written at once: few calls, and a MiB for their widened indices
-_FAR_APART = 8  # mean distance of elements from which numpy writes them faster than torch
+_WRITTEN = 1 << 19  # elements written at once: few calls, and 4 MiB for their widened indices
+_FAR_APART = 64  # mean distance of elements from which numpy writes them faster than torch
 _STEP = np.uint64(GOLDEN_RATIO)
 _M1, _M2 = (np.uint64(m) for m in MULTIPLIERS)
 _S30, _S27, _S31 = (np.uint64(s) for s in (30, 27, 31))
