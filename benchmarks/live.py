@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -177,7 +177,9 @@ def run(plan: LivePlan) -> Iterator[Result]:
         with TemporaryDirectory() as name:
             folder = Path(name)
             trainer = _write_model(geometry, form, folder, plan.device)
-            with _seeing_its_gpu(plan), opened[kind](folder, plan) as live:
+            with ExitStack() as stack:
+                with _seeing_its_gpu(plan):
+                    live = stack.enter_context(opened[kind](folder, plan))
                 yield from _measured(kind, form, live, trainer, folder, plan)
 
 

@@ -44,13 +44,14 @@ _FLAGS = {  # several servers may share a GPU here
     "--gpu-memory-utilization": "0.1",
     "--kv-cache-memory-bytes": str(256 << 20),
     "--max-model-len": "512",
+    "--enforce-eager": "",  # or each start takes a minute
 }
 
 
 @contextmanager
 def served(folder: Path, gpu: int) -> Iterator[tuple[str, Program]]:
     """A `vllm serve` that sees one GPU: its URL, and the process."""
-    flags = [text for flag in _FLAGS.items() for text in flag]
+    flags = [text for flag in _FLAGS.items() for text in flag if text]
     port, name, before = free_port(), "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
     where = ["--model", folder, "--host", _HOST, "--port", port]
     os.environ[name] = before.split(",")[gpu] if before else str(gpu)
