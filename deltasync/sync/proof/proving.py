@@ -191,8 +191,8 @@ class Upkeep:
     steps: dict[frozenset[str], Step] = field(default_factory=dict)
     moved: dict[str, Found] = field(default_factory=dict)
 
-    def run(self, read: Callable[[str], Tensor], changed: Set[str] | None = None) -> None:
-        """Update what is derived from checkpoint tensors.
+    def run(self, read: Callable[[str], Tensor], changed: Set[str] | None = None) -> bool:
+        """Update what is derived from checkpoint tensors. Returns whether there was any.
 
         Args:
             read: Returns the live value of a checkpoint tensor.
@@ -204,10 +204,11 @@ class Upkeep:
             if changed is None or not names.isdisjoint(changed)
         ]
         if not touched:
-            return
+            return False
         names = tuple(name for step in touched for name in step.names)
         self.take(Step(names, tuple(m for step in touched for m in step.modules)), read)
         settle(self.moved)
+        return True
 
     def take(self, step: Step, read: Callable[[str], Tensor]) -> None:
         """Do what a step requires."""

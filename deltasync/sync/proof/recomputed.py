@@ -177,9 +177,6 @@ class Recomputed:
         return {n: self._rooms[n] if n in self._rooms else beside[as_loaded(n)] for n in unit.given}
 
     def _made(self, unit: Unit, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        for path, found in self._live[unit].items():
-            if found.is_moved:
-                raise TargetMoved(f"storage of {path!r} was replaced; rejoin")
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
                 results = self._again[unit].made(given)
@@ -192,6 +189,8 @@ class Recomputed:
             ) from error
         for path, found in self._live[unit].items():
             now, live = results.get(path), found.alias
+            if found.is_moved:
+                raise TargetMoved(f"storage of {path!r} was replaced; rejoin")
             if now is None or (now.shape, now.dtype) != (live.shape, live.dtype):
                 raise EngineFailed(f"the engine's work after loading makes no {path!r} any more")
         return results

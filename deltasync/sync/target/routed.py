@@ -247,19 +247,21 @@ class RoutedTarget:
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what is derived. Raises TargetMoved if that moves the weights.
 
-        After a delta from which nothing is derived, nothing runs that could move them. Then they
-        are not checked a second time within the pause.
+        After a delta after which nothing ran in this engine, nothing could have moved them: what is
+        recomputed is computed in another instance. Then they are not checked a second time within
+        the pause.
         """
-        is_derived = bool(self._recomputed or (self.upkeep and self.upkeep.steps))
-        if changed is not None and not is_derived and self._finish is _nothing:
-            return
         self._finish()
-        names = None if changed is None else {self._names[n] for n in changed}
-        if self._recomputed is not None:
-            self._recomputed.run(self._read, names)
-        if self.upkeep is not None:
-            self.upkeep.run(self._read, names)
-        self.check_unmoved()
+        has_run = changed is None or self._finish is not _nothing
+        upkeep = self.upkeep if self.upkeep is not None and self.upkeep.steps else None
+        if self._recomputed is not None or upkeep is not None:
+            names = None if changed is None else {self._names[n] for n in changed}
+            if self._recomputed is not None:
+                self._recomputed.run(self._read, names)
+            if upkeep is not None:
+                has_run |= upkeep.run(self._read, names)
+        if has_run:
+            self.check_unmoved()
 
     def _read(self, name: str) -> Tensor:
         return read_whole(*self._held[name])
