@@ -295,7 +295,9 @@ def _synced(sync: EngineSync, live: Live, trainer: Trainer, density: float) -> d
     time.sleep(0.05)
     found = {
         "total_s": end - begin,
+        "compare_s": stats.diff_s,
         "staging_s": stats.transfer_s,
+        "commit_s": stats.commit_s,
         "write_s": stats.receiver_commit_s,
         "calls": float(live.calls - calls),
         "changed": float(stats.nnz),
