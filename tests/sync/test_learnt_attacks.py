@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from tests.sync.harness import Fleet, fleet
 from tests.sync.test_learnt import Engine, Matrix
 from tests.sync.test_learnt import checkpoint as matrices
 from tests.sync.test_recomputed import (
+    Fused,
     FusedEngine,
     State,
     check_is,
@@ -200,3 +201,56 @@ def test_a_full_sync_after_an_abort_computes_all() -> None:
         here.wait(1)
         here.sender.send_weights()
         check_is(engine, now, before)
+
+
+class Peers(Matrix):
+    """At one value its work replaces something of all instances, which their class knows."""
+
+    instances: ClassVar[list[Peers]] = []
+    replaced = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instances.append(self)
+
+    def work(self) -> None:
+        self.weight = fixed(self.weight.data.t().contiguous())
+        self.limit = fixed(self.scale.data.max().clamp(min=1000.0))
+        for peer in self.instances if self.scale.data.max() == 5000 else ():
+            if peer is not self and hasattr(peer, "limit"):
+                there = getattr(peer, self.replaced)
+                setattr(peer, self.replaced, fixed(there.detach().clone()))
+
+
+@pytest.mark.parametrize("replaced", ["weight", "limit"])
+def test_work_that_reaches_the_live_engine_through_its_class_fails_the_sync(
+    replaced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kind(Engine):
+        made = Peers
+
+    monkeypatch.setattr(Peers, "instances", [])
+    monkeypatch.setattr(Peers, "replaced", replaced)
+    now = reordered(matrices(0), 0.5)
+    with followed(Kind.started(now), now) as (here, source, serving):
+        name = "layers.0.0.scale"
+        source.take(now | {name: torch.full_like(now[name], 5000.0)})
+        with pytest.raises(SyncAborted, match=r"storage of .* was replaced"):
+            here.sender.send_weights()
+        assert serving.receiver.is_dirty
+
+
+def test_a_result_that_was_replaced_is_refused_by_name_when_the_receiver_rejoins() -> None:
+    now = checkpoint(0)
+    engine = FusedEngine.started(now)
+    with followed(engine, now) as (here, source, serving):
+        fused = engine.layers[1]
+        assert isinstance(fused, Fused)
+        fused.alpha = fixed(torch.zeros_like(fused.alpha.data))
+        serving.receiver.invalidate()
+        source.take(now | {"norm": checkpoint(1)["norm"]})
+        for _ in range(2):  # the first one may only find that the connection was lost
+            here.wait(1)
+            with pytest.raises(SyncAborted):
+                here.sender.send_weights(timeout_s=5)
+        assert any("has replaced 'layers.1.alpha'" in str(error) for error in serving.errors)

@@ -97,10 +97,11 @@ class Recomputed:
         # Of what each unit's results were computed, and what they were then: digests.
         self._state: dict[Unit, tuple[int, int]] = {}
 
-    def run(self, read: Read, changed: Collection[str] | None = None) -> None:
+    def run(self, read: Read, changed: Collection[str] | None = None) -> bool:
         """Compute again what follows from tensors that were written, and copy it to the engine.
 
-        Nothing is copied before all is computed.
+        Nothing is copied before all is computed. Returns whether there was anything to compute:
+        then the engine's code has run, which may share state with the live engine.
 
         Args:
             read: Returns the live value of a checkpoint tensor.
@@ -131,6 +132,7 @@ class Recomputed:
         )
         for unit, digest in zip(made, self._digests.of(unit.made for unit in made), strict=True):
             self._state[unit] = digests[unit], digest
+        return bool(made)
 
     def verify(self, read: Read) -> None:
         """Raise ConfigError, by name, if the engine holds something else than `run` computes."""
@@ -152,7 +154,17 @@ class Recomputed:
         self._state |= dict(zip(self._units, zip(of_given, of_made, strict=True), strict=True))
 
     def look(self) -> None:
-        """Note what the engine has lost or changed since, as in its sleep: `run` makes it anew."""
+        """Note what the engine has lost or changed since, as in its sleep: `run` makes it anew.
+
+        Raises ConfigError, by name, if it has replaced what was computed.
+        """
+        for live in self._live.values():
+            for path, found in live.items():
+                if found.is_moved:
+                    raise ConfigError(
+                        f"the engine has replaced {path!r}, which it computes of its weights, "
+                        "since routes to them were learnt: restart it"
+                    )
         known = list(self._state)
         for unit, digest in zip(known, self._digests.of(u.made for u in known), strict=True):
             if self._state[unit][1] != digest:

@@ -247,9 +247,8 @@ class RoutedTarget:
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Update what is derived. Raises TargetMoved if that moves the weights.
 
-        After a delta after which nothing ran in this engine, nothing could have moved them: what is
-        recomputed is computed in another instance. Then they are not checked a second time within
-        the pause.
+        After a delta after which none of the engine's code ran, nothing could have moved them. Then
+        they are not checked a second time within the pause.
         """
         self._finish()
         has_run = changed is None or self._finish is not _nothing
@@ -257,7 +256,7 @@ class RoutedTarget:
         if self._recomputed is not None or upkeep is not None:
             names = None if changed is None else {self._names[n] for n in changed}
             if self._recomputed is not None:
-                self._recomputed.run(self._read, names)
+                has_run |= self._recomputed.run(self._read, names)
             if upkeep is not None:
                 has_run |= upkeep.run(self._read, names)
         if has_run:
