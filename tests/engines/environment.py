@@ -19,7 +19,7 @@ def use_cpu(monkeypatch: pytest.MonkeyPatch, *, packs: bool) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", ",".join(plugins))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # no compiler, no warm-up
-    # Or all workers are bound to one core, where one of them can starve the others.
+    # Or each rank has a NUMA node, and all servers the same core, where one can starve others.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

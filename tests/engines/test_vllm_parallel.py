@@ -18,7 +18,6 @@ def test_the_ranks_of_an_engine_follow(
     architecture: str, setup: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpu(monkeypatch, packs=False)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     with Program("-m", "tests.engines.parallel", tmp_path, architecture, setup, mode) as program:
         assert "followed" in program.wait(timeout_s=480)

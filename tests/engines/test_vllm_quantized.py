@@ -111,7 +111,6 @@ def test_a_whole_engine_follows_and_generates(
     form: str, setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Found
 ) -> None:
     use_cpu(monkeypatch, packs=False)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     command = ("-m", "tests.engines.parallel", tmp_path, "LlamaForCausalLM", setup, "refuse")
     with Program(*command, form) as program:
@@ -147,7 +146,6 @@ def test_ranks_take_their_parts_of_quantized_experts(
     use_cpu(monkeypatch, packs=False)
     monkeypatch.setenv("VLLM_PLUGINS", f"{os.environ['VLLM_PLUGINS']},kernels_of_gpus")
     monkeypatch.setenv("TESTED_KERNELS", f"{kernel} {experts}")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else a NUMA node for each rank
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the test's look inside
     command = ("-m", "tests.engines.parallel", tmp_path, "Qwen3MoeForCausalLM", setup, "refuse")
     with Program(*command, form) as program:
