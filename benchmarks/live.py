@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -33,6 +33,7 @@ from benchmarks.engines import Trainer, config_of
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 from benchmarks.gpu.links import listen
 from benchmarks.gpu.setup import TRANSPORTS, Link, Setup
+from benchmarks.processes import seeing_gpu
 from benchmarks.record import SLOW_DOWN, SPEED_UP, Result, compared
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
@@ -107,10 +108,14 @@ class LivePlan:
         rounds, paced_s = {"tiny": (2, 1.0), "quick": (10, 5.0)}.get(scale, (30, 60.0))
         return cls("tiny", (0.001,), rounds, 4, paced_s, where, setup.link, engines)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether trainer and engine have a GPU each."""
+        return self.link == "collective" and self.device.type == "cuda"
+
     def model(self, kind: str, form: str) -> str:
         """In records: the engine, and where the trainer is if that is elsewhere."""
-        is_apart = self.link == "collective" and self.device.type == "cuda"
-        return ", ".join(filter(None, (self.geometry, kind, form, "two GPUs" * is_apart)))
+        return ", ".join(filter(None, (self.geometry, kind, form, "two GPUs" * self.is_apart)))
 
 
 class Tokens:
@@ -178,26 +183,9 @@ def run(plan: LivePlan) -> Iterator[Result]:
             folder = Path(name)
             trainer = _write_model(geometry, form, folder, plan.device)
             with ExitStack() as stack:
-                with _seeing_its_gpu(plan):
+                with seeing_gpu(1) if plan.is_apart else nullcontext():
                     live = stack.enter_context(opened[kind](folder, plan))
                 yield from _measured(kind, form, live, trainer, folder, plan)
-
-
-@contextmanager
-def _seeing_its_gpu(plan: LivePlan) -> Iterator[None]:
-    """Processes that begin in this context see the engine's GPU alone, if it has one of its own."""
-    if plan.link != "collective" or plan.device.type == "cpu":
-        yield
-        return
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = before.split(",")[1] if before else "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.device) -> Trainer:
@@ -229,16 +217,15 @@ def _measured(
     with EngineSync(source, server, link, **options) as sync:
         sync.connect()
         sync.send_weights()
-        for number in range(plan.rounds + 1):
+        for _ in range(plan.rounds):
             for way in _WAYS:
                 server.way = way
                 sync.connect()
                 sync.send_weights()
-                _synced(sync, live, trainer, plan.densities[-1])  # grows the buffers of this way
+                trainer.flip(plan.densities[-1])
+                sync.send_weights()  # grows buffers
                 for density in (*plan.densities, 0.0):
-                    one = _synced(sync, live, trainer, density)
-                    if number:  # the first grows buffers
-                        found[way, density].append(one)
+                    found[way, density].append(_synced(sync, live, trainer, density))
         rates = _paced(sync, server, live, trainer, plan) if live.tokens.times else {}
     if live.tokens.failures:
         raise RuntimeError(f"a request failed: {live.tokens.failures[0]}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def start(
@@ -17,3 +22,16 @@ def start(
         text=True,
         start_new_session=own_session,
     )
+
+
+@contextmanager
+def seeing_gpu(number: int) -> Iterator[None]:
+    """Processes that begin in this context see one of the GPUs that this process sees."""
+    before = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = before.split(",")[number] if before else str(number)
+    try:
+        yield
+    finally:
+        os.environ.pop(_VISIBLE)
+        if before is not None:
+            os.environ[_VISIBLE] = before

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import seeing_gpu
 from deltasync import SyncStats
 from deltasync.config import network_secret
 from deltasync.integrations.fleet import EngineFleet
@@ -39,26 +40,22 @@ _BACKEND = "nccl" if _IS_GPU else "gloo"
 _EXAMPLES = ROOT / "docs" / "examples"
 _HOST = "127.0.0.1"
 _ROUNDS, _SHARE = 20, 0.003
-_FLAGS = {  # several servers may share a GPU here
-    "--weight-transfer-config": '{"backend": "deltasync"}',
-    "--gpu-memory-utilization": "0.1",
-    "--kv-cache-memory-bytes": str(256 << 20),
-    "--max-model-len": "512",
-    "--enforce-eager": "",  # or each start takes a minute
-}
+_FLAGS = [  # several servers may share a GPU here
+    *("--weight-transfer-config", '{"backend": "deltasync"}'),
+    *("--gpu-memory-utilization", "0.1"),
+    *("--kv-cache-memory-bytes", str(256 << 20)),
+    *("--max-model-len", "512"),
+    "--enforce-eager",  # or each start takes a minute
+]
 
 
 @contextmanager
 def served(folder: Path, gpu: int) -> Iterator[tuple[str, Program]]:
     """A `vllm serve` that sees one GPU: its URL, and the process."""
-    flags = [text for flag in _FLAGS.items() for text in flag if text]
-    port, name, before = free_port(), "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    port = free_port()
     where = ["--model", folder, "--host", _HOST, "--port", port]
-    os.environ[name] = before.split(",")[gpu] if before else str(gpu)
-    program = Program("-m", "vllm.entrypoints.openai.api_server", *where, *flags)
-    os.environ.pop(name)
-    if before is not None:
-        os.environ[name] = before
+    with seeing_gpu(gpu):
+        program = Program("-m", "vllm.entrypoints.openai.api_server", *where, *_FLAGS)
     with program:
         yield f"http://{_HOST}:{port}", program
 
@@ -87,10 +84,10 @@ class _Fleet:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         device = torch.device("cuda" if _IS_GPU else "cpu")
-        self._weights = {name: t.to(device) for name, t in checkpoint(folder, 0).items()}
-        self._generator = torch.Generator().manual_seed(1)
+        self._weights, self._generator = checkpoint(folder, 0), torch.Generator().manual_seed(1)
+        self._source = Weights({n: t.to(device, copy=True) for n, t in self._weights.items()})
         link = collective.Sender(backend=_BACKEND, device=device, secret=network_secret())
-        self.fleet = stack.enter_context(EngineFleet(Weights(self._weights), link))
+        self.fleet = stack.enter_context(EngineFleet(self._source, link))
         self.running = {gpu: stack.enter_context(served(folder, gpu)) for gpu in (1, 2)}
         for gpu in self.running:
             self.add(gpu)
@@ -104,10 +101,8 @@ class _Fleet:
 
     def sync(self) -> tuple[float, SyncStats]:
         """What a sync of new weights took, and what it says."""
-        for tensor in self._weights.values():
-            held = {"": tensor.cpu()}
-            change(held, _SHARE, self._generator)
-            tensor.copy_(held[""])
+        change(self._weights, _SHARE, self._generator)
+        self._source.take(self._weights)
         began = time.monotonic()
         stats = self.fleet.send_weights()
         return time.monotonic() - began, stats
