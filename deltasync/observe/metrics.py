@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import re
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -25,12 +26,16 @@ SECONDS = (
 OTHER = "other"
 """The label of everything beyond what labels are bounded to."""
 
-_ERRORS = frozenset(
-    name
-    for module in (errors, builtins)
-    for name, value in vars(module).items()
-    if isinstance(value, type) and issubclass(value, BaseException)
-) | {"Detached", "OutOfMemoryError"}
+
+def _names_of_errors(module: ModuleType) -> frozenset[str]:
+    kinds = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return frozenset(name for name, kind in kinds.items() if issubclass(kind, BaseException))
+
+
+_OTHERS = {"Detached", "OutOfMemoryError"}  # no exceptions, or of torch
+_ERRORS = _names_of_errors(errors) | _names_of_errors(builtins) | _OTHERS
+_PUT = ("delta", "fold", "anchor")
+_LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
 _M = TypeVar("_M", bound=MetricWrapperBase)
 _GENERATED = re.compile(r"^(engine|relay)-[0-9a-f]{8}(?=$|-\d+|\[)")
 
@@ -80,8 +85,8 @@ class Metrics:
                 self._receive_failed(event)
 
     def _make_sender(self) -> None:
-        self._syncs = self._counters("syncs", "Syncs that receivers took", "kind")
-        self._failures = self._counters("sync_failures", "Syncs that no receiver took", "error")
+        self._syncs = self._kinds("syncs", "Syncs that receivers took", "delta", "full")
+        self._failures = self._errors("sync_failures", "Syncs that no receiver took")
         self._sync_s = self._histogram("sync", "One call of send_weights")
         self._compare_s = self._histogram("compare", "Comparing with the snapshot")
         self._transfer_s = self._histogram("transfer", "First frame until all receivers prepared")
@@ -93,7 +98,7 @@ class Metrics:
         self._density = self._gauge("density_ratio", "Share of elements changed, last delta")
         self._full_syncs = self._counter("full_syncs", "Receivers that needed a full sync")
         self._joins = self._counter("joined_receivers", "Receivers that joined")
-        self._lost = self._counters("lost_receivers", "Receivers that left", "reason")
+        self._lost = self._errors("lost_receivers", "Receivers that left", label="reason")
         self._retries = self._counter("retried_attempts", "Attempts beyond the first of a version")
         self._warnings = self._counter("warnings", "Warnings of the sender")
         self._version = self._gauge("version", "The last version decided")
@@ -104,8 +109,8 @@ class Metrics:
         self._synced_at = self._gauge("last_sync_timestamp_seconds", "When the last sync ended")
 
     def _make_receiver(self) -> None:
-        self._receives = self._counters("receiver_syncs", "Syncs received", "kind")
-        self._receive_failures = self._counters("receiver_failures", "Syncs that failed", "error")
+        self._receives = self._kinds("receiver_syncs", "Syncs received", "delta", "full", "joined")
+        self._receive_failures = self._errors("receiver_failures", "Syncs that failed")
         self._stage_s = self._histogram("receiver_stage", "Receiving and staging; engine serves")
         self._write_s = self._histogram("receiver_commit", "Writing and reading back")
         self._pause_s = self._histogram("receiver_pause", "The pause of the engine")
@@ -117,9 +122,10 @@ class Metrics:
         self._dirty = self._gauges("receiver_dirty", "1 while it must not serve", "receiver")
 
     def _make_publisher(self) -> None:
-        self._publishes = self._counters("published_versions", "Versions published", "kind")
-        self._publish_failures = self._counters("publish_failures", "Calls that failed", "error")
-        self._published_bytes = self._counters("published_bytes", "Bytes written", "object")
+        kinds = ("delta", "anchor", "unchanged")
+        self._publishes = self._kinds("published_versions", "Versions published", *kinds)
+        self._publish_failures = self._errors("publish_failures", "Calls that failed")
+        self._published_bytes = self._counters("published_bytes", "Bytes written", "object", *_PUT)
         self._publish_s = self._histogram("publish", "One call of publish")
         self._published_version = self._gauge("published_version", "The newest version")
 
@@ -172,13 +178,9 @@ class Metrics:
     def _published(self, stats: PublishStats) -> None:
         self._publishes[stats.kind].inc()
         self._publish_s.observe(stats.total_s)
-        for what, num_bytes in (
-            ("delta", stats.delta_bytes),
-            ("fold", stats.fold_bytes),
-            ("anchor", stats.anchor_bytes),
-        ):
-            if num_bytes:
-                self._published_bytes[what].inc(num_bytes)
+        put = (stats.delta_bytes, stats.fold_bytes, stats.anchor_bytes)
+        for what, num_bytes in zip(_PUT, put, strict=True):
+            _inc(self._published_bytes[what], num_bytes)
         self._published_version.set(stats.version)
         _inc(self._warnings, len(stats.warnings))
 
@@ -189,8 +191,18 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"deltasync_{name}", text, registry=self._registry)
 
-    def _counters(self, name: str, text: str, label: str) -> _By[Counter]:
-        return _By(Counter(f"deltasync_{name}", text, (label,), registry=self._registry))
+    def _counters(self, name: str, text: str, label: str, *known: str) -> _By[Counter]:
+        """Labels that are `known` begin at 0, or Prometheus would see no increase in the first."""
+        counters = _By(Counter(f"deltasync_{name}", text, (label,), registry=self._registry))
+        for value in known:
+            counters[value].inc(0)
+        return counters
+
+    def _kinds(self, name: str, text: str, *kinds: str) -> _By[Counter]:
+        return self._counters(name, text, "kind", *kinds)
+
+    def _errors(self, name: str, text: str, label: str = "error") -> _By[Counter]:
+        return self._counters(name, text, label, *_LIKELY)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltasync import subscribe
-from deltasync.errors import ConfigError, DirtyReceiver
+from deltasync.errors import ConfigError, DirtyReceiver, PeerLost
 from tests.observe.made import failed, published, received, sync
 from tests.sync.harness import fleet, random_model, step, until
 
@@ -25,6 +25,7 @@ from deltasync.observe.metrics import OTHER, Metrics, reason_class
 
 pytestmark = pytest.mark.timeout(60)
 
+PAYLOADS = "deltasync_payload_bytes"  # by codec: of use is its rate
 UNITS = ("_seconds", "_bytes", "_ratio", "_elements")
 
 
@@ -100,6 +101,26 @@ def test_each_field_goes_where_it_belongs(
     assert value("commit_seconds_bucket", le="0.0005") == 0
 
 
+def test_the_first_failure_of_a_type_is_an_increase(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    """Prometheus sees none in a counter that begins at 1: alerts would miss it."""
+    metrics = Metrics(registry)
+    before = {(s.name, *s.labels.items()) for m in registry.collect() for s in m.samples}
+    gone = {"a": "PeerLost: x", "b": "Detached: x", "c": "what is that"}
+    for error in (PeerLost("x"), OSError("x"), RuntimeError("x"), torch.OutOfMemoryError("x")):
+        for role in ("sender", "publisher"):
+            metrics(failed(error, role=role, lost=gone))
+        metrics(failed(error, role="receiver", name="a"))
+    metrics(sync(kind="full"))
+    metrics(received(kind="full"))
+    metrics(published(kind="unchanged"))
+    counters = [m for m in registry.collect() if m.type == "counter" and m.name != PAYLOADS]
+    found = {(s.name, *s.labels.items()) for m in counters for s in m.samples}
+    assert found <= before
+    assert value("lost_receivers_total", reason="PeerLost") == 4
+
+
 def test_names_follow_the_conventions_of_prometheus(
     registry: CollectorRegistry,
 ) -> None:
@@ -126,7 +147,11 @@ def test_labels_stay_few_whatever_peers_are_called(
     for label in ("engine", "receiver"):
         assert len({s.labels[label] for s in samples if label in s.labels}) == 4
     assert value("engine_version", engine=OTHER) == 2
-    assert {s.labels["reason"] for s in samples if "reason" in s.labels} == {OTHER}
+    lost = [s for s in samples if s.name == "deltasync_lost_receivers_total"]
+    counted = {s.labels["reason"]: s.value for s in lost}
+    assert counted.pop(OTHER) == 400
+    assert set(counted.values()) == {0}
+    assert len(counted) < 64
 
 
 def test_names_that_are_made_at_each_connect_share_a_label(
