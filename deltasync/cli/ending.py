@@ -51,7 +51,7 @@ def with_exit_codes(
             silence(sys.stdout)
             raise told(error, BAD_INPUT) from None
         except (MemoryError, RuntimeError) as error:
-            from deltasync.sync.staging_thread import is_lack_of_memory
+            from deltasync.delta.memory import is_lack_of_memory
 
             if not is_lack_of_memory(error):
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
-import torch
-
+from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -28,12 +26,6 @@ logger = logging.getLogger(__name__)
 Pause: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 _TURN_S = 1.0  # how long one wait for a frame may last before the thread looks whether to stop
-_LACK_OF_MEMORY = (
-    "allocate memory",  # torch on Linux
-    "not enough memory",  # torch elsewhere
-    "out of memory",  # pinned memory of a CUDA driver
-    "start new thread",  # which lacks room for its stack
-)
 _RETRY_S = 0.2  # between a failed sync and rejoining
 
 
@@ -230,13 +222,3 @@ class StagingThread:
         if why != self._logged:
             logger.warning("%s rejoins, after a sync that failed: %s", self._receiver.name, why)
         self._logged = why
-
-
-def is_lack_of_memory(error: Exception) -> bool:
-    """Whether the error is a lack of memory. For torch on the host, only the text says so."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    text = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in text for words in _LACK_OF_MEMORY
-    )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.cold import with_room
+from tests.delta.lacks import LACKS
 from tests.sync.test_learnt import Engine, Matrix, checkpoint
 from tests.sync.test_learnt_attacks import reordered
 from tests.sync.test_recomputed import check_is, fixed, followed, is_as, state_of, verified
@@ -219,21 +220,24 @@ def check(
 class Lacking:
     """Work that finds no memory at a call, and at all after it if `forever`."""
 
-    def __init__(self) -> None:
-        self.calls, self.at, self.forever = 0, 0, False
+    def __init__(self, lack: Exception) -> None:
+        self.lack, self.calls, self.at, self.forever = lack, 0, 0, False
 
     def __call__(self, matrix: Any) -> None:
         self.calls += 1
         if self.at and (self.calls == self.at or (self.forever and self.calls > self.at)):
-            raise torch.OutOfMemoryError("planted")
+            raise self.lack
         turned(matrix)
         # Of large scales alone: no proof with the engine's own would find it.
         matrix.limit = fixed(matrix.scale.data.max().clamp(min=1000.0))
 
 
+@pytest.mark.parametrize("lack", LACKS, ids=type)
 @pytest.mark.parametrize("forever", [False, True])
-def test_without_memory_an_engine_is_refused_and_stays_as_it_was(forever: bool) -> None:
-    work, now = Lacking(), reordered(checkpoint(0), 0.5)
+def test_without_memory_an_engine_is_refused_and_stays_as_it_was(
+    forever: bool, lack: Exception
+) -> None:
+    work, now = Lacking(lack), reordered(checkpoint(0), 0.5)
     kind = engine_of(work, {})
     engine = kind.started(now)
     started = work.calls
@@ -255,7 +259,8 @@ def test_without_memory_an_engine_is_refused_and_stays_as_it_was(forever: bool) 
         assert target._recomputed._units
 
 
-def test_what_a_try_without_room_held_is_free_when_the_host_tries() -> None:
+@pytest.mark.parametrize("lack", LACKS, ids=type)
+def test_what_a_try_without_room_held_is_free_when_the_host_tries(lack: Exception) -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def work(device: torch.device) -> str:
@@ -264,16 +269,17 @@ def test_what_a_try_without_room_held_is_free_when_the_host_tries() -> None:
         here = torch.zeros(1000)
         held.append(weakref.ref(here))
         if device.type != "cpu":
-            raise torch.OutOfMemoryError("planted")
+            raise type(lack)(str(lack))
         return "done"
 
     assert with_room(torch.device("meta"), work) == "done"
     assert len(held) == 2
 
 
-def test_no_room_anywhere_is_a_config_error() -> None:
+@pytest.mark.parametrize("lack", LACKS, ids=type)
+def test_no_room_anywhere_is_a_config_error(lack: Exception) -> None:
     def work(device: torch.device) -> None:
-        raise torch.OutOfMemoryError("planted")
+        raise lack
 
     with pytest.raises(ConfigError, match="leave it more"):
         with_room(torch.device("meta"), work)

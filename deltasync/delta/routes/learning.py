@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, extent_of
+from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import unpaired
 from deltasync.delta.routes.route import Piece, joined
 
@@ -163,9 +164,8 @@ class Moves:
             line[start : start + self._count(tensor)] = self._fields(tensor)
         try:
             fields = self._fields_made(given)
-        except torch.OutOfMemoryError:
-            raise
-        except _REFUSALS:  # a cold start on such values raises, too
+        except _REFUSALS as error:  # a cold start on such values raises, too
+            raise_lack_of_memory(error)
             return
         # Whether the others are there, and how large they are, depends on values.
         self._made = {

@@ -6,7 +6,7 @@ Only a part of it has memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import as_bits, storage_of
+from deltasync.delta.memory import is_lack_of_memory, raise_lack_of_memory
 from deltasync.delta.routes.operations import as_returned, refuse_waits, tensors_in, written_by
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
@@ -35,6 +36,7 @@ FAILURES = (
     AttributeError,
     AssertionError,
     ArithmeticError,
+    MemoryError,
 )
 
 T = TypeVar("T")
@@ -68,8 +70,11 @@ def with_room(device: torch.device, work: Callable[[torch.device], T]) -> T:
     Raises ConfigError if there is none even then: the engine's work takes some, too.
     """
     for place in dict.fromkeys((device, torch.device("cpu"))):
-        with suppress(torch.OutOfMemoryError):  # whose traceback holds memory
+        try:
             return work(place)
+        except FAILURES as error:
+            if not is_lack_of_memory(error):
+                raise
     raise ConfigError(
         "there is no memory to find out where the engine moves weights: leave it more of the "
         "device, as with a lower gpu_memory_utilization of vLLM"
@@ -133,6 +138,7 @@ class ColdModel:
                     self._startup.load(self.model, watch.give(given))
                 break
             except FAILURES as error:
+                raise_lack_of_memory(error)
                 if len(refused) >= _REFUSED:
                     raise ConfigError(
                         f"the loader cannot be watched: at {watch.given!r} it raised {error!r}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import identity
+from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import Region
 from deltasync.delta.routes.learning import CODE_BITS, Moves, Process, pieces_of
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording
@@ -175,9 +176,8 @@ class _Layer:
                     device=device,
                     still=still,
                 )
-            except torch.OutOfMemoryError:
-                raise
             except FAILURES as error:
+                raise_lack_of_memory(error)
                 why = repr(error)
         raise ConfigError(f"the engine's work after loading cannot be watched: it raised {why}")
 

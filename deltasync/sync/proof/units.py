@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
+from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
 from deltasync.sync.proof.again import Again
@@ -117,9 +118,8 @@ class _Search:
             given = {n: probed(one, number, self._device) for n, one in self._loaded.items()}
             try:
                 self._add(given)
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:  # not with such values
+            except FAILURES as error:  # not with such values
+                raise_lack_of_memory(error)
                 continue
         if not computed and not any(_differing(self._full[0], one) for one in self._full[1:]):
             return ()
@@ -150,9 +150,8 @@ class _Search:
         for other in _others(self._given[0][name]):
             try:
                 now = self._run(self._scope, {**self._given[0], name: other})
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:  # not with such values
+            except FAILURES as error:  # not with such values
+                raise_lack_of_memory(error)
                 continue
             found |= _differing(self._full[0], now)
         return found
@@ -188,9 +187,8 @@ class _Search:
             try:
                 again = Again(self._proof, unit.module, unit.made)
                 alone = again.made({name: given[name] for name in unit.given})
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:
+            except FAILURES as error:
+                raise_lack_of_memory(error)
                 return False
             if any(p not in alone or not same_bits(alone[p], full[p]) for p in unit.made):
                 return False
