@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
 from benchmarks.gpu.worker import run_groups
 from benchmarks.proofs import run as run_proofs
-from benchmarks.record import RESULTS, ROOT, Result, append_records, read_records
+from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
 from benchmarks.scale import command as scale_command
 from benchmarks.sharded.plan import ShardedPlan
@@ -354,7 +355,9 @@ def fleet_chaos(
     min_engines: Annotated[int, typer.Option(min=1, help="As of EngineFleet.")] = 2,
     rolling: Annotated[bool, typer.Option("--rolling", help="One pause at a time.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="As of EngineFleet.")] = 2.0,
-    link: Annotated[str, typer.Option(help="shared_memory or gloo.")] = "shared_memory",
+    link: Annotated[
+        str, typer.Option(help="shared_memory, gloo, cuda_ipc or nccl.")
+    ] = "shared_memory",
     out: Annotated[Path | None, typer.Option(help="Append the line of JSON to this file.")] = None,
 ) -> None:
     """Kill, stop, add and remove engines of a fleet at random; check all that they serve."""
@@ -452,8 +455,8 @@ def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
 
 
 def _appended(found: Mapping[str, Any], out: Path | None) -> str:
-    """What a run has found as a line of JSON, which the file has now, too."""
-    line = json.dumps(found)
+    """What a run has found and where, as a line of JSON, which the file has now, too."""
+    line = json.dumps({**found, "environment": asdict(Environment.here())})
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
             print(line, file=file)

@@ -81,18 +81,23 @@ class Truth:
 
 def fingerprint(model: Model) -> str:
     """SHA-256 of the bytes that a model holds."""
-    return _sha256({name: _bytes_of(model.get_parameter(name)).numpy() for name in _DTYPES})
+    return _sha256({name: _host(model.get_parameter(name)) for name in _DTYPES})
 
 
 def fingerprint_of(tensors: dict[str, Tensor]) -> str:
     """SHA-256 of the bytes of tensors by name."""
-    found = {name: _bytes_of(tensors[name]).numpy() for name in _DTYPES if name in tensors}
+    found = {name: _host(tensors[name]) for name in _DTYPES if name in tensors}
     return _sha256({name: found.get(name, np.zeros(0, np.uint8)) for name in _DTYPES})
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a tensor, uint8[bytes]: a view."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _host(tensor: Tensor) -> np.ndarray:
+    """The same bytes on the host; a view if they are there."""
+    return _bytes_of(tensor).cpu().numpy()
 
 
 def _size(name: str) -> int:

@@ -26,7 +26,7 @@ from benchmarks.fleets.engine import HttpServer, Life, live, reserve
 from deltasync import ModuleSource
 from deltasync.errors import DeltaSyncError, SyncAborted
 from deltasync.integrations.fleet import EngineFleet, Pauses
-from deltasync.transports import collective, shared_memory
+from deltasync.transports import collective, cuda_ipc, shared_memory
 from deltasync.transports.base import SendTransport
 
 _SLACK_S = 1.0  # of a busy machine
@@ -35,6 +35,8 @@ _CALM_S = 90.0
 LINKS: dict[str, Callable[[Path], SendTransport]] = {
     "shared_memory": lambda folder: shared_memory.Sender(folder / "socket"),
     "gloo": lambda folder: collective.Sender(),
+    "cuda_ipc": lambda folder: cuda_ipc.Sender(folder / "socket", device="cuda:0"),
+    "nccl": lambda folder: collective.Sender(backend="nccl", device="cuda:0"),
 }
 _LARGEST_GROWTH = {"descriptors": 8, "threads": 6}
 
@@ -50,6 +52,7 @@ class Actor:
     """
 
     name: str
+    device: str
     held: socket
     server: HttpServer
     process: ForkServerProcess | None = None
@@ -139,7 +142,7 @@ class Chaos:
         versions: Calls of `send_weights`.
         seed: Of weights, faults and moments.
         num_engines, min_engines, pauses, timeout_s: Of the fleet.
-        link: How payloads travel: "shared_memory" or "gloo".
+        link: How payloads travel, one of `LINKS`.
     """
 
     def __init__(
@@ -156,7 +159,8 @@ class Chaos:
     ) -> None:
         self.versions, self.seed, self.num_engines = versions, seed, num_engines
         self.timeout_s, self.link, self.failures = timeout_s, link, list[str]()
-        self._events, self._truth, self._model = folder / "events", Truth(seed), Model()
+        self._events, self._truth = folder / "events", Truth(seed)
+        self._model = Model().to(device_of(link, 0))
         self._prints: dict[int, str] = {}  # of committed versions
         self._calls_s: list[float] = []
         self._outcomes, self._usage = Counter[str](), list[dict[str, int]]()
@@ -169,7 +173,7 @@ class Chaos:
             pauses=pauses,
             timeout_s=timeout_s,
         )
-        self.actors = [self._actor(f"engine-{number}") for number in range(num_engines)]
+        self.actors = [self._actor(number) for number in range(num_engines)]
         self.misfortune = Misfortune(self)
 
     def run(self) -> None:
@@ -196,7 +200,7 @@ class Chaos:
     def start(self, actor: Actor) -> None:
         actor.life += 1
         port = actor.held.getsockname()[1]
-        life = Life(actor.name, actor.life, port, self.seed, self._events)
+        life = Life(actor.name, actor.life, port, self.seed, actor.device, self._events)
         actor.process = self._context.Process(target=live, args=(life,), daemon=True)
         actor.process.start()
 
@@ -210,9 +214,10 @@ class Chaos:
             actor.process.close()
             actor.process = None
 
-    def _actor(self, name: str) -> Actor:
-        held = reserve()
-        return Actor(name, held, HttpServer(held.getsockname()[1], 2 * self.timeout_s))
+    def _actor(self, number: int) -> Actor:
+        held, device = reserve(), device_of(self.link, 1 + number)
+        server = HttpServer(held.getsockname()[1], 2 * self.timeout_s)
+        return Actor(f"engine-{number}", device, held, server)
 
     def _await_begun(self) -> None:
         end = time.monotonic() + 60
@@ -346,6 +351,11 @@ class Chaos:
             "growth": self.growth(),
             "failures": self.failures,
         }
+
+
+def device_of(link: str, process: int) -> str:
+    """Where a process has its weights: the trainer is 0, engines come after it."""
+    return {"nccl": f"cuda:{process}", "cuda_ipc": "cuda:0"}.get(link, "cpu")
 
 
 def _in_use() -> dict[str, int]:

@@ -38,6 +38,7 @@ class Life:
         name, number: Of the engine, and which of its processes this is.
         port: Where it listens.
         seed: Of the checkpoint that it starts on: version 1 of the trainer.
+        device: Where it has its weights.
         events: Where it writes.
     """
 
@@ -45,6 +46,7 @@ class Life:
     number: int
     port: int
     seed: int
+    device: str
     events: Path
 
 
@@ -54,7 +56,8 @@ class Engine:
     def __init__(self, life: Life) -> None:
         self._life, self._parent = life, os.getppid()
         self._file = os.open(life.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.model, self.worker = Model(), Worker()
+        self._device = torch.device(life.device)
+        self.model, self.worker = Model().to(self._device), Worker()
         truth = Truth(life.seed)
         truth.go(1)
         truth.write(self.model)
@@ -74,7 +77,7 @@ class Engine:
                 to = TrainerInfo.model_validate(body)
                 self.worker.disconnect()
                 target = ModuleTarget(self.model)
-                self.worker.connect(to, target, torch.device("cpu"), rank=0, world=1)
+                self.worker.connect(to, target, self._device, rank=0, world=1)
             case "update":
                 assert self._paused_at_s, "it generates"
                 self.worker.commit(body)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from benchmarks import soak
 from benchmarks.__main__ import app
 from benchmarks.descriptors import descriptors
+from benchmarks.record import Environment
 from benchmarks.soak import Usage, grown, growth
 
 ON_CPU = ["soak", "--geometry", "tiny", "--device", "cpu", "--json"]
@@ -33,6 +34,7 @@ def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path
     found = json.loads(done.stdout)
     assert found == json.loads(path.read_text())
     assert found["transport"] == "shared memory"
+    assert Environment(**found["environment"]).cores
     assert (found["syncs"], found["kills"], found["restarts"]) == (30, 2, 2)
     assert found["full_syncs"] == 3
     assert found["aborted"] == 2
