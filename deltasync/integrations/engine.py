@@ -256,12 +256,22 @@ class Engine:
             is_whole = False  # a failed worker may hold mixed weights without a report of it
             asked(self.server.update, version)
             is_whole = not is_in_place
-            if outcome.exception(self.terms.timeout_s) is None:
+            if self._failure(outcome) is None:
                 is_whole = True
                 asked(self.server.name, version)
         finally:
             if is_whole:
                 self.pause.end()
+
+    def _failure(self, outcome: Future[object]) -> BaseException | None:
+        """What the sync raised, as soon as it has ended."""
+        try:
+            return outcome.exception(self.terms.timeout_s)
+        except TimeoutError:
+            raise TransportTimeout(
+                f"the sync had not ended {self.terms.timeout_s:.4g} s after the engine's update: "
+                "the version was not named"
+            ) from None
 
 
 class Pause:

@@ -15,7 +15,14 @@ from deltasync.errors import ConfigError, NoReceivers, SyncAborted
 from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
 from deltasync.integrations.fleet_engine import FleetEngine, ServerState
 from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
-from deltasync.sync.engine_calls import declared, holders, let_go_of_strangers, listen, lost
+from deltasync.sync.engine_calls import (
+    declared,
+    ended_as,
+    holders,
+    let_go_of_strangers,
+    listen,
+    lost,
+)
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
@@ -416,4 +423,6 @@ class EngineFleet(Closing):
         with self._lock:
             names += tuple(self._former)
         others = {who: why for who, why in stats.lost.items() if not who.startswith(names)}
-        return replace(stats, lost={**others, **{e.label: e.why for e in behind}})
+        lost = {**others, **{engine.label: engine.why for engine in behind}}
+        hold = tuple(e.label for e in self._present() if e.state(version).state == "current")
+        return ended_as(self.sender, replace(stats, lost=lost, engines=hold))

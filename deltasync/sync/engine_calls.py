@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
+from deltasync.sync.stats import SyncStats
 from deltasync.transports.address import Address
 from deltasync.wire.messages import Failed, ParameterSpec
 
@@ -63,6 +64,12 @@ def let_go_of_strangers(sender: WeightSender, why: str) -> None:
         lobby.forget_strangers()
         members = sender._session.members.values()
         sender._part_with(why, [m for m in members if not lobby.admits(m.engine)])
+
+
+def ended_as(sender: WeightSender, stats: SyncStats) -> SyncStats:
+    """Return what the call under way comes to: so it is reported, and so the other ranks learn."""
+    sender._done = stats
+    return stats
 
 
 def lost(sender: WeightSender) -> Mapping[str, str]:

@@ -89,6 +89,7 @@ class SyncFailed(SyncEvent):
         stream_id: The training run, if it is known.
         version: The version that was attempted, if it is known.
         lost: As of `SyncStats`.
+        receivers: At a sender, how many still hold its last version.
         is_dirty: Whether the receiver must not serve.
         corrupted: The parameter in which the scrub found other weights than were written; empty if
             it found none.
@@ -103,6 +104,7 @@ class SyncFailed(SyncEvent):
     stream_id: str | None = None
     version: int | None = None
     lost: dict[str, str] = field(default_factory=dict)
+    receivers: int | None = None
     is_dirty: bool = False
     corrupted: str = ""
     total_s: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -49,14 +49,15 @@ class SenderCall:
     began: float = field(default_factory=time.perf_counter)
     phases: list[Phase] = field(default_factory=list)
 
-    def failed(self, error: BaseException) -> SyncFailed:
-        """What is reported of it if this was raised."""
+    def failed(self, error: BaseException, *, members: Collection[str]) -> SyncFailed:
+        """What is reported of it if this was raised, and these have stayed, as those that sleep."""
         return SyncFailed(
             role="sender",
             error=error,
             stream_id=self.stream_id,
             version=self.version,
-            lost=dict(self.lost),
+            lost={who: why for who, why in self.lost.items() if who not in members},
+            receivers=len(members),
             total_s=time.perf_counter() - self.began,
             ended_at=time.time(),
             phases=since(self.began, self.phases),

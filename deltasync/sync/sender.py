@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from deltasync.delta.backend import Plan
 from deltasync.errors import ConfigError, SyncAborted, WireError
@@ -16,7 +17,7 @@ from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import with_group
 from deltasync.sync.options import SenderOptions, check_group, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
-from deltasync.sync.protocol.lobby import Joining, Lobby, names_of
+from deltasync.sync.protocol.lobby import Joining, Lobby, are_enough, names_of
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
 from deltasync.sync.protocol.sender_session import Member, SenderSession, ranks_beside
 from deltasync.sync.records import SenderCall
@@ -96,6 +97,7 @@ class WeightSender(Closing):
         self._lost = dict[str, str]()
         self._lost_between = dict[str, str]()  # syncs: the next one says so
         self._done: SyncStats | None = None
+        self._is_called = False
         self._watch, self._call = DeltaWatch(), SenderCall(self.stream_id, 0)
         forks.inert_in_children(self._forked)
 
@@ -228,8 +230,6 @@ class WeightSender(Closing):
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)
         logger.info("sent %s", stats)
-        if subscriptions:
-            report(stats)
         return judged(stats, on_lost)
 
     def _send_weights(
@@ -355,7 +355,7 @@ class WeightSender(Closing):
         Without a version to join with, they only count. Raises SyncAborted if there are too few.
         """
         is_free = self._turns is all_at_once or not self._session.members
-        if is_free or self._are_enough(self.engines):
+        if is_free or are_enough(self._turns, self.engines):
             return None
         engines = self._newcomers()
         if self._is_between or not engines:
@@ -390,7 +390,7 @@ class WeightSender(Closing):
     def _full_syncs(self, members: list[Member], done: Joined, timeout_s: float | None) -> None:
         """Together; or in turns, if there are enough engines without those that join."""
         held, turns = self.engines, [frozenset(member.engine for member in members)]
-        if held and members and self._are_enough(held):
+        if held and members and are_enough(self._turns, held):
             turns = [frozenset(turn) for turn in self._turns(turns[0], held)]
         while turns:
             turn = turns.pop(0)
@@ -412,14 +412,6 @@ class WeightSender(Closing):
         done.full_synced += len(differ) if is_decided else 0
         done.joined += len(differ) if is_decided else 0
         return one_wait.is_over
-
-    def _are_enough(self, engines: Collection[str]) -> bool:
-        """Whether these engines alone may take a version."""
-        try:
-            self._turns(engines, ())
-        except SyncAborted:
-            return False
-        return True
 
     def _run(
         self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
@@ -482,19 +474,27 @@ class WeightSender(Closing):
 
 @contextmanager
 def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
-    """Everything inside counts as one call of `send_weights`: what it raises is reported once.
+    """Everything inside counts as one call of `send_weights`, of which the end is reported.
 
-    The trainer's other ranks take part until it ends, and learn how. Raises SyncAborted if one does
-    not come.
+    A call inside another one is part of the outer one. The trainer's other ranks take part until
+    that ends, and learn how. Raises SyncAborted if one does not come.
     """
+    is_inner, sender._is_called = sender._is_called, True
     sender._done, sender._lost, group = None, {}, sender._group
-    is_relayed = sender._own.version is not None
-    call = SenderCall(sender.stream_id, sender._next_version, is_relayed=is_relayed)
-    sender._call = call
+    sender._call = SenderCall(sender.stream_id, sender._next_version)
+    sender._call.is_relayed = sender._own.version is not None
+    if is_inner:
+        yield
+        return
     try:
         outcome = lambda: (sender.version, sender._done)  # noqa: E731
         with group.one_call(outcome, limit) if group else nullcontext():
             yield
     except BaseException as error:
-        report_failure(error, call.failed)
+        members = [str(member) for member in sender._session.members.values()]
+        report_failure(error, partial(sender._call.failed, members=members))
         raise
+    finally:
+        sender._is_called = False
+    if subscriptions and sender._done is not None:
+        report(sender._done)

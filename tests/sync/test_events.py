@@ -29,6 +29,7 @@ from deltasync import (
 )
 from deltasync.delta.bits import as_bits
 from deltasync.errors import (
+    ConfigError,
     DirtyReceiver,
     EngineFailed,
     NoReceivers,
@@ -165,6 +166,21 @@ def test_a_sync_without_receivers_is_one_failure() -> None:
     assert isinstance(event.error, NoReceivers)
     assert (event.role, event.stream_id, event.version) == ("sender", stream_id, 1)
     assert event.reason.startswith("NoReceivers: no receiver is connected")
+
+
+def test_receivers_that_sleep_are_not_lost() -> None:
+    source, events = random_model(SHAPES, 0), list[SyncEvent]()
+    with fleet(source) as here:
+        serving = here.add(random_model(SHAPES, 1))
+        here.wait(1)
+        here.sender.send_weights(timeout_s=5)
+        serving.receiver.detach()
+        step(source, torch.Generator().manual_seed(0), 0.1)
+        with subscribe(events.append), pytest.raises(ConfigError, match="sleep"):
+            here.sender.send_weights(timeout_s=5)
+        serving.receiver.attach()
+    [failed] = [event for event in events if isinstance(event, SyncFailed)]
+    assert (failed.lost, failed.receivers) == ({}, 1)
 
 
 def test_a_sync_that_a_receiver_breaks_is_a_failure_at_both_ends() -> None:

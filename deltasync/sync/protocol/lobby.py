@@ -15,12 +15,14 @@ from deltasync.errors import (
     DeltaSyncError,
     EngineFailed,
     LayoutMismatch,
+    SyncAborted,
     TransportError,
     TransportTimeout,
     UnsupportedVersion,
     WireError,
 )
 from deltasync.sync.protocol.links import SenderLink, reason_of
+from deltasync.sync.protocol.round import Turns
 from deltasync.sync.protocol.sender_session import (
     Copies,
     DigestCheck,
@@ -237,6 +239,15 @@ class Lobby:
 def names_of(engines: Iterable[Mapping[int, Hello]]) -> set[str]:
     """The names of engines, as of `Lobby.engines`."""
     return {hello.engine for hellos in engines for hello in hellos.values()}
+
+
+def are_enough(turns: Turns, engines: Collection[str]) -> bool:
+    """Whether these engines alone may take a version."""
+    try:
+        turns(engines, ())
+    except SyncAborted:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
