@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import TypeVar
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from deltasync import errors
@@ -204,22 +204,41 @@ class Metrics:
     def _errors(self, name: str, text: str, label: str = "error") -> _By[Counter]:
         return self._counters(name, text, label, *_LIKELY)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return _Gauge(
             f"deltasync_{name}",
             text,
-            labels,
             registry=self._registry,
             multiprocess_mode="livemostrecent",
         )
 
     def _gauges(self, name: str, text: str, label: str) -> _By[Gauge]:
-        return _By(self._gauge(name, text, label))
+        gauge = Gauge(
+            f"deltasync_{name}",
+            text,
+            (label,),
+            registry=self._registry,
+            multiprocess_mode="livemostrecent",
+        )
+        return _By(gauge)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(
             f"deltasync_{name}_seconds", text, registry=self._registry, buckets=SECONDS
         )
+
+
+class _Gauge(Gauge):
+    """A gauge without labels that has no value before it is set: 0 would be one."""
+
+    _is_shown = False
+
+    def set(self, value: float) -> None:
+        super().set(value)
+        self._is_shown = True
+
+    def collect(self) -> Iterable[Metric]:
+        return super().collect() if self._is_shown else self.describe()
 
 
 class _By(dict[str, _M]):

@@ -55,6 +55,15 @@ def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
     assert query.count("{") == query.count("}") == len(names)
 
 
+def test_instances_are_found_by_a_metric_that_each_has_from_the_beginning() -> None:
+    [instance] = [one for one in DASHBOARD["templating"]["list"] if one["name"] == "instance"]
+    assert instance["query"]["query"] == instance["definition"]
+    [name] = re.findall(r"label_values\((\w+), instance\)", instance["definition"])
+    registry = prometheus.CollectorRegistry()
+    Metrics(registry)
+    assert name in {sample.name for metric in registry.collect() for sample in metric.samples}
+
+
 def test_legends_use_labels_that_exist() -> None:
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", []):

@@ -121,6 +121,24 @@ def test_the_first_failure_of_a_type_is_an_increase(
     assert value("lost_receivers_total", reason="PeerLost") == 4
 
 
+def test_gauges_show_nothing_before_they_are_set(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    """A 0 would be a last sync in 1970, and a line of zeros for each process of another role."""
+    metrics = Metrics(registry)
+    gauges = {metric.name for metric in registry.collect() if metric.type == "gauge"}
+    assert "deltasync_last_sync_timestamp_seconds" in gauges
+    assert [m.name for m in registry.collect() if m.name in gauges and m.samples] == []
+    metrics(received())
+    assert value("receiver_staged_bytes") == 700
+    metrics(published())
+    assert value("published_version") == 2
+    assert value("version") == value("density_ratio") == value("snapshot_bytes") == -1
+    metrics(sync(nnz=0))
+    assert value("density_ratio") == 0
+    assert value("last_sync_timestamp_seconds") == 1.7e9
+
+
 def test_names_follow_the_conventions_of_prometheus(
     registry: CollectorRegistry,
 ) -> None:
