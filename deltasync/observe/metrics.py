@@ -37,7 +37,10 @@ _ERRORS = _names_of_errors(errors) | _names_of_errors(builtins) | _OTHERS
 _PUT = ("delta", "fold", "anchor")
 _LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
 _M = TypeVar("_M", bound=MetricWrapperBase)
-_GENERATED = re.compile(r"^(engine|relay)-[0-9a-f]{8}(?=$|-\d+|\[)")
+_GENERATED = re.compile(
+    r"^(engine|relay|rollout)(?:(?:-[0-9a-f]{8}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
+)
+"""What a new name begins with, of an engine, a relay or a worker of verl: its kind, and chance."""
 
 
 class Metrics:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 
 from deltasync import subscribe
 from deltasync.errors import ConfigError, DirtyReceiver, PeerLost
+from deltasync.integrations.engine import new_name as engine_name
+from deltasync.integrations.verl_ends import _new_name as rollout_name
 from tests.observe.made import failed, published, received, sync
 from tests.sync.harness import fleet, random_model, step, until
 
@@ -178,13 +181,46 @@ def test_names_that_are_made_at_each_connect_share_a_label(
     metrics = Metrics(registry)
     metrics(sync(engines=("engine-0123abcd-0", "engine-0123abcd-1")))
     metrics(sync(engines=("engine-89abcdef-0", "relay-00000000"), version=7))
-    metrics(received(name="engine-0123abcd-1[0/2]"))
-    metrics(received(name="relay-0123abcd[0/1]"))
     assert value("engine_version", engine="engine-0") == 7
     assert value("engine_version", engine="engine-1") == 2
     assert value("engine_version", engine="relay") == 7
-    assert value("receiver_version", receiver="engine-1[0/2]") == 2
-    assert value("receiver_version", receiver="relay[0/1]") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("engine-0123abcd-1", "engine-1"),
+        ("engine-0123abcd-9f8e7d6c-0", "engine-0"),  # of vLLM
+        ("engine-01234567-01234567-12", "engine-12"),
+        (f"rollout-{'ab' * 16}", "rollout"),  # of verl
+        ("relay-0123abcd", "relay"),
+        ("rollout-3", "rollout-3"),  # the others are of users, or last as long as what they name
+        ("engine-east-0", "engine-east-0"),
+        ("engine-0123abcd-east", "engine-0123abcd-east"),
+        ("relay-node7-12345678", "relay-node7-12345678"),
+        (f"actor-{'ab' * 16}", f"actor-{'ab' * 16}"),
+    ],
+)
+def test_the_generated_part_of_a_name_is_left_out(
+    value: Callable[..., float], registry: CollectorRegistry, name: str, label: str
+) -> None:
+    metrics = Metrics(registry)
+    metrics(sync(engines=(name,)))
+    metrics(received(name=f"{name}[1/2]"))
+    assert value("engine_version", engine=label) == 2
+    assert value("receiver_version", receiver=f"{label}[1/2]") == 2
+
+
+def test_nothing_generated_is_in_the_labels_of_names_as_they_are_made(
+    value: Callable[..., float], registry: CollectorRegistry
+) -> None:
+    metrics = Metrics(registry)
+    for _ in range(2):
+        engine = engine_name()
+        made = (f"{engine}-0", f"{engine}-{uuid.uuid4().hex[:8]}-1", rollout_name())
+        metrics(sync(engines=made, version=3))
+    for label in ("engine-0", "engine-1", "rollout"):
+        assert value("engine_version", engine=label) == 3
 
 
 def test_a_second_one_for_a_registry_is_refused(registry: CollectorRegistry) -> None:
