@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import builtins
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
@@ -48,7 +49,8 @@ class Metrics:
 
     The page on observability lists the metrics. Labels are bounded, whatever peers are called and
     report. In the multiprocess mode of `prometheus_client`, gauges show what a living process set
-    last. Make one for each registry; a process that forked before needs no other one.
+    last, and a receiver is dirty if it is in one of them. Make one for each registry; a process
+    that forked before needs no other one.
 
     Args:
         registry: Where the metrics are registered; None for the global registry.
@@ -63,6 +65,7 @@ class Metrics:
             raise ConfigError(f"max_names is {max_names}; give at least 1")
         self._registry = REGISTRY if registry is None else registry
         self._engines, self._receivers = _Names(max_names), _Names(max_names)
+        self._dirty_names: defaultdict[str, set[str]] = defaultdict(set)  # by label
         try:
             self._make_sender()
             self._make_receiver()
@@ -122,7 +125,8 @@ class Metrics:
         self._in_place = self._counter("receiver_in_place", "Syncs written as they arrived")
         self._scrubs = self._counter("receiver_scrub_findings", "Scrubs that found corruption")
         self._held = self._gauges("receiver_version", "The version held", "receiver")
-        self._dirty = self._gauges("receiver_dirty", "1 while it must not serve", "receiver")
+        text = "1 while one of this label must not serve"
+        self._dirty = self._gauges("receiver_dirty", text, "receiver", "livemax")
 
     def _make_publisher(self) -> None:
         kinds = ("delta", "anchor", "unchanged")
@@ -159,9 +163,8 @@ class Metrics:
             self._engine_version[label].set(stats.version)
 
     def _received(self, stats: ReceiveStats) -> None:
-        (label,) = self._receivers.labels((stats.name,))
+        label = self._mark(stats.name, is_dirty=False)
         self._held[label].set(stats.version)
-        self._dirty[label].set(0)
         self._receives[stats.kind].inc()
         if stats.kind == "joined":
             return
@@ -173,10 +176,23 @@ class Metrics:
         _inc(self._in_place, int(stats.is_in_place))
 
     def _receive_failed(self, event: SyncFailed) -> None:
-        (label,) = self._receivers.labels((event.name,))
-        self._dirty[label].set(int(event.is_dirty))
+        self._mark(event.name, is_dirty=event.is_dirty)
         self._receive_failures[_error(event.error)].inc()
         _inc(self._scrubs, int(bool(event.corrupted)))
+
+    def _mark(self, name: str, *, is_dirty: bool) -> str:
+        """Note whether a receiver is dirty, and show it. Returns its label."""
+        is_new = name not in self._receivers
+        (label,) = self._receivers.labels((name,))
+        names = self._dirty_names[label]
+        if is_new:  # a new generated name is that of a receiver that has reconnected
+            names -= {one for one in tuple(names) if _lasting(one) == _lasting(name)}
+        (names.add if is_dirty else names.discard)(name)
+        shown = None
+        while shown != bool(names):  # another thread may have noted something meanwhile
+            shown = bool(names)
+            self._dirty[label].set(shown)
+        return label
 
     def _published(self, stats: PublishStats) -> None:
         self._publishes[stats.kind].inc()
@@ -208,22 +224,18 @@ class Metrics:
         return self._counters(name, text, label, *_LIKELY)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return _Gauge(
-            f"deltasync_{name}",
-            text,
-            registry=self._registry,
-            multiprocess_mode="livemostrecent",
-        )
+        name, registry = f"deltasync_{name}", self._registry
+        return _Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent")
 
-    def _gauges(self, name: str, text: str, label: str) -> _By[Gauge]:
-        gauge = Gauge(
-            f"deltasync_{name}",
-            text,
-            (label,),
-            registry=self._registry,
-            multiprocess_mode="livemostrecent",
-        )
-        return _By(gauge)
+    def _gauges(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        mode: Literal["livemostrecent", "livemax"] = "livemostrecent",
+    ) -> _By[Gauge]:
+        name = f"deltasync_{name}"
+        return _By(Gauge(name, text, (label,), registry=self._registry, multiprocess_mode=mode))
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(
@@ -267,11 +279,14 @@ class _Names:
         self._most = most
         self._known: dict[str, str] = {}  # label by name
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
     def labels(self, names: Iterable[str]) -> set[str]:
         return {self._known.get(name) or self._label(name) for name in names}
 
     def _label(self, name: str) -> str:
-        label = _GENERATED.sub(r"\1", name)
+        label = _lasting(name)
         known = set(self._known.values())
         if label not in known and len(known - {OTHER}) >= self._most:
             label = OTHER
@@ -279,6 +294,11 @@ class _Names:
             self._known = {one: one for one in known}
         self._known[name] = label
         return label
+
+
+def _lasting(name: str) -> str:
+    """What stays of a name when the same end connects again."""
+    return _GENERATED.sub(r"\1", name)
 
 
 def reason_class(why: str) -> str:

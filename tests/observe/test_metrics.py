@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import subscribe
+from deltasync import SyncFailed, subscribe
 from deltasync.errors import ConfigError, DirtyReceiver, PeerLost
 from deltasync.integrations.engine import new_name as engine_name
 from deltasync.integrations.verl_ends import _new_name as rollout_name
@@ -22,7 +22,7 @@ from tests.sync.harness import fleet, random_model, step, until
 
 pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from deltasync.observe.metrics import OTHER, Metrics, reason_class
 
@@ -223,6 +223,54 @@ def test_nothing_generated_is_in_the_labels_of_names_as_they_are_made(
         assert value("engine_version", engine=label) == 3
 
 
+def dirty(name: str) -> SyncFailed:
+    return failed(DirtyReceiver("x"), role="receiver", name=name, is_dirty=True)
+
+
+def test_a_label_is_dirty_while_one_of_its_receivers_is(
+    value: Callable[..., float], registry: CollectorRegistry
+) -> None:
+    metrics = Metrics(registry, max_names=1)
+    metrics(received(name="first[0/1]"))
+    metrics(dirty("a[0/1]"))
+    metrics(received(name="b[0/1]"))
+    metrics(failed(PeerLost("x"), role="receiver", name="b[0/1]"))
+    assert value("receiver_dirty", receiver=OTHER) == 1
+    metrics(received(name="a[0/1]"))
+    assert value("receiver_dirty", receiver=OTHER) == 0
+
+
+def test_a_label_is_dirty_while_one_of_two_connected_engines_is(
+    value: Callable[..., float], registry: CollectorRegistry
+) -> None:
+    metrics = Metrics(registry)
+    one, other = "engine-00000000-0[0/1]", "engine-11111111-0[0/1]"
+    for name in (one, other):
+        metrics(received(name=name))
+    metrics(dirty(one))
+    metrics(received(name=other))
+    assert value("receiver_dirty", receiver="engine-0[0/1]") == 1
+    metrics(received(name=one))
+    assert value("receiver_dirty", receiver="engine-0[0/1]") == 0
+
+
+@pytest.mark.parametrize("max_names", [1, 64])
+def test_a_dirty_receiver_that_reconnects_under_a_new_name_and_syncs_is_not_dirty(
+    value: Callable[..., float], registry: CollectorRegistry, max_names: int
+) -> None:
+    metrics = Metrics(registry, max_names=max_names)
+    metrics(received(name="first[0/1]"))
+    for turn in range(2):
+        metrics(dirty(f"engine-0000000{turn}-cafe0123-0[0/1]"))
+    label = "engine-0[0/1]" if max_names > 1 else OTHER
+    assert value("receiver_dirty", receiver=label) == 1
+    metrics(dirty("plain[0/1]"))
+    metrics(received(name="engine-00000002-cafe0123-0[0/1]"))
+    assert value("receiver_dirty", receiver=label) == (max_names == 1)  # of the plain one
+    metrics(received(name="plain[0/1]"))
+    assert value("receiver_dirty", receiver=label) == 0
+
+
 def test_a_second_one_for_a_registry_is_refused(registry: CollectorRegistry) -> None:
     Metrics(registry)
     with pytest.raises(ConfigError, match="one Metrics is enough for a registry"):
@@ -250,6 +298,7 @@ def worker(number: int) -> None:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     metrics(received(name=name, version=7 + number))
+    metrics(received(name="store[0/1]") if number else dirty("store[0/1]"))
 
 
 def test_processes_and_their_forks_add_up_in_multiprocess_mode(
@@ -258,15 +307,22 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     """PROMETHEUS_MULTIPROC_DIR is read as prometheus_client is imported: in new processes."""
     code = "import sys; from tests.observe.test_metrics import worker; worker(int(sys.argv[1]))"
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    numbers = []
     for number in range(2):
         command = [sys.executable, "-c", code, str(number)]
-        subprocess.run(command, env=environment, check=True, timeout=60)
+        with subprocess.Popen(command, env=environment) as process:
+            assert process.wait(timeout=60) == 0
+        numbers.append(process.pid)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))  # type: ignore[no-untyped-call]
     value = registry.get_sample_value
-    assert value("deltasync_receiver_syncs_total", {"kind": "delta"}) == 4
-    assert value("deltasync_receiver_failures_total", {"error": "DirtyReceiver"}) == 2
-    assert value("deltasync_receiver_pause_seconds_count") == 4
+    assert value("deltasync_receiver_syncs_total", {"kind": "delta"}) == 5
+    assert value("deltasync_receiver_failures_total", {"error": "DirtyReceiver"}) == 3
+    assert value("deltasync_receiver_pause_seconds_count") == 5
     for number in range(2):
         labels = {"receiver": f"engine-0[{number}/2]"}
         assert value("deltasync_receiver_version", labels) == 7 + number
+    dirty_store = "deltasync_receiver_dirty", {"receiver": "store[0/1]"}
+    assert value(*dirty_store) == 1, "the one that is not dirty has spoken last"
+    mark_process_dead(numbers[0], str(tmp_path))  # type: ignore[no-untyped-call]
+    assert value(*dirty_store) == 0
