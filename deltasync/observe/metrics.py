@@ -6,11 +6,13 @@ import builtins
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from math import nan
 from types import ModuleType
 from typing import Literal, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.values import MutexValue, ValueClass
 
 from deltasync import errors
 from deltasync.errors import ConfigError
@@ -26,6 +28,8 @@ SECONDS = (
 
 OTHER = "other"
 """The label of everything beyond what labels are bounded to."""
+
+_AWAY_S = 3600.0  # an engine that misses all syncs for so long has left
 
 
 def _names_of_errors(module: ModuleType) -> frozenset[str]:
@@ -65,6 +69,7 @@ class Metrics:
             raise ConfigError(f"max_names is {max_names}; give at least 1")
         self._registry = REGISTRY if registry is None else registry
         self._engines, self._receivers = _Names(max_names), _Names(max_names)
+        self._away_since: dict[str, float] = {}  # engines without the last version, by label
         self._dirty_names: defaultdict[str, set[str]] = defaultdict(set)  # by label
         try:
             self._make_sender()
@@ -159,8 +164,19 @@ class Metrics:
         self._sender_bytes.set(stats.sender_bytes)
         self._snapshot_bytes.set(stats.snapshot_bytes)
         self._synced_at.set(stats.ended_at)
-        for label in self._engines.labels(stats.engines):
+        labels = self._engines.labels(stats.engines)
+        for label in labels:
             self._engine_version[label].set(stats.version)
+            self._away_since.pop(label, None)
+        for label in set(self._engine_version) - labels:
+            if stats.ended_at - self._away_since.setdefault(label, stats.ended_at) >= _AWAY_S:
+                self._forget_engine(label)
+
+    def _forget_engine(self, label: str) -> None:
+        del self._away_since[label]
+        self._engine_version.pop(label).set(nan)  # files of several processes keep the label
+        if ValueClass is MutexValue:
+            self._engine_version.family.remove(label)
 
     def _received(self, stats: ReceiveStats) -> None:
         label = self._mark(stats.name, is_dirty=False)

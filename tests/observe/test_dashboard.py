@@ -85,6 +85,18 @@ def test_the_page_documents_no_metric_that_does_not_exist() -> None:
     assert sorted(rows) == sorted(bare)
 
 
+def test_alerts_ask_for_metrics_that_exist_and_compare_versions_within_a_job() -> None:
+    table = PAGE.partition("### Alerts")[2].partition("## ")[0]
+    conditions = re.findall(r"^\| `(.*?)` \|", table, flags=re.MULTILINE)
+    assert conditions
+    for condition in conditions:
+        names = re.findall(r"\bdeltasync_\w+", condition)
+        assert names
+        assert [name for name in names if name not in SAMPLES] == []
+    [behind] = [one for one in conditions if "engine_version" in one]
+    assert "max by (job) (deltasync_version) - on (job) " in behind
+
+
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:

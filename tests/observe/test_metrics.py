@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,24 @@ def test_a_dirty_receiver_that_reconnects_under_a_new_name_and_syncs_is_not_dirt
     assert value("receiver_dirty", receiver=label) == 0
 
 
+def test_an_engine_that_was_away_for_an_hour_of_syncs_has_no_version_any_more(
+    value: Callable[..., float], registry: CollectorRegistry
+) -> None:
+    metrics = Metrics(registry)
+    metrics(sync(engines=("a", "b"), ended_at=0.0))
+    for away_since in (9000.0, 20000.0):  # the trainer itself had paused before
+        metrics(sync(engines=("a",), ended_at=away_since))
+        metrics(sync(engines=("a",), ended_at=away_since + 3599))
+        assert value("engine_version", engine="b") == 2
+        metrics(sync(engines=("a", "b"), ended_at=away_since + 3600))
+    metrics(sync(engines=("a",), ended_at=30000.0))
+    metrics(sync(engines=("a",), ended_at=33600.0))
+    assert value("engine_version", engine="b") == -1
+    assert value("engine_version", engine="a") == 2
+    metrics(sync(engines=("a", "b"), ended_at=33700.0))
+    assert value("engine_version", engine="b") == 2
+
+
 def test_a_second_one_for_a_registry_is_refused(registry: CollectorRegistry) -> None:
     Metrics(registry)
     with pytest.raises(ConfigError, match="one Metrics is enough for a registry"):
@@ -298,6 +317,9 @@ def worker(number: int) -> None:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     metrics(received(name=name, version=7 + number))
+    metrics(sync(engines=("a", "left"), ended_at=0.0))
+    for now in (100.0, 3700.0, 3800.0):
+        metrics(sync(engines=("a",), version=9, ended_at=now))
     metrics(received(name="store[0/1]") if number else dirty("store[0/1]"))
 
 
@@ -309,7 +331,7 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     numbers = []
     for number in range(2):
-        command = [sys.executable, "-c", code, str(number)]
+        command = [sys.executable, "-W", "error::UserWarning", "-c", code, str(number)]
         with subprocess.Popen(command, env=environment) as process:
             assert process.wait(timeout=60) == 0
         numbers.append(process.pid)
@@ -322,6 +344,8 @@ def test_processes_and_their_forks_add_up_in_multiprocess_mode(
     for number in range(2):
         labels = {"receiver": f"engine-0[{number}/2]"}
         assert value("deltasync_receiver_version", labels) == 7 + number
+    assert value("deltasync_engine_version", {"engine": "a"}) == 9
+    assert value("deltasync_engine_version", {"engine": "left"}) == pytest.approx(nan, nan_ok=True)
     dirty_store = "deltasync_receiver_dirty", {"receiver": "store[0/1]"}
     assert value(*dirty_store) == 1, "the one that is not dirty has spoken last"
     mark_process_dead(numbers[0], str(tmp_path))  # type: ignore[no-untyped-call]
