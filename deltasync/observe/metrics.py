@@ -61,7 +61,8 @@ class Metrics:
         max_names: Most engines, and most receivers, that get a label of their own.
 
     Raises:
-        ConfigError: The registry has metrics of these names already.
+        ConfigError: The registry has metrics of these names already, or PROMETHEUS_MULTIPROC_DIR
+            cannot be written. Nothing stays registered.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, max_names: int = 64) -> None:
@@ -71,11 +72,16 @@ class Metrics:
         self._engines, self._receivers = _Names(max_names), _Names(max_names)
         self._away_since: dict[str, float] = {}  # engines without the last version, by label
         self._dirty_names: defaultdict[str, set[str]] = defaultdict(set)  # by label
+        self._registered: list[MetricWrapperBase] = []
         try:
             self._make_sender()
             self._make_receiver()
             self._make_publisher()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
+            for metric in self._registered:
+                self._registry.unregister(metric)
+            if isinstance(error, OSError):
+                raise ConfigError(f"PROMETHEUS_MULTIPROC_DIR cannot be written: {error}") from error
             raise ConfigError(f"one Metrics is enough for a registry: {error}") from error
 
     def __call__(self, event: SyncEvent) -> None:
@@ -224,11 +230,12 @@ class Metrics:
             self._lost[reason_class(why)].inc()
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"deltasync_{name}", text, registry=self._registry)
+        return self._kept(Counter(f"deltasync_{name}", text, registry=self._registry))
 
     def _counters(self, name: str, text: str, label: str, *known: str) -> _By[Counter]:
         """Labels that are `known` begin at 0, or Prometheus would see no increase in the first."""
-        counters = _By(Counter(f"deltasync_{name}", text, (label,), registry=self._registry))
+        family = Counter(f"deltasync_{name}", text, (label,), registry=self._registry)
+        counters = _By(self._kept(family))
         for value in known:
             counters[value].inc(0)
         return counters
@@ -241,7 +248,7 @@ class Metrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         name, registry = f"deltasync_{name}", self._registry
-        return _Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent")
+        return self._kept(_Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent"))
 
     def _gauges(
         self,
@@ -250,13 +257,17 @@ class Metrics:
         label: str,
         mode: Literal["livemostrecent", "livemax"] = "livemostrecent",
     ) -> _By[Gauge]:
-        name = f"deltasync_{name}"
-        return _By(Gauge(name, text, (label,), registry=self._registry, multiprocess_mode=mode))
+        name, registry = f"deltasync_{name}", self._registry
+        family = Gauge(name, text, (label,), registry=registry, multiprocess_mode=mode)
+        return _By(self._kept(family))
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
-            f"deltasync_{name}_seconds", text, registry=self._registry, buckets=SECONDS
-        )
+        name, registry = f"deltasync_{name}_seconds", self._registry
+        return self._kept(Histogram(name, text, registry=registry, buckets=SECONDS))
+
+    def _kept(self, metric: _M) -> _M:
+        self._registered.append(metric)
+        return metric
 
 
 class _Gauge(Gauge):

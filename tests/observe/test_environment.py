@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.programs import run
@@ -50,3 +52,13 @@ def test_a_worker_without_prometheus_syncs_and_says_why_there_are_no_metrics() -
     done = run(code, environment={"DELTASYNC_METRICS": "1"})
     assert (done.stdout, done.returncode) == ("not measured\n", 0), done.stderr
     assert done.stderr.count("DELTASYNC_METRICS is set, and there are no metrics: ") == 1
+
+
+def test_a_worker_whose_metrics_cannot_be_written_syncs_and_says_so_once(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    folder = str(tmp_path / "missing")
+    code = _WORKER.format(before="").replace('"prometheus_client" in sys.modules', "False")
+    done = run(code, environment={"DELTASYNC_METRICS": "1", "PROMETHEUS_MULTIPROC_DIR": folder})
+    assert (done.stdout, done.returncode) == ("not measured\n", 0), done.stderr
+    assert done.stderr.count("DELTASYNC_METRICS is set, and there are no metrics: ") == 1
+    assert f"{folder}/" in done.stderr

@@ -22,7 +22,7 @@ from tests.observe.made import failed, published, received, sync
 from tests.sync.harness import fleet, random_model, step, until
 
 pytest.importorskip("prometheus_client")
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from deltasync.observe.metrics import OTHER, Metrics, reason_class
@@ -304,6 +304,36 @@ def test_a_second_one_for_a_registry_is_refused(registry: CollectorRegistry) -> 
 )
 def test_reasons_are_classes_that_exist(why: str, name: str) -> None:
     assert reason_class(why) == name
+
+
+def test_a_name_that_is_taken_is_refused_and_leaves_nothing_registered(
+    registry: CollectorRegistry,
+) -> None:
+    taken = Gauge("deltasync_published_version", "of another library", registry=registry)
+    with pytest.raises(ConfigError, match="one Metrics is enough for a registry"):
+        Metrics(registry)
+    assert [metric.name for metric in registry.collect()] == ["deltasync_published_version"]
+    registry.unregister(taken)
+    Metrics(registry)
+
+
+def misplaced(folder: str) -> None:
+    """A process in multiprocess mode whose files cannot be written at first."""
+    registry = CollectorRegistry()
+    with pytest.raises(ConfigError, match=f"PROMETHEUS_MULTIPROC_DIR.*{folder}/"):
+        Metrics(registry)
+    assert list(registry.collect()) == []
+    Path(folder).mkdir()
+    Metrics(registry)
+
+
+def test_a_folder_that_is_missing_is_named_and_leaves_nothing_registered(tmp_path: Path) -> None:
+    code = "import sys; from tests.observe.test_metrics import misplaced; misplaced(sys.argv[1])"
+    folder = str(tmp_path / "missing")
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": folder}
+    command = [sys.executable, "-c", code, folder]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    assert len(list(Path(folder).glob("counter_*.db"))) == 1
 
 
 def worker(number: int) -> None:
