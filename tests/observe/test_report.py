@@ -153,6 +153,37 @@ def test_what_happened_is_counted_and_listed(tmp_path: Path) -> None:
     assert "1 of 2 receivers needed a full sync" in text
 
 
+def failing(name: str) -> SyncEvent:
+    return failed(ValueError("x"), role="receiver", name=name)
+
+
+def test_only_a_success_of_the_same_end_recovers_its_failures(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    page_of(path, [failing("a[0/1]"), sync(), received(name="b[0/1]"), published(), sync()])
+    assert series_of(read_run(path)).count("recovered") == 0
+    page_of(path, [received(name="a[0/1]"), failed(), received(), sync()])
+    found = [each for each in series_of(read_run(path)).happenings if each.mark == "recovered"]
+    assert [(each.who, each.place) for each in found] == [("a[0/1]", 2), ("", 2)]
+
+
+def test_streaks_of_several_ends_are_listed_once_each(tmp_path: Path) -> None:
+    """Also by logs that have the last failure of a streak long after it."""
+    path, lines = tmp_path / "run.jsonl", []
+    page_of(path, [failing("a[0/1]"), failing("b[0/1]")])
+    start, *two = path.read_text().splitlines()
+    for count in (1, 2, 5):
+        lines += [line.replace('"repeated":1', f'"repeated":{count}') for line in two]
+    page_of(tmp_path / "rows", [sync(ended_at=1.7e9 + 1), sync(ended_at=1.7e9 + 2)])
+    rows = (tmp_path / "rows").read_text().splitlines()[1:]
+    path.write_text("\n".join([start, *lines[:4], *rows, *lines[4:]]))
+    series = series_of(read_run(path))
+    assert series.num_failures == 10
+    assert [(each.who, each.text, each.place) for each in series.happenings] == [
+        ("a[0/1]", "ValueError: x (5 times in a row)", 0),
+        ("b[0/1]", "ValueError: x (5 times in a row)", 0),
+    ]
+
+
 def test_logs_of_stores_and_of_receivers_are_drawn_too(tmp_path: Path) -> None:
     text = page_of(tmp_path / "a", [published(version=n) for n in range(1, 5)])
     assert "Versions published to a store" in text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from deltasync.observe.run_lines import (
@@ -18,6 +20,8 @@ from deltasync.observe.run_lines import (
 )
 
 Mark = Literal["failed", "lost", "full", "joined", "recovered", "warning"]
+
+_ROLES = {"sync": "sender", "publish": "publisher", "receive": "receiver"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,34 +109,56 @@ def series_of(run: Run) -> Series:
     return found
 
 
+@dataclass(slots=True)
+class _End:
+    """What is known of the failures of one sender, publisher or receiver.
+
+    Attributes:
+        failed: Since it last succeeded.
+        repeated: In the streak that is listed last.
+        shown: How that is listed.
+    """
+
+    failed: int = 0
+    repeated: int = 0
+    shown: Happening | None = None
+
+
 def _fill(found: Series, lines: Sequence[Line]) -> None:
-    failed, last = 0, 0  # since the last success; of the failure that repeats
+    ends = defaultdict[tuple[str, str], _End](_End)
     for line in lines:
-        place = len(found.rows)
-        if isinstance(line, FailedLine):
-            is_again = line.repeated > 1
-            more = line.repeated - (last if is_again else 0)
-            last, failed = line.repeated, failed + more
-            found.num_failures += more
-            found.by_error[line.error] += more
-            if is_again:  # one streak is listed once
-                _forget_last_failure(found.happenings)
-            found.happenings += _of_failure(line, place, is_again=is_again)
-            continue
         if isinstance(line, RunLine):
             continue
+        if isinstance(line, FailedLine):
+            _add_failure(found, line, ends[line.role, line.name])
+            continue
+        place = len(found.rows)
         found.happenings += _of_line(line, place)
+        who = line.name if isinstance(line, ReceiveLine) else ""
+        if failed := ends.pop((_ROLES[line.event], who), _End()).failed:
+            text = f"covers {failed} failed sync{'s' if failed > 1 else ''}"
+            found.happenings.append(_happening("recovered", place, line, text, who))
         if line.event == found.source:
-            if failed:
-                text = f"covers {failed} failed sync{'s' if failed > 1 else ''}"
-                found.happenings.append(_happening("recovered", place, line, text))
-            failed = 0
             found.rows.append(_row(line))
+    found.happenings.sort(key=attrgetter("place"))
 
 
-def _forget_last_failure(happenings: list[Happening]) -> None:
-    for number in range(len(happenings) - 1, -1, -1):
-        if happenings[number].mark == "failed":
+def _add_failure(found: Series, line: FailedLine, end: _End) -> None:
+    is_again = line.repeated > end.repeated > 0
+    more = line.repeated - (end.repeated if is_again else 0)
+    end.failed, end.repeated = end.failed + more, line.repeated
+    found.num_failures += more
+    found.by_error[line.error] += more
+    if is_again:  # one streak is listed once
+        _remove(found.happenings, end.shown)
+    place = bisect_right(found.rows, line.time, key=attrgetter("time"))  # it may be told later
+    end.shown, *lost = _of_failure(line, place, is_again=is_again)
+    found.happenings += end.shown, *lost
+
+
+def _remove(happenings: list[Happening], one: Happening | None) -> None:
+    for number in range(len(happenings) - 1, -1, -1):  # it is near the end
+        if happenings[number] is one:
             del happenings[number]
             return
 
@@ -189,7 +215,7 @@ def _of_line(line: SyncLine | PublishLine | ReceiveLine, place: int) -> Iterator
 
 
 def _of_failure(line: FailedLine, place: int, *, is_again: bool) -> Iterator[Happening]:
-    times = f" ({line.repeated} times in a row)" if is_again else ""
+    times = f" ({line.repeated} times in a row)" if line.repeated > 1 else ""
     dirty = "; the receiver is dirty" if line.is_dirty else ""
     text = f"{line.error}: {line.message}{dirty}{times}"
     if line.corrupted:
