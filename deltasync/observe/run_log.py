@@ -22,9 +22,16 @@ from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {SyncStats: "sync", ReceiveStats: "receive", PublishStats: "publish"}
+_KINDS = {
+    SyncStats: ("sync", "sender"),
+    ReceiveStats: ("receive", "receiver"),
+    PublishStats: ("publish", "publisher"),
+}
 _LEFT_OUT = {"ended_at", "engines"}
 _LONGEST = 2000  # characters of a message
+_MOST_STREAKS = 256  # ends whose failures are counted at the same time
+
+_End = tuple[str, str]  # the role and name of what has failed
 
 
 class RunLog(Closing):
@@ -32,9 +39,9 @@ class RunLog(Closing):
 
     A process that is killed leaves at most a last line that is torn; `deltasync report` skips it,
     and a later `RunLog` on the same file begins a new line. If a line cannot be written, as on a
-    full disk, that is logged once and no sync is affected. A failure that repeats is written the
-    first, second, fourth, eighth ... time, with its count. Threads may share one; give each process
-    a file of its own; a forked child writes nothing.
+    full disk, that is logged once and no sync is affected. A failure that repeats at one end is
+    written the first, second, fourth, eighth ... time and the last, with its count. Threads may
+    share one; give each process a file of its own; a forked child writes nothing.
 
     Args:
         path: The file. It is made if it is missing, otherwise it is continued.
@@ -50,7 +57,7 @@ class RunLog(Closing):
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from error
         self._path, self._lock = path, threading.Lock()
-        self._last_failure, self._repeated = "", 0
+        self._streaks: dict[_End, dict[str, Any]] = {}  # the last failure of each, in order
         self._has_failed = self._is_closed = False
         self._is_torn = not _ends_a_line(self._file)
         run = {"event": "run", "time": time.time(), "format": FORMAT, "deltasync": __version__}
@@ -68,41 +75,38 @@ class RunLog(Closing):
                 return
             if isinstance(event, SyncFailed):
                 self._write_failure(event)
-            elif (kind := _KINDS.get(type(event))) is not None:
-                self._last_failure = ""
+            elif (known := _KINDS.get(type(event))) is not None:
+                kind, role = known
+                self._end_streak((role, getattr(event, "name", "")))
                 self._write({"event": kind, **_fields(event)})
 
     def close(self) -> None:
-        """Write no more. Idempotent."""
+        """Write what is left of failures that repeat, and no more. Idempotent."""
         with self._lock:
             if not self._is_closed:
+                for end in tuple(self._streaks):
+                    self._end_streak(end)
                 self._is_closed = True
                 os.close(self._file)
 
     def _write_failure(self, event: SyncFailed) -> None:
-        why = f"{event.role} {event.name} {event.reason}"
-        self._repeated = self._repeated + 1 if why == self._last_failure else 1
-        self._last_failure = why
-        if self._repeated & (self._repeated - 1):
-            return
-        self._write(
-            {
-                "event": "failed",
-                "time": event.ended_at,
-                "role": event.role,
-                "name": event.name,
-                "stream_id": event.stream_id,
-                "version": event.version,
-                "error": type(event.error).__name__,
-                "message": str(event.error)[:_LONGEST],
-                "repeated": self._repeated,
-                "lost": event.lost,
-                "is_dirty": event.is_dirty,
-                "corrupted": event.corrupted,
-                "total_s": event.total_s,
-                "phases": event.phases,
-            }
-        )
+        end, failure = (event.role, event.name), _failure_of(event)
+        last = self._streaks.get(end)
+        if last is not None and all(last[key] == failure[key] for key in ("error", "message")):
+            failure["repeated"] += last["repeated"]
+            del self._streaks[end]
+        self._end_streak(end)
+        self._streaks[end] = failure
+        if _is_told(failure["repeated"]):
+            self._write(failure)
+        if len(self._streaks) > _MOST_STREAKS:
+            self._end_streak(next(iter(self._streaks)))
+
+    def _end_streak(self, end: _End) -> None:
+        """Write its last failure, if it was not written."""
+        last = self._streaks.pop(end, None)
+        if last is not None and not _is_told(last["repeated"]):
+            self._write(last)
 
     def _write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -114,6 +118,30 @@ class RunLog(Closing):
             if not self._has_failed:
                 logger.warning("%s: %s; lines are missing from now on", self._path, error.strerror)
             self._has_failed = True
+
+
+def _is_told(repeated: int) -> bool:
+    """Whether a failure is written at once: the first, second, fourth, eighth ... time."""
+    return repeated & (repeated - 1) == 0
+
+
+def _failure_of(event: SyncFailed) -> dict[str, Any]:
+    return {
+        "event": "failed",
+        "time": event.ended_at,
+        "role": event.role,
+        "name": event.name,
+        "stream_id": event.stream_id,
+        "version": event.version,
+        "error": type(event.error).__name__,
+        "message": str(event.error)[:_LONGEST],
+        "repeated": 1,
+        "lost": event.lost,
+        "is_dirty": event.is_dirty,
+        "corrupted": event.corrupted,
+        "total_s": event.total_s,
+        "phases": event.phases,
+    }
 
 
 def _ends_a_line(file: int) -> bool:

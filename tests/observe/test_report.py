@@ -141,10 +141,10 @@ def test_what_happened_is_counted_and_listed(tmp_path: Path) -> None:
     text = page_of(path, events)
     series = series_of(read_run(path))
     assert [row.version for row in series.rows] == [1, 2]
-    assert (series.num_failures, dict(series.by_error)) == (5, {"SyncAborted": 4, "ValueError": 1})
+    assert (series.num_failures, dict(series.by_error)) == (6, {"SyncAborted": 5, "ValueError": 1})
     assert series.count("failed") == 2  # a streak is one
     assert [each.text for each in series.happenings if each.mark == "recovered"] == [
-        "covers 4 failed syncs",
+        "covers 5 failed syncs",
         "a dirty receiver is whole",
         "covers 1 failed sync",
     ]

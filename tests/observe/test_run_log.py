@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deltasync import subscribe
 from deltasync.errors import ConfigError, PeerLost, SyncAborted
+from deltasync.observe.report.series import series_of
 from deltasync.observe.run_lines import FailedLine, RunLine, SyncLine, read_run
 from deltasync.observe.run_log import RunLog
 from deltasync.testing.processes import Child
@@ -60,6 +61,12 @@ def test_real_syncs_are_logged(tmp_path: Path) -> None:
     assert kinds[0] == "run"
 
 
+def told(path: Path) -> list[tuple[str, int]]:
+    """Failures in a log: of which end, how often in a row."""
+    lines = read_run(path).lines
+    return [(x.name or x.role, x.repeated) for x in lines if isinstance(x, FailedLine)]
+
+
 def test_a_failure_that_repeats_is_written_ever_more_seldom(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with RunLog(path) as log:
@@ -68,8 +75,44 @@ def test_a_failure_that_repeats_is_written_ever_more_seldom(tmp_path: Path) -> N
         log(failed(SyncAborted("another")))
         log(sync())
         log(failed())
-    told = [line.repeated for line in read_run(path).lines if isinstance(line, FailedLine)]
-    assert told == [1, 2, 4, 8, 1, 1]
+    assert [count for _, count in told(path)] == [1, 2, 4, 8, 9, 1, 1]
+
+
+def test_ends_that_fail_in_turn_are_counted_each(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+        for _ in range(6):
+            log(failed())
+            log(failed(role="receiver", name="a[0/1]"))
+            log(failed(role="receiver", name="b[0/1]"))
+            log(received(name="b[0/1]"))
+        log(sync())
+        log(failed())
+    found = told(path)
+    assert [count for who, count in found if who == "sender"] == [1, 2, 4, 6, 1]
+    assert [count for who, count in found if who == "a[0/1]"] == [1, 2, 4, 6]
+    assert [count for who, count in found if who == "b[0/1]"] == [1] * 6
+
+
+def test_all_failures_of_a_long_streak_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+        for number in range(1000):
+            log(failed(ended_at=1.7e9 + number))
+        log(sync())
+    lines = read_run(path).lines
+    assert [line.time for line in lines if isinstance(line, FailedLine)][-1] == 1.7e9 + 999
+    assert series_of(read_run(path)).num_failures == 1000
+
+
+def test_of_ends_without_number_a_bounded_number_is_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path) as log:
+        for number in range(2000):
+            for _ in range(3):
+                log(failed(role="receiver", name=f"engine-{number}[0/1]"))
+        assert len(log._streaks) < 500
+    assert series_of(read_run(path)).num_failures == 6000
 
 
 @given(cut=st.integers(1, 400))
