@@ -287,7 +287,7 @@ class DeltaWatch:
         self._changed_in: Ints = np.zeros(0, np.int64)  # the last of these, by parameter
         self._is_named = np.zeros(0, np.bool_)
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
-        self._is_high = False
+        self._warned_of = 0.0  # the density of the last warning, while it is high
 
     def look(
         self,
@@ -350,7 +350,7 @@ class DeltaWatch:
             self._deltas, self._changed_in = 0, np.zeros(len(specs), np.int64)
             self._is_named = np.zeros(len(specs), np.bool_)
             self._densities.clear()
-            self._is_high = False
+            self._warned_of = 0.0
         self._specs, self._groups = specs, None
 
     def _unchanged(self, trained: NDArray[np.bool_], changed: Ints, limit: int | None) -> str:
@@ -372,13 +372,15 @@ class DeltaWatch:
         )
 
     def _jump(self, density: float, factor: float | None) -> str:
-        """Say that a density is far above those before, once until it is back."""
+        """Say that a density is far above those before; once until it is back, or far higher."""
         usual = median(self._densities) if len(self._densities) >= _LEAST else None
         self._densities.append(density)
-        was_high = self._is_high
-        self._is_high = factor is not None and usual is not None and density > factor * usual
-        if not self._is_high or was_high:
+        if factor is None or usual is None or density <= factor * usual:
+            self._warned_of = 0.0
             return ""
+        if density <= factor * self._warned_of:
+            return ""
+        self._warned_of = density
         return (
             f"{density:.3%} of the elements changed, the median of the deltas before is "
             f"{usual:.3%}: check the learning rate, and whether something loaded other weights"

@@ -103,6 +103,17 @@ def test_a_density_that_jumps_is_warned_of_once_for_each_jump() -> None:
         assert len(sent(51)) == 1
 
 
+def test_a_worse_jump_is_warned_of_during_one_that_persists() -> None:
+    options = SenderOptions(warn_unchanged_syncs=None, warn_density_factor=5)
+    with one(Model({"w": torch.zeros(1000)}), options) as here:
+        weights, told = here.source.get_parameter("w").data, []
+        for count in [10] * 8 + [60, 70, 300, 301, 1000, 10, 60]:
+            weights[:count] += 1
+            if here.sender.send_weights(timeout_s=5).warnings:
+                told.append(count)
+    assert told == [60, 301, 60]
+
+
 def test_warnings_can_be_turned_off() -> None:
     options = SenderOptions(warn_unchanged_syncs=None, warn_density_factor=None)
     with one(Trained(), options) as here:
