@@ -284,7 +284,7 @@ class DeltaWatch:
         self._specs: Sequence[ParameterSpec] = ()
         self._groups: tuple[str, list[str], Ints, NDArray[np.float64]] | None = None
         self._deltas = 0  # in which something has changed
-        self._changed_in: Ints = np.zeros(0, np.int64)  # the last of these, by parameter
+        self._changed_in: Ints = np.zeros(0, np.int64)  # or frozen: the last of these, by parameter
         self._is_named = np.zeros(0, np.bool_)
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
@@ -356,7 +356,7 @@ class DeltaWatch:
     def _unchanged(self, trained: NDArray[np.bool_], changed: Ints, limit: int | None) -> str:
         """Which trained parameters have not changed in so many deltas; each is named once."""
         self._deltas += 1
-        self._changed_in[changed] = self._deltas
+        self._changed_in[changed] = self._changed_in[~trained] = self._deltas
         if limit is None or self._deltas < limit:
             return ""
         is_new = (self._changed_in <= self._deltas - limit) & trained & ~self._is_named

@@ -68,6 +68,16 @@ def test_trained_parameters_that_never_change_are_named_once(
     assert logged == [f"v4: {told[2][0]}", f"v6: {told[4][0]}"]
 
 
+def test_parameters_are_watched_from_when_they_are_trained() -> None:
+    with one(Trained(), SenderOptions(warn_unchanged_syncs=3)) as here:
+        changing = [f"layers.{n}.weight" for n in range(3)] + ["alone", "idle", "stem"]
+        assert [send(here, *changing).warnings for _ in range(6)] == [()] * 6
+        here.source.get_parameter("frozen").requires_grad = True
+        told = [send(here, *changing).warnings for _ in range(4)]
+    assert [len(warnings) for warnings in told] == [0, 0, 1, 0]
+    assert told[2][0].startswith("'frozen' require grad and have not changed in 3 deltas: ")
+
+
 def test_few_of_many_are_named() -> None:
     source = nn.ParameterDict({f"p{n}": nn.Parameter(torch.zeros(2)) for n in range(9)})
     with fleet(source, options=SenderOptions(warn_unchanged_syncs=1)) as here:
