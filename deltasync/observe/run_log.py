@@ -109,7 +109,7 @@ class RunLog(Closing):
             self._write(last)
 
     def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = _line_of(record)
         if self._is_torn:
             line = b"\n" + line
         try:
@@ -118,6 +118,14 @@ class RunLog(Closing):
             if not self._has_failed:
                 logger.warning("%s: %s; lines are missing from now on", self._path, error.strerror)
             self._has_failed = True
+
+
+def _line_of(record: dict[str, Any]) -> bytes:
+    """A line of ASCII; what is no Unicode, as of a path that is not UTF-8, becomes a "?"."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    if not text.isascii():
+        text = json.dumps(json.loads(text.encode(errors="replace")), separators=(",", ":"))
+    return text.encode() + b"\n"
 
 
 def _is_told(repeated: int) -> bool:

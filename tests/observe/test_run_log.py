@@ -48,6 +48,17 @@ def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:
         assert json.loads(line)["time"] > 1e9
 
 
+def test_messages_that_are_no_unicode_can_be_read(tmp_path: Path) -> None:
+    """As of a store in a folder whose name is not UTF-8."""
+    path, text = tmp_path / "run.jsonl", "\u2028\u00e9\U0001f600\ud800\\ud800"
+    with RunLog(path) as log:
+        log(failed(ValueError(os.fsdecode(b"/store\xff/run")), lost={"x\udc80": text}))
+    (found,) = [line for line in read_run(path).lines if isinstance(line, FailedLine)]
+    assert found.message == "/store?/run"
+    assert found.lost == {"x?": text.replace("\ud800", "?")}
+    assert path.read_bytes().isascii()
+
+
 def test_real_syncs_are_logged(tmp_path: Path) -> None:
     path, source = tmp_path / "run.jsonl", random_model({"w": (64,)}, 0)
     with RunLog(path) as log, subscribe(log), fleet(source) as here:
