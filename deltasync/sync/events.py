@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from traceback import format_exception_only
 from typing import Literal
 
 from deltasync.transports.base import Closing
@@ -164,7 +165,8 @@ def _tell(subscription: Subscription, event: SyncEvent) -> None:
     try:
         subscription.listener(event)
     except Exception as error:
-        if (why := f"{type(error).__name__}: {error}") != subscription.last_error:
+        why = "".join(format_exception_only(error))  # also if it has no text
+        if why != subscription.last_error:
             subscription.last_error = why
             logger.exception("a listener failed at %s; syncs go on", type(event).__name__)
 

@@ -153,6 +153,24 @@ def test_a_listener_that_raises_costs_no_sync_and_is_logged_once(
     assert "planted" in str(told[0].exc_info)
 
 
+def test_a_listener_whose_error_has_no_text_costs_no_sync(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("planted")
+
+    def broken(event: SyncEvent) -> None:
+        if isinstance(event, SyncStats):
+            raise Mute
+
+    with subscribe(broken), fleet(random_model(SHAPES, 0)) as here:
+        joined(here, "x")
+        assert here.sender.send_weights(timeout_s=5).version == 2
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(told) == 1
+
+
 def test_a_sync_without_receivers_is_one_failure() -> None:
     with (
         heard() as events,
