@@ -399,6 +399,8 @@ class WeightReceiver(Closing):
                     self._record.note("ready")
             case messages.Abort():
                 self._weights.staging = None
+                if self._session.state is not ReceiverState.OUTSIDE:  # where it is an error
+                    self._record.aborted()
 
     def _bind(self, layout: messages.Layout) -> None:
         """Find the weights of the layout and measure them."""

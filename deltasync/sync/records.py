@@ -130,6 +130,10 @@ class ReceiverRecord:
             sync.is_in_place, sync.staged_bytes = staging.in_place, staging.staged_bytes
             self._pending.append(sync.stats(self._name, sync.begun, self._paused_at, commit_s))
 
+    def aborted(self) -> None:
+        """The sender has given the sync up, and reports that itself."""
+        self._sync = None
+
     def corrupted(self, parameter: str, remedy: str) -> DirtyReceiver:
         """The error of a scrub that found other weights than were written."""
         self._corrupted = parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ from deltasync.transports import collective, inprocess
 from tests.programs import run
 from tests.sync.harness import Fleet, Stubborn, fleet, random_model, step, until
 from tests.sync.test_innocent import Fleet as Watching
-from tests.sync.test_staging_thread import engine, replace_storage
+from tests.sync.test_staging_thread import Engine, engine, replace_storage
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -384,6 +385,44 @@ def test_what_an_engine_refuses_is_one_failure() -> None:
     (event,) = events
     assert isinstance(event, SyncFailed)
     assert (event.role, type(event.error)) == ("sender", EngineFailed)
+
+
+def abort_one(here: Engine) -> Future[SyncStats]:
+    """A sync that the sender aborts when it has sent some of it, after one that was committed."""
+
+    def stops() -> None:
+        raise RuntimeError("planted")
+
+    sent = here.send()
+    assert here.receiver.stage(timeout_s=5)
+    here.receiver.commit()
+    sent.result(5)
+    here.nudge()
+    return here._trainer.submit(here.sender.send_weights, timeout_s=5, on_source_read=stops)
+
+
+def test_a_sync_that_the_sender_aborts_is_no_failure_of_its_receiver() -> None:
+    """Nor is the wait for the next one, if none comes."""
+    with heard() as events, engine() as here:
+        sent = abort_one(here)
+        with pytest.raises(TransportTimeout):
+            here.receiver.stage(timeout_s=0.5)
+        with pytest.raises(RuntimeError, match="planted"):
+            sent.result(5)
+    assert [event.role for event in of(events, SyncFailed)] == ["sender"]
+
+
+def test_a_receiver_that_an_aborted_sync_leaves_dirty_reports_it() -> None:
+    options = ReceiverOptions(max_staged_bytes=1, stall_timeout_s=2)
+    with heard() as events, engine(options) as here:
+        sent = abort_one(here)
+        assert here.receiver.stage(timeout_s=5)
+        with pytest.raises(SyncAborted, match="the sender gave up"):
+            here.receiver.commit()
+        with pytest.raises(RuntimeError, match="planted"):
+            sent.result(5)
+    (event,) = [event for event in of(events, SyncFailed) if event.role == "receiver"]
+    assert (event.version, event.is_dirty) == (2, True)
 
 
 def test_stores_report_what_is_published_and_fetched(tmp_path: Path) -> None:
