@@ -171,8 +171,10 @@ def id_generator() -> Any:
             return super().generate_trace_id() if chosen is None else chosen[0]
 
         def generate_span_id(self) -> int:
-            chosen = _CHOSEN.get()
-            return super().generate_span_id() if chosen is None else chosen[1]
+            if (chosen := _CHOSEN.get()) is None:
+                return super().generate_span_id()
+            _CHOSEN.set(None)  # it comes last, and the span's processors may make others
+            return chosen[1]
 
     return SyncIds()
 

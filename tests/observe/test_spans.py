@@ -19,7 +19,8 @@ from tests.observe.made import failed, published, received, sync
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
     InMemorySpanExporter,
@@ -142,6 +143,25 @@ def test_a_version_has_one_root_whatever_happens() -> None:
     assert [ids(span) for span in roots] == [ids_of("run", 2)]
     ends = [ids(span)[1] for span in traced.spans]
     assert len(set(ends)) == len(ends)
+
+
+def test_spans_that_a_processor_makes_meanwhile_have_ids_of_their_own() -> None:
+    traced = Traced()
+
+    class Nested(SpanProcessor):
+        def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+            if span.name != "nested":
+                traced.provider.get_tracer("other").start_span("nested", Context()).end()
+
+    traced.provider.add_span_processor(Nested())
+    Spans(traced.provider)(sync())
+    ends = [ids(span)[1] for span in traced.spans]
+    assert len(set(ends)) == len(ends)
+    roots = [span.name for span in traced.spans if ids(span) == ids_of("run", 2)]
+    assert roots == ["deltasync.sync"]
+    assert {ids(span)[0] for span in traced.spans if span.name == "nested"}.isdisjoint(
+        {ids_of("run", 2)[0]}
+    )
 
 
 def test_failures_are_spans_with_an_error() -> None:
