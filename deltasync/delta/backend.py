@@ -354,6 +354,8 @@ def _device_for_batches(
         problem = f"the weights live on {len(devices)} devices"
     elif not numel:
         problem = "there are no elements"
+    elif {d.type for d in devices} == {"cpu"} and not _is_interpreted():
+        problem = "the weights live on a CPU, and TRITON_INTERPRET=1 is not in the environment"
     elif any(isinstance(flat, Codes) and flat.spread() is None for flat in flats):
         problem = "codes of 4 bits are spread over words in another way in each element"
     if problem is None:
@@ -361,6 +363,12 @@ def _device_for_batches(
     if kernels == "triton":
         raise ConfigError(f"kernels='triton' is not possible here: {problem}")
     return None
+
+
+def _is_interpreted() -> bool:
+    from deltasync.delta.kernels.triton_base import IS_INTERPRETED
+
+    return IS_INTERPRETED
 
 
 def _empty_like(readers: Sequence[Reader], device: torch.device | None) -> dict[int, Flat]:

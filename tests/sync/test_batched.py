@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,36 @@ pytestmark = pytest.mark.timeout(120)
 
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
+
+
+# In an interpreter of its own: kernels are interpreted or not from their definition on.
+WITHOUT_INTERPRETER = """
+from threading import Thread
+from torch.nn import Linear
+from deltasync import *
+from deltasync.errors import DeltaSyncError
+from deltasync.transports import inprocess
+
+def receive(receiver):
+    try:
+        receiver.receive_weights(timeout_s=20)
+    except DeltaSyncError as error:
+        print("receiver", type(error).__name__, error)
+
+for ours, theirs in (("triton", "auto"), ("auto", "triton")):
+    link = inprocess.Sender()
+    sender = WeightSender(ModuleSource(Linear(8, 8)), link, options=SenderOptions(kernels=ours))
+    target, options = ModuleTarget(Linear(8, 8)), ReceiverOptions(kernels=theirs)
+    receiver = WeightReceiver(target, link.receiver(), options=options)
+    thread = Thread(target=receive, args=(receiver,))
+    thread.start()
+    sender.wait_for_receivers(1)
+    try:
+        sender.send_weights(timeout_s=20)
+    except DeltaSyncError as error:
+        print("sender", type(error).__name__, error)
+    thread.join()
+"""
 
 
 def model(dtype: torch.dtype, seed: int) -> Model:
@@ -169,3 +203,24 @@ def test_a_rank_that_fails_undoes_its_engine() -> None:
         assert here.sender.send_weights().receivers == 2
         assert all(bits_equal(source, replica) for replica in ranks)
         assert not any(end.receiver.is_dirty for end in serving)
+
+
+def test_kernels_are_refused_on_a_cpu_where_nothing_interprets_them() -> None:
+    environment = {key: text for key, text in os.environ.items() if key != "TRITON_INTERPRET"}
+    program = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INTERPRETER],
+        cwd=Path(__file__).parents[2],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    reason = "kernels='triton' is not possible here: the weights live on a CPU, and TRITON_INTERP"
+    at_sender, at_receiver = program.stdout.splitlines()[:2], program.stdout.splitlines()[2:]
+    for lines, raised in ((at_sender, "Refused"), (at_receiver, "ConfigError")):
+        assert [line.split()[:2] for line in sorted(lines)] == [
+            ["receiver", raised],
+            ["sender", "SyncAborted"],
+        ]
+        assert all(reason in line for line in lines), program.stdout

@@ -10,6 +10,9 @@ import triton.language as tl
 
 from deltasync.wire.digest import GOLDEN_RATIO, MULTIPLIERS
 
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run on CPUs: Triton looks at `TRITON_INTERPRET` when they are defined."""
+
 SEGMENT = 1024
 """Indices that one program checks or copies."""
 
