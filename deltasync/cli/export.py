@@ -29,7 +29,8 @@ def export(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Instead of URL: a sender or relay, gloo://HOST:PORT or shared_memory:PATH.",
+            help="Instead of URL: a sender or relay, gloo://HOST:PORT, nixl://HOST:PORT or "
+            "shared_memory:PATH.",
         ),
     ] = None,
     lane: Lanes = None,
@@ -39,7 +40,7 @@ def export(
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.1, max=1e9, help="With --connect: seconds to wait for the next version."
+            min=0.1, max=1e6, help="With --connect: seconds to wait for the next version."
         ),
     ] = 600.0,
     secret: Secret = None,

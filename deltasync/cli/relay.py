@@ -21,7 +21,8 @@ Connect: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help="The trainer, or another relay: gloo://HOST:PORT or shared_memory:PATH.",
+        help="The trainer, or another relay: gloo://HOST:PORT, nixl://HOST:PORT or "
+        "shared_memory:PATH.",
         show_default=False,
     ),
 ]
@@ -29,7 +30,7 @@ Serve: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help="Where the region's receivers connect; port 0 chooses a free one.",
+        help="Where the region's receivers connect, in the same forms; port 0 chooses a free one.",
         show_default=False,
     ),
 ]
@@ -50,7 +51,7 @@ def relay(
         float,
         typer.Option(
             min=0.1,
-            max=1e9,
+            max=1e6,
             help="Seconds to forward a version; choose less than the trainer's timeout.",
         ),
     ] = 20.0,

@@ -112,6 +112,7 @@ def test_a_relay_serves_on_a_network_with_a_secret(tmp_path: Path) -> None:
         (("--connect", "nowhere", "--out"), "is no address"),
         (("--connect", "gloo://host:1:2", "--out"), "is no address"),
         (("--connect", "gloo://host:1", "--timeout", "inf", "--out"), "--timeout"),
+        (("--connect", "gloo://host:1", "--timeout", "1000001", "--out"), "--timeout"),
         (("--connect", "gloo://127.0.0.1:1", "--name", "x" * 257, "--out"), "engine"),
         (("--connect", "shared_memory:/none/here", "--timeout", "0.2", "--out"), "Timeout"),
     ],
