@@ -131,7 +131,7 @@ def _near(found: Iterable[Prediction]) -> str:
         "engines",
         "sync",
         "pause",
-        "of it: messages to ranks",
+        "of the sync: messages to ranks",
         "all weights",
     )
     lines = [row(columns), row(("---", *("---:" for _ in columns[1:])))]
