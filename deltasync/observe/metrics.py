@@ -96,6 +96,8 @@ class Metrics:
             case SyncFailed(role="sender"):
                 self._failures[_error(event.error)].inc()
                 self._count_lost(event.lost)
+                if event.receivers is not None:
+                    self._num_receivers.set(event.receivers)
             case SyncFailed(role="publisher"):
                 self._publish_failures[_error(event.error)].inc()
             case SyncFailed():

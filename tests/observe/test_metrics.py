@@ -105,6 +105,17 @@ def test_each_field_goes_where_it_belongs(
     assert value("commit_seconds_bucket", le="0.0005") == 0
 
 
+def test_receivers_that_a_failed_sync_has_cost_are_not_counted_any_more(
+    registry: CollectorRegistry, value: Callable[..., float]
+) -> None:
+    metrics = Metrics(registry)
+    metrics(sync(receivers=4))
+    metrics(failed(receivers=1))
+    assert value("receivers") == 1
+    metrics(failed(role="publisher"))
+    assert value("receivers") == 1
+
+
 def test_the_first_failure_of_a_type_is_an_increase(
     registry: CollectorRegistry, value: Callable[..., float]
 ) -> None:
