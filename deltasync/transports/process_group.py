@@ -14,6 +14,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -244,7 +245,7 @@ class GroupSpec:
             group = _gloo_group(self, store, timeout)
         else:
             group = _registered_group(self, store, timeout)
-        with self.stream.entered():
+        with self.stream.entered(), _aborted_after(self.timeout_s, group):
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
             first = Broadcast(group, byte, self.stream, self.timeout_s)
         if not _ends_within(self.timeout_s, [first]) or first.error is not None:
@@ -405,10 +406,30 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
             groups.append(join.group)
             join.group = None
     while groups:
-        with contextlib.suppress(RuntimeError):  # of a registered one that cannot
-            groups[-1].abort()
+        _abort(groups[-1])
         groups.pop()
     cut_off.clear()
+
+
+def _abort(group: Group) -> None:
+    with contextlib.suppress(RuntimeError):  # of a registered one that cannot
+        group.abort()
+
+
+@contextlib.contextmanager
+def _aborted_after(timeout_s: float, group: Group) -> Iterator[None]:
+    """Abort the group if what is inside takes longer.
+
+    NCCL connects in the first broadcast. If a peer dies in it, NCCL may wait for a message of that
+    peer until the communicator is aborted, and so would everything that waits for this thread.
+    """
+    watch = threading.Timer(timeout_s, _abort, [group])
+    with contextlib.suppress(RuntimeError):  # no thread is left
+        watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:

@@ -6,9 +6,11 @@ from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports.address import Address
 from deltasync.transports.base import Frame
 from deltasync.transports.collective import Receiver, Sender
+from deltasync.transports.process_group import BroadcastStream, GroupSpec, Join, serve_store
 from tests.ranks import free_port
 
 calls: list[str] = []
@@ -37,6 +40,23 @@ class Wrapped(dist.ProcessGroup):
         return self._gloo.broadcast(tensors, opts)
 
 
+class Stuck(Wrapped):
+    """Its broadcasts wait until they are aborted, as those of NCCL for a peer that has died."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._is_aborted = Event()
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: dist.BroadcastOptions, /
+    ) -> Any:
+        self._is_aborted.wait(60)
+        raise RuntimeError("was aborted")
+
+    def abort(self) -> None:
+        self._is_aborted.set()
+
+
 def extended(options: Any, backend_options: object) -> dist.ProcessGroupGloo:
     assert backend_options is None
     assert options.global_ranks_in_group == list(range(options.group_size))
@@ -53,6 +73,7 @@ def register() -> None:
         return
     dist.Backend.register_backend("wrapped", Wrapped, devices=["cpu"])
     dist.Backend.register_backend("extended", extended, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("stuck", Stuck, devices=["cpu"])
     dist.Backend.register_backend("elsewhere", Wrapped, devices=["npu"])
 
 
@@ -99,6 +120,27 @@ def test_payloads_go_over_the_registered_back_end(backend: str) -> None:
         assert link.sender.capabilities.devices == ("cpu",)
         assert not dist.is_initialized()
         assert Address.of(link.sender) is None
+
+
+@pytest.mark.timeout(30)
+def test_a_group_of_which_the_first_broadcast_hangs_is_given_up_in_time() -> None:
+    """The interpreter waits for the thread that forms a group: it would never exit."""
+    port, store = serve_store("127.0.0.1", 0)
+    spec = GroupSpec(
+        backend="stuck",
+        stream=BroadcastStream(torch.device("cpu")),
+        store_host="127.0.0.1",
+        store_port=port,
+        name="group",
+        rank=0,
+        size=1,
+        timeout_s=0.5,
+        own_host="127.0.0.1",
+    )
+    join = Join(spec)
+    join.wait()
+    assert (join.group, join.error) == (None, "was aborted")
+    del store
 
 
 def test_a_name_that_nobody_registered_is_refused() -> None:
