@@ -211,7 +211,8 @@ class Trainer:
         began = time.perf_counter()
         self._weights.take(weights)
         took_s = time.perf_counter() - began
-        stats = _sent(self._sender, engines, self._timeout_s)
+        with one_call(self._sender, CallTimeout(self._timeout_s)):
+            stats = _sent(self._sender, engines, self._timeout_s)
         return metrics_of(stats) | {
             "checkpoint_engine/diff_s": took_s,
             "checkpoint_engine/total_s": took_s + stats.total_s,

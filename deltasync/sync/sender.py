@@ -104,6 +104,7 @@ class WeightSender(Closing):
     def _forked(self) -> None:
         """The transport refuses all calls in a child."""
         self._caller.forked()
+        self._is_called = False
 
     @property
     def world(self) -> int:
@@ -479,22 +480,21 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     A call inside another one is part of the outer one. The trainer's other ranks take part until
     that ends, and learn how. Raises SyncAborted if one does not come.
     """
-    is_inner, sender._is_called = sender._is_called, True
-    sender._done, sender._lost, group = None, {}, sender._group
-    sender._call = SenderCall(sender.stream_id, sender._next_version)
-    sender._call.is_relayed = sender._own.version is not None
-    if is_inner:
-        yield
-        return
+    is_inner = sender._is_called
     try:
+        sender._is_called = True
+        sender._done, sender._lost, group = None, {}, sender._group
+        sender._call = SenderCall(sender.stream_id, sender._next_version)
+        sender._call.is_relayed = sender._own.version is not None
         outcome = lambda: (sender.version, sender._done)  # noqa: E731
         with group.one_call(outcome, limit) if group else nullcontext():
             yield
     except BaseException as error:
-        members = [str(member) for member in sender._session.members.values()]
-        report_failure(error, partial(sender._call.failed, members=members))
+        if not is_inner:
+            members = [str(member) for member in sender._session.members.values()]
+            report_failure(error, partial(sender._call.failed, members=members))
         raise
     finally:
-        sender._is_called = False
-    if subscriptions and sender._done is not None:
+        sender._is_called = is_inner
+    if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

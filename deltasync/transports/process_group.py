@@ -14,7 +14,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -245,10 +245,13 @@ class GroupSpec:
             group = _gloo_group(self, store, timeout)
         else:
             group = _registered_group(self, store, timeout)
-        with self.stream.entered(), _aborted_after(self.timeout_s, group):
+        if self.backend != "gloo":  # which has met already
+            _meet(self, store, timeout)
+        with self.stream.entered(), _aborted_after(self.timeout_s, group) as is_late:
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
             first = Broadcast(group, byte, self.stream, self.timeout_s)
-        if not _ends_within(self.timeout_s, [first]) or first.error is not None:
+        ends = _ends_within(self.timeout_s, [first])
+        if is_late() or not ends or first.error is not None:
             error = first.error or "the first broadcast did not end in time"
             groups = [group]
             del group
@@ -416,20 +419,37 @@ def _abort(group: Group) -> None:
         group.abort()
 
 
+def _meet(plan: GroupSpec, store: Store, timeout: timedelta) -> None:
+    """Wait until all members are about to connect. Raises RuntimeError.
+
+    NCCL waits for ever for one that never comes, and nothing can abort that.
+    """
+    store.set(f"here/{plan.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(plan.size)], timeout)
+
+
 @contextlib.contextmanager
-def _aborted_after(timeout_s: float, group: Group) -> Iterator[None]:
-    """Abort the group if what is inside takes longer.
+def _aborted_after(timeout_s: float, group: Group) -> Iterator[Callable[[], bool]]:
+    """Abort the group if what is inside takes longer. Yields what says whether it did.
 
     NCCL connects in the first broadcast. If a peer dies in it, NCCL may wait for a message of that
     peer until the communicator is aborted, and so would everything that waits for this thread.
     """
-    watch = threading.Timer(timeout_s, _abort, [group])
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        _abort(group)
+
+    watch = threading.Timer(timeout_s, end)
     with contextlib.suppress(RuntimeError):  # no thread is left
         watch.start()
     try:
-        yield
+        yield is_late.is_set
     finally:
         watch.cancel()
+        if watch.ident is not None:
+            watch.join()
 
 
 def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:

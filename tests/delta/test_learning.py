@@ -187,6 +187,17 @@ def test_a_lack_of_memory_is_no_refusal(lack: Exception) -> None:
         Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
 
 
+def test_a_size_that_no_machine_has_is_a_refusal() -> None:
+    """It was computed of a probe, which may be as large as 1e38."""
+
+    def process(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        room = torch.empty(int(given["scale"].abs().max().clamp(max=1e18)), dtype=torch.uint8)
+        return {"s": given["scale"].flip(0), "room": room[:0]}
+
+    moves = Moves(process, {"scale": torch.empty(4)}, is_gentle=True)
+    assert len(moves.places("scale", {"s": torch.empty(4)})["s"][0]) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [8, CODE_BITS])

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltasync import ModuleSource, SyncFailed, SyncStats, subscribe
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.verl_ends import Options, Trainer
 from deltasync.sync.events import SyncEvent
+from deltasync.sync.options import SenderOptions
 from deltasync.transports import shared_memory
 from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
 
@@ -113,3 +116,13 @@ def test_a_failure_says_how_many_still_hold_the_last_version(tmp_path: Path) -> 
             outcome(here.send)
     [failed] = [event for event in events if isinstance(event, SyncFailed)]
     assert failed.receivers == 1
+
+
+def test_a_rollout_that_does_not_come_is_a_failure() -> None:
+    events: list[SyncEvent] = []
+    trainer = Trainer(Options(link="shared_memory", timeout_s=0.2), SenderOptions())
+    with subscribe(events.append):
+        error = outcome(lambda: trainer.send([("a", torch.ones(3))], ["rollout"]))
+    trainer.close()
+    assert isinstance(error, TransportTimeout)
+    assert [event.error for event in events if isinstance(event, SyncFailed)] == [error]

@@ -187,6 +187,26 @@ def test_a_sync_without_receivers_is_one_failure() -> None:
     assert event.reason.startswith("NoReceivers: no receiver is connected")
 
 
+def test_a_call_that_was_interrupted_as_it_began_does_not_swallow_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, events = random_model(SHAPES, 0), list[SyncEvent]()
+
+    def interrupt(sender: WeightSender) -> int:
+        raise KeyboardInterrupt
+
+    with fleet(source) as here, subscribe(events.append):
+        here.add(random_model(SHAPES, 1))
+        here.wait(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightSender, "_next_version", property(interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                here.sender.send_weights(timeout_s=5)
+        events.clear()
+        here.sender.send_weights(timeout_s=5)
+    assert len(of(events, SyncStats)) == 1
+
+
 def test_receivers_that_sleep_are_not_lost() -> None:
     source, events = random_model(SHAPES, 0), list[SyncEvent]()
     with fleet(source) as here:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
+from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.sync.proof.cold import FAILURES, Alone
@@ -169,7 +170,8 @@ class _Routed:
             moved = {p: found for p, found in everything.tensors.items() if found.is_moved}
             settle(moved)
             unlike = self._kept.unlike(values)
-        except FAILURES:  # this step does not work
+        except FAILURES as error:  # this step does not work
+            raise_lack_of_memory(error)
             return ["?"]
         finally:
             everything.put_back()

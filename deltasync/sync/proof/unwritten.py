@@ -52,7 +52,7 @@ def storages(model: nn.Module) -> dict[int, Tensor]:
     left_out = {"meta"}
     if any(one.device.type not in ("cpu", "meta") for one in model.parameters()):
         left_out.add("cpu")
-    roots = [(name, module) for name, module in model.named_modules() if not name]  # a mock has none
+    roots = [one for one in model.named_modules() if not one[0]]  # a mock of a model has none
     aliases = [one.alias for one in Reach(roots).tensors.values()]
     found = {
         one.untyped_storage().data_ptr(): one for one in aliases if one.device.type not in left_out
