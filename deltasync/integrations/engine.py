@@ -176,6 +176,7 @@ class Engine:
         at_once = phase.staged_bytes > self.terms.max_staged_bytes
         if version in self._updates or not (phase.is_decided or phase.is_full or at_once):
             return
+        self._expect(version)
         if self._one_call is not None:
             work: Work = "pass" if phase.is_unchanged else "write"
             update = partial(self._switch, self._one_call, version, work, self.outcome)
@@ -183,6 +184,9 @@ class Engine:
             in_place = not phase.is_decided
             update = partial(self._update, version, self.outcome, is_in_place=in_place)
         self._updates[version] = self.submit(update)
+
+    def _expect(self, version: int) -> None:
+        """Hear that an update is about to be asked for."""
 
     def ended(self, timeout_s: float) -> list[BaseException]:
         """Wait for updates to end. Returns what they raised."""

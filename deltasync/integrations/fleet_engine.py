@@ -93,6 +93,7 @@ class FleetEngine(Engine):
         self._missing_until_s = self._awaited_until_s = 0.0
         self._replicas: dict[str, int] = {}  # number of ranks, by the name that workers use
         self._held: set[str] = set()  # replicas that hold the version under way
+        self._expected = 0  # the version that `outcome` is of, once it was asked for
         self._named: int | None = None
 
     def __str__(self) -> str:
@@ -229,7 +230,15 @@ class FleetEngine(Engine):
 
     def begin_sync(self) -> None:
         super().begin_sync()
-        self._held = set()
+        self._held, self._expected = set(), 0
+
+    def _expect(self, version: int) -> None:
+        """An engine that joined with the version before, in this call, holds only that for sure."""
+        if self._expected:
+            if not self.outcome.done():
+                self.outcome.set_exception(SyncAborted(f"v{version} came before it had this one"))
+            self.outcome, self._held = Future(), set()
+        self._expected = version
 
     def follow(self, phase: SyncPhase) -> None:
         """As `Engine.follow`; and when all workers hold the version, let the update end."""

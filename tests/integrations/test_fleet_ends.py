@@ -1,0 +1,70 @@
+"""How a fleet's calls end: who stays paused, who is waited for, and who is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltasync import SenderOptions
+from deltasync.errors import SyncAborted
+from tests.integrations.fleets import Here, OneCall, Server, fleet_of, model
+from tests.integrations.test_fleet_attacks import Watched, at, interrupt
+from tests.sync.harness import until
+
+pytestmark = pytest.mark.timeout(60)
+
+MANY_BUCKETS = {
+    "shapes": {"a": (512, 1024), "b": (33,)},
+    "max_staged_bytes": 1,
+    "options": SenderOptions(bucket_bytes=1 << 16),
+}
+
+
+def restart(server: Server, seed: int) -> None:
+    """Kill a server, and start it with other weights."""
+    server.die()
+    server.module = model(seed, MANY_BUCKETS["shapes"])  # type: ignore[arg-type]
+    server.start()
+
+
+def mixed_after(here: Here, befalls: Callable[[], object]) -> None:
+    """Let "1" join with the version before, and something befall the delta that follows."""
+    restart(here.servers["1"], 9)
+    here.source.get_parameter("a").data.mul_(-2)
+    in_delta = at(8, "bucket", befalls)
+    here.link.before = at(2, "begin", lambda: setattr(here.link, "before", in_delta))
+    with pytest.raises((KeyboardInterrupt, SyncAborted)):
+        here.send()
+    back = here.servers["1"]
+    until(lambda: back.is_paused and not here.fleet._engines["1"]._is_busy)
+    assert "1" in here.dirty()
+
+
+@pytest.mark.parametrize("kind", [Server, OneCall])
+@pytest.mark.parametrize("befalls", ["interrupt", "death of another"])
+@pytest.mark.parametrize("end", ["close", "remove"])
+def test_a_server_that_joined_first_and_then_mixes_versions_stays_paused(
+    end: str, befalls: str, kind: type[Server], tmp_path: Path
+) -> None:
+    """It joined with the version before, which says nothing of the delta of the same call."""
+    options = {"link": Watched, "min_engines": 2, "kind": kind, **MANY_BUCKETS}
+    with fleet_of(tmp_path, 2, **options) as here:  # type: ignore[arg-type]
+        here.send()
+        mixed_after(here, interrupt if befalls == "interrupt" else here.servers["0"].die)
+        back = here.servers["1"]
+        engine = here.fleet._engines["1"]
+        here.fleet.close() if end == "close" else here.fleet.remove("1")
+        until(lambda: not engine.pause.is_on)  # it has been given up
+        assert back.is_paused, back.calls
+
+
+def test_a_server_that_joined_first_and_then_mixes_versions_is_repaired(tmp_path: Path) -> None:
+    options = {"link": Watched, "min_engines": 2, **MANY_BUCKETS}
+    with fleet_of(tmp_path, 2, **options) as here:  # type: ignore[arg-type]
+        here.send()
+        mixed_after(here, interrupt)
+        here.link.before = lambda kind: None
+        here.catch_up()
+        here.check("0", "1")
