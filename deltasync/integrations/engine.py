@@ -51,6 +51,10 @@ class Terms:
     max_staged_bytes: int
     timeout_s: float
 
+    def writes_at_once(self, phase: SyncPhase) -> bool:
+        """Whether workers write what is sent as it arrives, in a pause that begins before."""
+        return phase.is_full or phase.staged_bytes > self.max_staged_bytes
+
     def info(
         self, engine: str, specs: Sequence[ParameterSpec], sender: WeightSender
     ) -> TrainerInfo:
@@ -173,8 +177,7 @@ class Engine:
     def follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it."""
         version = phase.version
-        at_once = phase.staged_bytes > self.terms.max_staged_bytes
-        if version in self._updates or not (phase.is_decided or phase.is_full or at_once):
+        if version in self._updates or not (phase.is_decided or self.terms.writes_at_once(phase)):
             return
         self._expect(version)
         if self._one_call is not None:

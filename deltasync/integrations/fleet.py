@@ -110,6 +110,7 @@ class EngineFleet(Closing):
         self._leaving: list[FleetEngine] = []
         self._num_added, self._is_closed = 0, False
         self._former: deque[str] = deque(maxlen=256)  # names of workers of removed servers
+        self._taking: list[FleetEngine] = []  # those that were here as the sync under way began
         self._slow = set[Future[None]]()  # updates that were waited for in vain
         self._ranks = Counter[str]()  # here, by the names of their engines
         self._specs: tuple[ParameterSpec, ...] | None = None
@@ -364,7 +365,7 @@ class EngineFleet(Closing):
     def _send_weights(
         self, timeout_s: float, on_source_read: Callable[[], None] | None
     ) -> SyncStats:
-        engines = [engine for engine in self._present() if engine.is_here]
+        engines = self._taking = [engine for engine in self._present() if engine.is_here]
         self._slow.clear()
         for engine in engines:
             engine.begin_sync()
@@ -383,19 +384,21 @@ class EngineFleet(Closing):
     def _follow(self, phase: SyncPhase) -> None:
         with self._lock:
             engines = [*self._engines.values(), *self._leaving]
-        if self._pauses == "rolling" and phase.is_decided and not phase.is_held:
-            self._await_resumed(engines)
+        is_turn = phase.is_decided and not (phase.is_held or self._terms.writes_at_once(phase))
+        if is_turn and self._pauses == "rolling":
+            self._await_resumed()
         for engine in engines:
             mine = frozenset(filter(engine.has, phase.engines))
             if mine:
                 engine.follow(replace(phase, engines=mine))
 
-    def _await_resumed(self, engines: Sequence[FleetEngine]) -> None:
+    def _await_resumed(self) -> None:
         """Wait, once, for the servers that hold the version under way to generate again.
 
         Once it was waited for some in vain, for no others: that would cost a timeout for each.
         """
-        resuming = {each for e in engines if e.outcome.done() for each in e.updates} - self._slow
+        here = [e for e in self._taking if e.outcome.done() and not e.is_removed]
+        resuming = {update for engine in here for update in engine.updates} - self._slow
         self._slow |= wait(resuming, 0 if self._slow else self._limit.wait_s).not_done
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
@@ -413,7 +416,8 @@ class EngineFleet(Closing):
         for engine in engines:
             is_held = engine.count(ranks, ranks) == engine.workers
             engine.end_sync(version if is_held else None, stats.lost)
-        wait([u for e in engines if e.version == version for u in e.updates], self._limit.wait_s)
+        ending = {each for e in engines if e.version == version for each in e.updates}
+        wait(ending - self._slow, self._limit.wait_s)
         for engine in engines:
             engine.check_ended(version)
         behind = [engine for engine in self._present() if engine.why]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,3 +70,40 @@ def test_a_server_that_joined_first_and_then_mixes_versions_is_repaired(tmp_path
         here.link.before = lambda kind: None
         here.catch_up()
         here.check("0", "1")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_staged_bytes": 1}])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
+    is_removed: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nor does anybody else stay paused, or behind, for it."""
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=2.0, **options) as here:
+        here.send()
+        here.servers["1"].hangs = "resume"
+        here.step()
+        here.send()
+        if is_removed:
+            here.fleet.remove("1")
+        else:
+            here.step()
+            here.send()  # waits for it to connect
+        for _ in range(2):
+            here.source.get_parameter("a").data.mul_(-2)
+            began = time.monotonic()
+            here.send()
+            assert time.monotonic() - began < 1.8
+            for name in ("0", "2"):
+                assert here.fleet.servers()[name].state == "current", here.fleet.servers()
+                assert here.servers[name].holds(here.source)
+                assert not here.servers[name].is_paused
+
+
+def test_a_rolling_fleet_waits_once_for_a_server_that_does_not_resume(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=1.5) as here:
+        here.send()
+        here.servers["0"].hangs = "resume"
+        here.step()
+        began = time.monotonic()
+        assert list(here.send().lost) == ["0"]
+        assert 1.4 < time.monotonic() - began < 2.7
