@@ -11,6 +11,7 @@ import pytest
 
 from deltasync import SenderOptions
 from deltasync.errors import SyncAborted
+from deltasync.integrations.fleet import Pauses
 from tests.integrations.fleets import Here, OneCall, Server, fleet_of, model
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
 from tests.sync.harness import until
@@ -107,3 +108,38 @@ def test_a_rolling_fleet_waits_once_for_a_server_that_does_not_resume(tmp_path: 
         began = time.monotonic()
         assert list(here.send().lost) == ["0"]
         assert 1.4 < time.monotonic() - began < 2.7
+
+
+@pytest.mark.parametrize("pauses", ["together", "rolling"])
+def test_a_server_that_is_removed_in_its_full_sync_fails_no_call(
+    pauses: Pauses, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 2, pauses=pauses, link=Watched) as here:
+        here.send()
+        here.step()
+        here.add(Server(model(9)), "late")
+        here.link.before = at(2, "prepare", lambda: here.fleet.remove("late"))
+        stats = here.send()
+        assert (stats.kind, stats.version, stats.receivers, stats.lost) == ("delta", 2, 2, {})
+        here.check("0", "1")
+        here.step()
+        assert here.send().receivers == 2
+        here.check("0", "1")
+
+
+def test_the_only_member_that_is_removed_in_its_delta_makes_way_for_who_joins(
+    tmp_path: Path,
+) -> None:
+    with fleet_of(tmp_path, 1, link=Watched) as here:
+        here.send()
+        here.step()
+        here.link.before = at(1, "bucket", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            here.send()  # from now on the snapshot may mix two versions
+        here.add(Server(model(9)), "late")
+        here.fleet.connect()
+        here.servers["0"].hangs = "disconnect"  # so that it prepares
+        here.link.before = at(1, "prepare", lambda: here.fleet.remove("0"))
+        stats = here.send()
+        assert (stats.kind, stats.receivers) == ("full", 1)
+        here.check("late")

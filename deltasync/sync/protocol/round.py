@@ -90,8 +90,8 @@ Turns = Callable[[Collection[str], Collection[str]], Sequence[Collection[str]]]
 """Given the engines that can take a version, and others that hold it already or join with it,
 returns which of the former write at the same time, in order.
 
-An engine that is in none is left out, and has to rejoin. Raises SyncAborted to abort the version
-for all of them, because they are too few.
+An engine that is in none is left out, and has to rejoin; if all are, nothing is decided. Raises
+SyncAborted to abort the version for all of them, because they are too few.
 """
 
 
@@ -183,6 +183,9 @@ class Round:
             taking = frozenset().union(*turns)
             if self._session.failures or taking != self._engines:
                 self._drop(self._session.narrow(taking, said=self._said))
+            if not taking:
+                self._abort("no engine is to take it")
+                return self._result
             self._commit(turns)
         except BaseException as error:
             self._break_off(error)
