@@ -226,9 +226,10 @@ class Worker:
         if self._staging is None:
             raise ConfigError("no trainer is connected to this worker: let it connect first")
         deadline = time.monotonic() + self._timeout_s
+        before = None if self._is_outside else self._staging.last_error
         written = None
         while written is None:
-            self._await(self._staging, version, deadline)
+            self._await(self._staging, version, deadline, before)
             if self._holds(version):
                 return  # it joined with this version
             if not (changes or self._receiver is None or self._receiver.is_unchanged):
@@ -238,11 +239,18 @@ class Worker:
         if written != version:
             raise ProtocolViolation(f"v{written} was written, v{version} was asked for")
 
-    def _await(self, staging: StagingThread, version: int, deadline: float) -> None:
-        """Wait until a version is staged, or this one is held."""
+    def _await(
+        self, staging: StagingThread, version: int, deadline: float, before: Exception | None
+    ) -> None:
+        """Wait until a version is staged, or this one is held.
+
+        Another error than the one `before` ends that: whoever greets again joins in a later call of
+        the trainer.
+        """
         while not (staging.is_staged() or self._holds(version)):
             error = staging.last_error
-            if isinstance(error, ConfigError) and not self._holds_any():
+            is_refused = isinstance(error, ConfigError) and not self._holds_any()
+            if error is not None and (is_refused or error is not before):
                 raise error  # waiting does not help
             staging.wait_staged(timeout_s=_TURN_S)
             if time.monotonic() > deadline:
@@ -266,6 +274,10 @@ class Worker:
     def _holds(self, version: int) -> bool:
         here = self._receiver
         return here is not None and (here.version, here.state) == (version, ReceiverState.READY)
+
+    @property
+    def _is_outside(self) -> bool:
+        return self._receiver is not None and self._receiver.state is ReceiverState.OUTSIDE
 
     def _holds_any(self) -> bool:
         return self._receiver is not None and self._receiver.version is not None

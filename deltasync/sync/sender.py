@@ -257,7 +257,7 @@ class WeightSender(Closing):
         if on_source_read is not None and (delta is None or not self._session.members):
             why = reasons(self._lost) or "no receiver is a member"
             raise SyncAborted(f"{why}; the next sync covers this one")
-        engines = [] if limit.is_over or joined else self._newcomers()
+        engines = [e for e in ([] if joined else self._newcomers()) if not limit.is_over]
         if self.were_asleep and not engines:
             raise ConfigError(f"no weights were sent ({reasons(self._lost)})")
         if self.were_asleep:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from deltasync import SenderOptions
-from deltasync.errors import SyncAborted
+from deltasync.errors import SyncAborted, TransportError, TransportTimeout
 from deltasync.integrations.fleet import Pauses
 from tests.integrations.fleets import Here, OneCall, Server, fleet_of, model
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
@@ -143,3 +144,67 @@ def test_the_only_member_that_is_removed_in_its_delta_makes_way_for_who_joins(
         stats = here.send()
         assert (stats.kind, stats.receivers) == ("full", 1)
         here.check("late")
+
+
+def is_busy(here: Here) -> bool:
+    return any(engine._is_busy for engine in here.fleet._engines.values())
+
+
+def test_a_total_that_ends_in_a_full_sync_does_not_hold_up_the_next_call(tmp_path: Path) -> None:
+    """Updates end when their workers are dropped, not when they would have given up."""
+    with fleet_of(tmp_path, 3, link=Watched, timeout_s=5.0) as here:
+        here.fleet.connect()
+        here.link.before = at(1, "bucket", lambda: time.sleep(0.4))
+        with pytest.raises(TransportTimeout):
+            here.send(total_timeout_s=0.3)
+        began = time.monotonic()
+        until(lambda: not is_busy(here))
+        assert here.dirty() == []
+        assert here.send().receivers == 3
+        assert time.monotonic() - began < 4
+        here.check("0", "1", "2")
+
+
+@pytest.mark.parametrize("kind", [Server, OneCall])
+def test_nothing_is_decided_when_no_time_is_left_to_write_it(
+    kind: type[Server], tmp_path: Path
+) -> None:
+    """All keep the version that they have, their places, and generate."""
+    with fleet_of(tmp_path, 3, link=Watched, kind=kind, timeout_s=5.0) as here:
+        here.send()
+        here.step()
+        calls = [list(server.calls) for server in here.servers.values()]
+        workers = [server.workers[0] for server in here.servers.values()]
+
+        def pass_time() -> None:
+            until(lambda: all(w._receiver.state.name == "PREPARED" for w in workers))  # type: ignore[union-attr]
+            until(lambda: here.fleet._limit.is_over)
+
+        here.link.before = at(1, "replies", pass_time)
+        with pytest.raises(TransportTimeout):
+            here.send(total_timeout_s=0.5)
+        assert [list(server.calls) for server in here.servers.values()] == calls
+        assert here.fleet.sender.version == 1
+        stats = here.send()
+        assert (stats.kind, stats.receivers, stats.joined, stats.lost) == ("delta", 3, 0, {})
+        here.check("0", "1", "2")
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
+    is_lost_before: bool, tmp_path: Path
+) -> None:
+    with fleet_of(tmp_path, 1, timeout_s=20.0) as here:
+        here.send()
+        worker = here.servers["0"].workers[0]
+        staging = worker._staging
+        assert staging is not None
+        began = time.monotonic()
+        if is_lost_before:
+            here.fleet.sender.close()
+            until(lambda: staging.last_error is not None)
+        else:
+            Timer(0.2, here.fleet.sender.close).start()
+        with pytest.raises(TransportError):
+            worker.commit(2)
+        assert time.monotonic() - began < 10

@@ -175,7 +175,8 @@ class Round:
             self._stage(stream_id)
             ready = self._ready()
             if not ready:
-                self._abort("; ".join(self._session.failures.values()) or _TOO_LARGE)
+                why = _TOO_LARGE if self._result.is_too_large else "no time is left to write it"
+                self._abort("; ".join(self._session.failures.values()) or why)
                 return self._result
             turns = [frozenset(turn) for turn in self._turns(ready)]
             if len(turns) > 1 and self._writes_as_it_arrives():
@@ -303,8 +304,8 @@ class Round:
         return {member.engine for member in here.values()} - failed
 
     def _ready(self) -> set[str]:
-        """Engines of which all ranks have prepared; none if no time is left to go on with some."""
-        is_late = bool(self._session.failures) and self._link.limit.is_over
+        """Engines of which all ranks have prepared; none if no time is left in which to write."""
+        is_late = self._link.limit.is_over
         return self._sound() if self._has_asked and not (is_late or self._is_repeated) else set()
 
     def _report_begun(self) -> None:
