@@ -403,9 +403,9 @@ class EngineFleet(Closing):
 
     def _give_up(self, engines: Sequence[FleetEngine], error: BaseException) -> None:
         """No version was sent. Servers that were asked to write one learn it."""
-        were_asleep, said = self.sender.were_asleep, lost(self.sender)
+        were_asleep, said, held = self.sender.were_asleep, lost(self.sender), holders(self.sender)
         for engine in engines:
-            engine.give_up(error, said)
+            engine.give_up(error, said, held)
         if were_asleep:  # no worker has written, or left
             wait([update for engine in engines for update in engine.updates], self._limit.wait_s)
             wait([engine.sleep_on() for engine in engines], self._limit.wait_s)
@@ -423,9 +423,9 @@ class EngineFleet(Closing):
         behind = [engine for engine in self._present() if engine.why]
         for engine in behind:
             logger.warning("%s is behind v%d: %s", engine, version, engine.why)
-        names = tuple(name for engine in behind for name in engine.names)
         with self._lock:
-            names += tuple(self._former)
+            ours = self._engines.values()
+            names = (*self._former, *(name for engine in ours for name in engine.names))
         others = {who: why for who, why in stats.lost.items() if not who.startswith(names)}
         lost = {**others, **{engine.label: engine.why for engine in behind}}
         hold = tuple(e.label for e in self._present() if e.state(version).state == "current")

@@ -26,6 +26,7 @@ from deltasync.wire.messages import Failed
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
 _RESUMED = 0  # no version
+_NOT_JOINED = "it has not joined yet"
 _GRACE_S = 1.0  # for a server that has failed before: a restarted one connects in this time
 
 
@@ -110,10 +111,6 @@ class FleetEngine(Engine):
         """Number of ranks of this server in engines of these names."""
         return sum(ranks.get(worker, 0) for worker in workers if self.has(worker))
 
-    def had(self, worker: str) -> bool:
-        """Whether workers of this name are of this server, or were before it reconnected."""
-        return worker.startswith(self.names)
-
     # Connecting
 
     def begin_call(self) -> None:
@@ -151,7 +148,7 @@ class FleetEngine(Engine):
         """Ask it to connect, in its thread. Raises as `info`."""
         name = new_name()
         trainer, now = info(name), time.monotonic()
-        self.name, self._declined = name, None
+        self.name, self.why, self._declined = name, _NOT_JOINED, None
         self.names = (*self.names[-7:], name)
         self._named = None
         patience_s = self.terms.timeout_s if self._is_new else _GRACE_S
@@ -251,12 +248,16 @@ class FleetEngine(Engine):
             self.version = phase.version
             self.outcome.set_result(None)
 
-    def give_up(self, error: BaseException, lost: Mapping[str, str]) -> None:
-        """The sync has failed. `lost` says why members left."""
+    def give_up(
+        self, error: BaseException, lost: Mapping[str, str], held: Mapping[str, int]
+    ) -> None:
+        """The sync has failed. `lost` says why members left, `held` has the ranks of the others."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
         self.why = self._reason(lost)
         self.is_here = not self.why
+        if self.is_here and self.count(held, held) < self.workers:
+            self.why = _NOT_JOINED
 
     def sleep_on(self) -> Future[None]:
         """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
@@ -303,7 +304,7 @@ class FleetEngine(Engine):
             self.why = self.why or f"{type(problems[0]).__name__}: {problems[0]}"
 
     def _reason(self, lost: Mapping[str, str]) -> str:
-        return reasons({who: why for who, why in lost.items() if self.had(who)})
+        return reasons({who: why for who, why in lost.items() if self.has(who)})
 
     # Leaving
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -13,29 +13,29 @@ import pytest
 from deltasync import SenderOptions
 from deltasync.errors import SyncAborted, TransportError, TransportTimeout
 from deltasync.integrations.fleet import Pauses
-from tests.integrations.fleets import Here, OneCall, Server, fleet_of, model
+from tests.integrations.fleets import SHAPES, Here, OneCall, Server, fleet_of, model
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
 from tests.sync.harness import until
 
 pytestmark = pytest.mark.timeout(60)
 
-MANY_BUCKETS = {
+MANY_BUCKETS: dict[str, Any] = {
     "shapes": {"a": (512, 1024), "b": (33,)},
     "max_staged_bytes": 1,
     "options": SenderOptions(bucket_bytes=1 << 16),
 }
 
 
-def restart(server: Server, seed: int) -> None:
+def restart(server: Server, seed: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Kill a server, and start it with other weights."""
     server.die()
-    server.module = model(seed, MANY_BUCKETS["shapes"])  # type: ignore[arg-type]
+    server.module = model(seed, shapes)
     server.start()
 
 
 def mixed_after(here: Here, befalls: Callable[[], object]) -> None:
     """Let "1" join with the version before, and something befall the delta that follows."""
-    restart(here.servers["1"], 9)
+    restart(here.servers["1"], 9, MANY_BUCKETS["shapes"])
     here.source.get_parameter("a").data.mul_(-2)
     in_delta = at(8, "bucket", befalls)
     here.link.before = at(2, "begin", lambda: setattr(here.link, "before", in_delta))
@@ -54,7 +54,7 @@ def test_a_server_that_joined_first_and_then_mixes_versions_stays_paused(
 ) -> None:
     """It joined with the version before, which says nothing of the delta of the same call."""
     options = {"link": Watched, "min_engines": 2, "kind": kind, **MANY_BUCKETS}
-    with fleet_of(tmp_path, 2, **options) as here:  # type: ignore[arg-type]
+    with fleet_of(tmp_path, 2, **options) as here:
         here.send()
         mixed_after(here, interrupt if befalls == "interrupt" else here.servers["0"].die)
         back = here.servers["1"]
@@ -66,7 +66,7 @@ def test_a_server_that_joined_first_and_then_mixes_versions_stays_paused(
 
 def test_a_server_that_joined_first_and_then_mixes_versions_is_repaired(tmp_path: Path) -> None:
     options = {"link": Watched, "min_engines": 2, **MANY_BUCKETS}
-    with fleet_of(tmp_path, 2, **options) as here:  # type: ignore[arg-type]
+    with fleet_of(tmp_path, 2, **options) as here:
         here.send()
         mixed_after(here, interrupt)
         here.link.before = lambda kind: None
@@ -208,3 +208,36 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
         with pytest.raises(TransportError):
             worker.commit(2)
         assert time.monotonic() - began < 10
+
+
+def test_a_server_that_was_restarted_and_is_current_is_not_lost(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 3) as here:
+        here.send()
+        restart(here.servers["1"], 9, SHAPES)
+        here.step()
+        assert here.send(on_lost="raise").lost == {}
+        here.check("0", "1", "2")
+
+
+def test_a_server_that_was_restarted_is_not_lost_by_a_call_that_sends_nothing(
+    tmp_path: Path,
+) -> None:
+    with fleet_of(tmp_path, 2, link=Watched) as here:
+        here.send()
+        restart(here.servers["1"], 9, SHAPES)
+        here.step()
+        here.link.before = at(1, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            here.send()
+        state = here.fleet.servers()["1"]
+        assert (state.state, state.why) == ("behind", "it has not joined yet"), state
+        assert here.fleet.servers()["0"].state == "current"
+
+
+def test_a_server_that_was_restarted_is_behind_until_it_has_joined(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 2) as here:
+        here.send()
+        restart(here.servers["1"], 9, SHAPES)
+        assert here.fleet.connect()["1"].state == "behind"
+        here.send()
+        here.check("0", "1")
