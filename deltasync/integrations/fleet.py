@@ -155,7 +155,9 @@ class EngineFleet(Closing):
             if self._is_closed:
                 raise ConfigError("this EngineFleet was closed: make a new one")
             self._num_added += 1
-            name = name or getattr(server, "url", None) or f"server-{self._num_added}"
+            while (number := f"server-{self._num_added}") in self._engines:
+                self._num_added += 1
+            name = name or getattr(server, "url", None) or number
             twin = next((e for e in self._engines.values() if e.server is server), None)
             if name in self._engines or twin is not None:
                 known = name if twin is None else twin.label

@@ -241,3 +241,9 @@ def test_a_server_that_was_restarted_is_behind_until_it_has_joined(tmp_path: Pat
         assert here.fleet.connect()["1"].state == "behind"
         here.send()
         here.check("0", "1")
+
+
+def test_a_number_that_names_a_server_is_not_given_to_another(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, 0) as here:
+        here.fleet.add(Server(model(1)), name="server-2")
+        assert here.fleet.add(Server(model(2))) == "server-3"
