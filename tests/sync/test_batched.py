@@ -33,11 +33,13 @@ from deltasync import *
 from deltasync.errors import DeltaSyncError
 from deltasync.transports import inprocess
 
+told = []
+
 def receive(receiver):
     try:
         receiver.receive_weights(timeout_s=20)
     except DeltaSyncError as error:
-        print("receiver", type(error).__name__, error)
+        told.append(f"receiver {type(error).__name__} {error}")
 
 for ours, theirs in (("triton", "auto"), ("auto", "triton")):
     link = inprocess.Sender()
@@ -50,8 +52,9 @@ for ours, theirs in (("triton", "auto"), ("auto", "triton")):
     try:
         sender.send_weights(timeout_s=20)
     except DeltaSyncError as error:
-        print("sender", type(error).__name__, error)
+        told.append(f"sender {type(error).__name__} {error}")
     thread.join()
+print("\\n".join(told))
 """
 
 
