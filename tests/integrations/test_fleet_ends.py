@@ -80,7 +80,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
     is_removed: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Nor does anybody else stay paused, or behind, for it."""
-    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=2.0, **options) as here:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=4.0, **options) as here:
         here.send()
         here.servers["1"].hangs = "resume"
         here.step()
@@ -94,7 +94,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
             here.source.get_parameter("a").data.mul_(-2)
             began = time.monotonic()
             here.send()
-            assert time.monotonic() - began < 1.8
+            assert time.monotonic() - began < 3.6
             for name in ("0", "2"):
                 assert here.fleet.servers()[name].state == "current", here.fleet.servers()
                 assert here.servers[name].holds(here.source)
@@ -102,13 +102,13 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
 
 
 def test_a_rolling_fleet_waits_once_for_a_server_that_does_not_resume(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=1.5) as here:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=4.0) as here:
         here.send()
         here.servers["0"].hangs = "resume"
         here.step()
         began = time.monotonic()
         assert list(here.send().lost) == ["0"]
-        assert 1.4 < time.monotonic() - began < 2.7
+        assert 3.7 < time.monotonic() - began < 7.2
 
 
 @pytest.mark.parametrize("pauses", ["together", "rolling"])

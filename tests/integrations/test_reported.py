@@ -88,7 +88,7 @@ def test_an_update_that_outlasts_the_sync_is_a_typed_error(
 def test_a_fleet_reports_what_its_call_returns(tmp_path: Path) -> None:
     """Its servers by their own names, with those that are behind."""
     events: list[SyncEvent] = []
-    with fleet_of(tmp_path, 3, timeout_s=1.0) as here:
+    with fleet_of(tmp_path, 3, timeout_s=5.0) as here:
         here.send()
         behind = here.servers["1"]
         behind.declines = RuntimeError("planted")
@@ -107,7 +107,7 @@ def test_a_fleet_reports_what_its_call_returns(tmp_path: Path) -> None:
 
 def test_a_failure_says_how_many_still_hold_the_last_version(tmp_path: Path) -> None:
     events: list[SyncEvent] = []
-    with fleet_of(tmp_path, 2, timeout_s=1.0, min_engines=2) as here:
+    with fleet_of(tmp_path, 2, timeout_s=5.0, min_engines=2) as here:
         here.send()
         here.servers["1"].declines = RuntimeError("planted")
         here.servers["1"].die()
