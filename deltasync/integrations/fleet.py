@@ -422,13 +422,13 @@ class EngineFleet(Closing):
         wait(ending - self._slow, self._limit.wait_s)
         for engine in engines:
             engine.check_ended(version)
-        behind = [engine for engine in self._present() if engine.why]
+        present = self._present()
+        behind = [engine for engine in present if engine.why]
         for engine in behind:
             logger.warning("%s is behind v%d: %s", engine, version, engine.why)
         with self._lock:
-            ours = self._engines.values()
-            names = (*self._former, *(name for engine in ours for name in engine.names))
+            names = (*self._former, *(name for engine in present for name in engine.names))
         others = {who: why for who, why in stats.lost.items() if not who.startswith(names)}
         lost = {**others, **{engine.label: engine.why for engine in behind}}
-        hold = tuple(e.label for e in self._present() if e.state(version).state == "current")
+        hold = tuple(e.label for e in present if e.state(version).state == "current")
         return ended_as(self.sender, replace(stats, lost=lost, engines=hold))

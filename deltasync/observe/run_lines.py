@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from deltasync.errors import ConfigError
 
 FORMAT = 1
+ROLES = {"sync": "sender", "receive": "receiver", "publish": "publisher"}
+"""Whose success an event is: the role in a failure of the same end."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e15)]

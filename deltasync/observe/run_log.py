@@ -13,7 +13,7 @@ from typing import Any
 
 from deltasync import __version__
 from deltasync.errors import ConfigError
-from deltasync.observe.run_lines import FORMAT
+from deltasync.observe.run_lines import FORMAT, ROLES
 from deltasync.store.sender import PublishStats
 from deltasync.sync.events import ReceiveStats, SyncEvent, SyncFailed
 from deltasync.sync.stats import SyncStats
@@ -22,11 +22,7 @@ from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {
-    SyncStats: ("sync", "sender"),
-    ReceiveStats: ("receive", "receiver"),
-    PublishStats: ("publish", "publisher"),
-}
+_KINDS = {SyncStats: "sync", ReceiveStats: "receive", PublishStats: "publish"}
 _LEFT_OUT = {"ended_at", "engines"}
 _LONGEST = 2000  # characters of a message
 _MOST_STREAKS = 256  # ends whose failures are counted at the same time
@@ -75,9 +71,8 @@ class RunLog(Closing):
                 return
             if isinstance(event, SyncFailed):
                 self._write_failure(event)
-            elif (known := _KINDS.get(type(event))) is not None:
-                kind, role = known
-                self._end_streak((role, getattr(event, "name", "")))
+            elif (kind := _KINDS.get(type(event))) is not None:
+                self._end_streak((ROLES[kind], getattr(event, "name", "")))
                 self._write({"event": kind, **_fields(event)})
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Literal
 
 from deltasync.observe.run_lines import (
+    ROLES,
     FailedLine,
     Line,
     PublishLine,
@@ -20,8 +21,6 @@ from deltasync.observe.run_lines import (
 )
 
 Mark = Literal["failed", "lost", "full", "joined", "recovered", "warning"]
-
-_ROLES = {"sync": "sender", "publish": "publisher", "receive": "receiver"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ def _fill(found: Series, lines: Sequence[Line]) -> None:
         place = len(found.rows)
         found.happenings += _of_line(line, place)
         who = line.name if isinstance(line, ReceiveLine) else ""
-        if failed := ends.pop((_ROLES[line.event], who), _End()).failed:
+        if failed := ends.pop((ROLES[line.event], who), _End()).failed:
             text = f"covers {failed} failed sync{'s' if failed > 1 else ''}"
             found.happenings.append(_happening("recovered", place, line, text, who))
         if line.event == found.source:
