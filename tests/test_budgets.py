@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lines import code_lines
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deltasync"
 MAX_FUNCTION_LINES = 60
@@ -60,9 +62,9 @@ def long_function(source: Source) -> Iterator[Finding]:
 
 
 def long_file(source: Source) -> Iterator[Finding]:
-    lines = source.text.count("\n")
+    lines = code_lines(source.text)
     if lines > MAX_FILE_LINES:
-        yield lines, f"{lines} lines, over {MAX_FILE_LINES}"
+        yield lines, f"{lines} lines of code, over {MAX_FILE_LINES}"
 
 
 def print_outside_interface(source: Source) -> Iterator[Finding]:
@@ -208,7 +210,7 @@ def test_the_package_is_found() -> None:
     [
         (long_function, "a.py", "\ndef f():\n" + "    pass\n" * 60, [2]),
         (long_function, "a.py", "class A:\n  async def f():\n" + "    pass\n" * 60, [2]),
-        (long_file, "a.py", "\n" * 501, [501]),
+        (long_file, "a.py", "x = 1\n" * 501, [501]),
         (print_outside_interface, "sync/a.py", "x = 1\nprint(x)\n", [2]),
         (environment_outside_config, "sync/a.py", "import os\nos.environ['A']\n", [2]),
         (environment_outside_config, "sync/config.py", "import os\nos.getenv('A')\n", [2]),
@@ -235,7 +237,7 @@ def test_rule_refuses(rule: Rule, path: str, text: str, lines: list[int]) -> Non
     ("rule", "path", "text"),
     [
         (long_function, "a.py", "def f():\n" + "    pass\n" * 59),
-        (long_file, "a.py", "\n" * 500),
+        (long_file, "a.py", "x = 1\n" * 500 + "# no code\n\n"),
         (print_outside_interface, "cli/demo.py", "print(1)\n"),
         (print_outside_interface, "demo/task.py", "print(1)\n"),
         (print_outside_interface, "a.py", "console.print(1)\n"),
