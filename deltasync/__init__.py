@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from deltasync.sync.protocol.receiver_session import ReceiverState
     from deltasync.sync.protocol.round import SyncPhase
     from deltasync.sync.receiver import WeightReceiver
-    from deltasync.sync.relay.relay import Relay
     from deltasync.sync.sender import WeightSender
     from deltasync.sync.source.tensors import NamedTensor, WeightSource
     from deltasync.sync.staging_thread import StagingThread
@@ -64,7 +63,6 @@ __all__ = [
     "ReceiveStats",
     "ReceiverOptions",
     "ReceiverState",
-    "Relay",
     "ReloadedTarget",
     "RoutedTarget",
     "SenderOptions",
@@ -127,7 +125,6 @@ _HOMES = {
         "sync.protocol.receiver_session": "ReceiverState",
         "sync.protocol.round": "SyncPhase",
         "sync.receiver": "WeightReceiver",
-        "sync.relay.relay": "Relay",
         "sync.sender": "WeightSender",
         "sync.source.tensors": "NamedTensor WeightSource",
         "sync.staging_thread": "StagingThread",

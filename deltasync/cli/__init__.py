@@ -27,7 +27,6 @@ COMMANDS = {
     "gc": ("deltasync.store.retention",),
     "inspect": ("deltasync.files.inspection",),
     "log": ("deltasync.store.history",),
-    "relay": ("deltasync.sync.relay.relay",),
     "report": ("deltasync.observe.report.page",),
     "verify": ("deltasync.files.comparing",),
 }

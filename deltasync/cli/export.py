@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deltasync.cli.fetch import Out, To, write
-from deltasync.cli.live import Lanes, write_live
 from deltasync.cli.stores import Config, KeyFile, RunName, store_options
-from deltasync.cli.terminal import AsJson, Secret
+from deltasync.cli.terminal import (
+    AsJson,
+    Secret,
+    count,
+    make_console,
+    phases,
+    print_json,
+    secret_of,
+    size,
+)
+
+if TYPE_CHECKING:
+    from deltasync.transports.base import ReceiveTransport
 
 
 def export(
@@ -29,11 +41,14 @@ def export(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Instead of URL: a sender or relay, gloo://HOST:PORT, nixl://HOST:PORT or "
+            help="Instead of URL: a sender, gloo://HOST:PORT, nixl://HOST:PORT or "
             "shared_memory:PATH.",
         ),
     ] = None,
-    lane: Lanes = None,
+    lane: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Of the trainer's ranks 1, 2, ...; repeatable."),
+    ] = None,
     name: Annotated[
         str, typer.Option(help="With --connect: name of this engine.", show_default="export-NUMBER")
     ] = "",
@@ -48,13 +63,12 @@ def export(
 ) -> None:
     """Write a version as a checkpoint that a trainer can be restored from.
 
-    It comes from a store, or with --connect from a living sender or relay. A relay answers at
-    once, also if its trainer is gone; a trainer answers when it sends next. Tensors are bit for bit
-    what the trainer had, in the dtypes that it sent.
+    It comes from a store, or with --connect from a living sender, which answers when it sends next.
+    Tensors are bit for bit what the trainer had, in the dtypes that it sent.
     """
     _check_one_origin(url, connect, of_store=(to, run, config, key_file), of_live=(lane, secret))
     if connect is not None:
-        write_live(
+        _write_live(
             connect, lane or [], out, name=name, timeout_s=timeout, secret=secret, as_json=as_json
         )
     elif url is not None:
@@ -74,3 +88,46 @@ def _check_one_origin(
     if any(of_store if connect is not None else of_live):
         other = "a store's URL" if connect is not None else "--connect"
         raise typer.BadParameter(f"options that belong to {other} were given too")
+
+
+def _write_live(
+    connect: str,
+    lanes: list[str],
+    out: Path,
+    *,
+    name: str,
+    timeout_s: float,
+    secret: Path | None,
+    as_json: bool,
+) -> None:
+    """Join, receive one version, write it as a checkpoint, and report it."""
+    from deltasync.delta.digests import digest_text
+    from deltasync.files.export import export_weights
+    from deltasync.files.frame_file import refuse_existing
+    from deltasync.sync.receiver import WeightReceiver
+    from deltasync.sync.target.copied import CopiedTarget
+
+    refuse_existing(out)
+    links = _links_to([connect, *lanes], secret)
+    target, engine = CopiedTarget(), name or f"export-{os.getpid()}"
+    with WeightReceiver(target, links[0], lanes=links[1:], engine=engine) as receiver:
+        receiver.receive_weights(timeout_s=timeout_s)
+    with phases() as phase:
+        num_bytes = sum(tensor.nbytes for tensor in target.tensors.values())
+        done = export_weights(receiver, out, phase=lambda told: phase(told, num_bytes))
+    if as_json:
+        told = {"version": done.version, "stream_id": done.stream_id, "num_bytes": done.num_bytes}
+        print_json({"out": str(out), "digest": digest_text(done.digest), **told})
+        return
+    made = f"v{done.version}, {size(done.num_bytes)} in {count(done.num_tensors)} tensors"
+    make_console().print(f"{out}: {made}, state digest {digest_text(done.digest)}", soft_wrap=True)
+
+
+def _links_to(addresses: list[str], secret: Path | None) -> list[ReceiveTransport]:
+    """Receivers' ends, in host memory. Raises ConfigError, BadParameter."""
+    import torch
+
+    from deltasync.transports.address import Address
+
+    parsed, shared = [Address.parse(text) for text in addresses], secret_of(secret)
+    return [address.receiver(torch.device("cpu"), secret=shared) for address in parsed]

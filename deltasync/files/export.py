@@ -203,5 +203,5 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_ELSEWHERE = "export from an engine of one rank, from a relay, or with deltasync export --connect"
+_ELSEWHERE = "export from an engine of one rank, or with deltasync export --connect"
 _RESERVED = "__metadata__"

@@ -43,9 +43,9 @@ _PUT = ("delta", "fold", "anchor")
 _LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
 _M = TypeVar("_M", bound=MetricWrapperBase)
 _GENERATED = re.compile(
-    r"^(engine|relay|rollout)(?:(?:-[0-9a-f]{8}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
+    r"^(engine|rollout)(?:(?:-[0-9a-f]{8}){1,2}|-[0-9a-f]{32})(?=(?:-\d+)?(?:$|\[))"
 )
-"""What a new name begins with, of an engine, a relay or a worker of verl: its kind, and chance."""
+"""What a new name begins with, of an engine or a worker of verl: its kind, and chance."""
 
 
 class Metrics:

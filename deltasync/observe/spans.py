@@ -108,9 +108,7 @@ class Spans:
         if not is_sampled:
             return
         tracer = trace.get_tracer("deltasync", tracer_provider=self._provider)
-        is_root = isinstance(event, PublishStats) or (
-            isinstance(event, SyncStats) and not event.is_relayed
-        )
+        is_root = isinstance(event, PublishStats | SyncStats)
         begin = event.ended_at - event.total_s
         current = trace.get_current_span().get_span_context()
         attributes |= {"deltasync.stream_id": stream_id, "deltasync.version": version}

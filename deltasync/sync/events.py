@@ -39,7 +39,7 @@ Listener = Callable[[SyncEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveStats(SyncEvent):
-    """One sync at a receiver: from a trainer, a relay or a store.
+    """One sync at a receiver: from a trainer or a store.
 
     Attributes:
         name: Of the receiver: engine[rank/world].

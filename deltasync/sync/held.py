@@ -1,4 +1,4 @@
-"""The weights that a receiver holds, for those that read them or hear of what is written."""
+"""The weights that a receiver holds, for those that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from deltasync.delta.backend import Backend
 from deltasync.errors import CallOrderError
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
-from deltasync.sync.target.bound import Follower
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,3 @@ def proved(receiver: WeightReceiver) -> Iterator[Proved]:
             raise CallOrderError(f"{receiver.name} is between two versions: try again after it")
         receiver._synchronize()
         yield Proved(session.stream_id, session.version, weights.backend)
-
-
-def follow(receiver: WeightReceiver, follower: Follower) -> None:
-    """Let `follower` hear of each sync that comes from now on."""
-    receiver._weights.follower = follower

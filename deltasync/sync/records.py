@@ -36,7 +36,6 @@ class SenderCall:
     Attributes:
         stream_id: The training run.
         version: What is attempted.
-        is_relayed: As of `SyncStats`.
         lost: What is lost so far, see `SyncStats`. Not owned.
         began: When it began, by `time.perf_counter`.
         phases: Its parts so far, by the same clock.
@@ -44,7 +43,6 @@ class SenderCall:
 
     stream_id: str
     version: int
-    is_relayed: bool = False
     lost: Mapping[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     phases: list[Phase] = field(default_factory=list)

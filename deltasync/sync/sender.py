@@ -245,13 +245,10 @@ class WeightSender(Closing):
         self._lost = self._call.lost = self._lost_between
         self._lost_between, self.were_asleep = {}, False
         if self._weights.is_lost:
-            why = "a rank of the trainer has lost its snapshot"
-            if self._own.version is not None:
-                why = "no delta leads from what they hold to the version that is relayed: rejoin"
-            self._part_with(why, list(self._session.members.values()))
+            members = list(self._session.members.values())
+            self._part_with("a rank of the trainer has lost its snapshot", members)
         joined = self._joined_first(join_timeout_s)
-        is_new = self._next_version != self.version
-        delta = self._sync_members() if self._session.members and is_new else None
+        delta = self._sync_members() if self._session.members else None
         if delta is None and limit.is_over:
             raise nothing_sent(self._lost, is_too_late=limit.is_over)
         if on_source_read is not None and (delta is None or not self._session.members):
@@ -289,7 +286,7 @@ class WeightSender(Closing):
 
     def _sync_members(self) -> Synced | None:
         """One more version for all members; None if none of them is left to hold it."""
-        version, is_between = self._next_version, self._is_between
+        version, is_between = self.version + 1, self._is_between
         self._link.hint(Upcoming(version=version))
         done = Synced()
         while self._session.members and not (
@@ -323,12 +320,6 @@ class WeightSender(Closing):
             self._forget(*asleep)  # the others go on to a version that these miss
         return done if done.result.decided else None
 
-    @property
-    def _next_version(self) -> int:
-        """What the source holds now: one more than the last, or a version that it names itself."""
-        named = self._own.version
-        return self.version + 1 if named is None else named
-
     def _capture(self, engines: list[dict[int, Hello]]) -> bool:
         """Start from the source as it is, in the dtypes that the first engine holds.
 
@@ -343,7 +334,7 @@ class WeightSender(Closing):
             except (ConfigError, WireError) as error:
                 self._lobby.refuse_all(hellos, error)
                 continue
-            self._session.captured(self._next_version)
+            self._session.captured(self.version + 1)
             is_captured, self._is_between = True, False
             break
         self._lost |= self._lobby.refused()
@@ -484,8 +475,7 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     try:
         sender._is_called = True
         sender._done, sender._lost, group = None, {}, sender._group
-        sender._call = SenderCall(sender.stream_id, sender._next_version)
-        sender._call.is_relayed = sender._own.version is not None
+        sender._call = SenderCall(sender.stream_id, sender.version + 1)
         outcome = lambda: (sender.version, sender._done)  # noqa: E731
         with group.one_call(outcome, limit) if group else nullcontext():
             yield

@@ -88,7 +88,6 @@ class SyncStats(SyncEvent):
             `SenderOptions.report_density` asks for it.
         warnings: What an operator should look at, see `SenderOptions.warn_unchanged_syncs` and
             `warn_density_factor`. Each is logged too.
-        is_relayed: Whether a relay has sent it, whose trainer has numbered the version.
     """
 
     version: int
@@ -124,7 +123,6 @@ class SyncStats(SyncEvent):
     phases: tuple[Phase, ...] = ()
     density_by: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    is_relayed: bool = False
 
     @property
     def density(self) -> float:
@@ -236,7 +234,6 @@ def stats_of(
         phases=tuple((name, a - call.began, b - call.began) for name, a, b in call.phases),
         density_by=noticed.density_by,
         warnings=noticed.warnings,
-        is_relayed=call.is_relayed,
     )
 
 

@@ -107,10 +107,6 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
         "gc": [tmp_path / "store"],
         "inspect": [tmp_path / "patch"],
         "log": [tmp_path / "store"],
-        "relay": [
-            *("--connect", f"shared_memory:{tmp_path}/none"),
-            *("--serve", f"shared_memory:{tmp_path}/serve"),
-        ],
         "report": [tmp_path / "log", "--out", tmp_path / "page"],
         "verify": [old, new],
     }

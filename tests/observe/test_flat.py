@@ -23,7 +23,6 @@ SYNC_NAMES = [
     "engines",
     "failed",
     "full_synced",
-    "is_relayed",
     "joined",
     "joined_bytes",
     "lost",

@@ -192,10 +192,10 @@ def test_names_that_are_made_at_each_connect_share_a_label(
 ) -> None:
     metrics = Metrics(registry)
     metrics(sync(engines=("engine-0123abcd-0", "engine-0123abcd-1")))
-    metrics(sync(engines=("engine-89abcdef-0", "relay-00000000"), version=7))
+    metrics(sync(engines=("engine-89abcdef-0", "rollout-00000000"), version=7))
     assert value("engine_version", engine="engine-0") == 7
     assert value("engine_version", engine="engine-1") == 2
-    assert value("engine_version", engine="relay") == 7
+    assert value("engine_version", engine="rollout") == 7
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,10 @@ def test_names_that_are_made_at_each_connect_share_a_label(
         ("engine-0123abcd-9f8e7d6c-0", "engine-0"),  # of vLLM
         ("engine-01234567-01234567-12", "engine-12"),
         (f"rollout-{'ab' * 16}", "rollout"),  # of verl
-        ("relay-0123abcd", "relay"),
         ("rollout-3", "rollout-3"),  # the others are of users, or last as long as what they name
         ("engine-east-0", "engine-east-0"),
         ("engine-0123abcd-east", "engine-0123abcd-east"),
-        ("relay-node7-12345678", "relay-node7-12345678"),
+        ("rollout-node7-12345678", "rollout-node7-12345678"),
         (f"actor-{'ab' * 16}", f"actor-{'ab' * 16}"),
     ],
 )

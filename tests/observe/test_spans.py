@@ -137,7 +137,6 @@ def test_a_version_has_one_root_whatever_happens() -> None:
     spans = Spans(traced.provider)
     spans(failed(stream_id="run"))  # the first attempt
     spans(sync())
-    spans(sync(is_relayed=True))  # a relay in this process
     spans(sync())  # receivers that join later
     roots = [span for span in traced.spans if span.parent is None]
     assert [ids(span) for span in roots] == [ids_of("run", 2)]

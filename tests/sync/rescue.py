@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -16,11 +18,45 @@ from deltasync import (
     WeightSender,
     export_weights,
 )
+from deltasync.delta.bits import as_bits
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.transports.address import Address
-from tests.sync.regions import fingerprint, model, say, step
+from tests.sync.harness import Model
 
 NUMEL = 1 << 14
+MATRICES = 4
+
+
+def model(seed: int, numel: int) -> Model:
+    """Parameters of `numel` bfloat16 elements together, and an empty one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"p{n}": torch.randn(numel // MATRICES, generator=generator).to(torch.bfloat16)
+        for n in range(MATRICES)
+    }
+    return Model({**tensors, "empty": torch.empty(0, 3, dtype=torch.bfloat16)})
+
+
+def step(source: Model, seed: int) -> None:
+    """About 2 % of the weights change, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in source.parameters():
+        bits = as_bits(parameter.data).view(-1)
+        bits[torch.rand(len(bits), generator=generator) < 0.02] ^= 1
+
+
+def fingerprint(module: Model) -> str:
+    """A plain hash of a model's bytes: nothing of ours is in it."""
+    hasher = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        hasher.update(name.encode() + as_bits(parameter.data).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def say(told: dict[str, object]) -> None:
+    """Write a JSON line at once."""
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
 
 
 def train(address: str, checkpoint: str) -> None:

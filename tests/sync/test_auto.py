@@ -23,7 +23,7 @@ from deltasync.transports.base import Capabilities, Frame
 from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal, fleet, step
 from tests.sync.test_coded import model, nudged
 from tests.sync.test_parts import CHECKPOINT, rank_of, trainer
-from tests.sync.test_relay_regions import Process, thin_links
+from tests.sync.thin_links import Process, thin_links
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -174,7 +174,7 @@ def test_the_speed_of_a_network_is_learnt(tmp_path: Path) -> None:
 
         sender = start("send", names["t"])
         assert sender.hear() == {"listens": True}
-        start("receive", names["a"])
+        start("receive", names["e"])
         found = [sender.hear() for _ in range(syncs)]
     assert [one["kind"] for one in found] == ["full", *["delta"] * (syncs - 1)]
     assert found[0]["gbit_s"] < 0.03

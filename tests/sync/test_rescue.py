@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from deltasync.files.checkpoint import Checkpoint
-from tests.sync.regions import fingerprint, model
-from tests.sync.rescue import NUMEL
-from tests.sync.test_relay_regions import Process
+from tests.sync.rescue import NUMEL, fingerprint, model
+from tests.sync.thin_links import Process
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -121,12 +121,10 @@ class LocalWeights(Weights):
         coding: What payloads are coded with.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
-        version: The version that the source holds, if it has a number already; else None.
     """
 
     layout: SentLayout | None = None
     is_lost: bool = False
-    version: int | None = None
     snapshot_bytes: int = 0
     knows_trained: bool = False
 

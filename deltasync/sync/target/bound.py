@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -33,26 +33,8 @@ from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 
 _MIN_STAGED_BYTES = 64 << 20
-_T = TypeVar("_T")
-
-
-class Follower(Protocol):
-    """What hears of each sync that comes into the weights, in the thread that brings it."""
-
-    def begin(self, begin: Begin, *, is_staged: bool) -> None:
-        """A sync begins; unless it is staged, it is written as it comes."""
-        ...
-
-    def take(self, rows: ReadBucket) -> None:
-        """A bucket of it has been checked and staged. Its payload is valid during the call."""
-        ...
-
-    def written(self) -> None:
-        """The sync is written and read back."""
-        ...
-
-
 _EARLY_S = 1.0  # an early check of storage counts for so long
+_T = TypeVar("_T")
 
 
 class _Changed(Set[int]):
@@ -101,7 +83,6 @@ class BoundWeights:
             written.
         staging: What brings the sync under way into the weights; None if there is none.
         proved: The digests of the version that was last joined or committed, over all that is held.
-        follower: What hears of each sync; None, the default, if nothing does.
         may_differ: Whether the weights may have been changed or moved; `are_kept` looks.
         still_since: Since when no storage is replaced, by the monotonic clock, so that it can be
             checked before it is written; infinite if it may be replaced at any time.
@@ -115,7 +96,6 @@ class BoundWeights:
         self._before = self.backend.ledger  # what `undo` goes back to
         self.staging: Applier | None = None
         self.proved: DigestLedger | None = None
-        self.follower: Follower | None = None
         self.may_differ = False
         self._buckets = BucketReader(())
         self._scrubbed = 0  # the chunk after the last one
@@ -252,8 +232,6 @@ class BoundWeights:
                 max_bytes=self._max_staged_bytes,
                 writing=self._writing,
             )
-        if self.follower is not None:
-            self.follower.begin(begin, is_staged=not self.staging.in_place)
         self.check_early()
 
     def stage(
@@ -271,8 +249,6 @@ class BoundWeights:
         rows = self._buckets.unpack(bucket, payload, lane=lane)
         progress()
         self.staging.stage_bucket(rows)
-        if self.follower is not None:
-            self.follower.take(rows)
         progress()
         return rows
 
@@ -318,8 +294,6 @@ class BoundWeights:
             self.undo()
             raise
         self.backend.ledger = self.proved = staging.ledger
-        if self.follower is not None:
-            self.follower.written()
         return digest, time.perf_counter() - began
 
     def undo(self) -> None:
