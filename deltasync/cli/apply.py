@@ -23,7 +23,7 @@ def apply(
     """
     from deltasync.delta.digests import digest_text
     from deltasync.files.checkpoint import Checkpoint
-    from deltasync.files.frame_file import refuse_existing
+    from deltasync.files.output import refuse_existing
     from deltasync.files.patch_file import PatchFile, apply_patch_file
 
     refuse_existing(out)

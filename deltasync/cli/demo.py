@@ -49,11 +49,12 @@ def demo(
     from deltasync.demo.link import LinkError
     from deltasync.demo.trainer import DemoConfig
     from deltasync.errors import DeltaSyncError
+    from deltasync.files.output import write_output
 
     make_config = DemoConfig.quick if quick else DemoConfig
     log = None if out is None else out / "run.jsonl"
     if log is not None:
-        log.unlink(missing_ok=True)
+        write_output(log, b"")
     config = make_config(
         steps=steps, seed=seed, learning_rate=lr, transport=transport, store=store, log=log
     )

@@ -82,7 +82,7 @@ def diff(
     from deltasync.delta.sparsity import Sparsity
     from deltasync.files.checkpoint import Checkpoint, Selection
     from deltasync.files.comparing import compare_checkpoints
-    from deltasync.files.frame_file import refuse_existing
+    from deltasync.files.output import refuse_existing
     from deltasync.files.patch_file import write_patch
 
     chosen = selection(only, rename, ignore_missing)

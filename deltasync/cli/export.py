@@ -103,7 +103,7 @@ def _write_live(
     """Join, receive one version, write it as a checkpoint, and report it."""
     from deltasync.delta.digests import digest_text
     from deltasync.files.export import export_weights
-    from deltasync.files.frame_file import refuse_existing
+    from deltasync.files.output import refuse_existing
     from deltasync.sync.receiver import WeightReceiver
     from deltasync.sync.target.copied import CopiedTarget
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +26,11 @@ def report(
 ) -> None:
     """Draw the log of a run: bytes, density by layer, pauses and failures, on one page of HTML.
 
-    The page needs no network, and nothing beside it. An existing page is replaced.
+    The page needs no network, and nothing beside it. An existing page is replaced; a device or pipe
+    is written into.
     """
     from deltasync.errors import ConfigError
+    from deltasync.files.output import write_output
     from deltasync.observe.report.page import make_page
     from deltasync.observe.run_lines import read_run
 
@@ -38,7 +39,7 @@ def report(
         raise ConfigError(f"{out} is the log itself: give another --out")
     run = read_run(log)
     page = make_page(run, log.name).encode()
-    _write(out, page)
+    write_output(out, page)
     if as_json:
         skipped = [{"line": line, "why": why} for line, why in run.skipped]
         num_lines = len(run.lines)
@@ -49,13 +50,3 @@ def report(
     if len(run.skipped) > _TOLD:
         tell(f"so were {len(run.skipped) - _TOLD} others")
     make_console().print(f"{printable(str(out))}: {len(run.lines)} lines, {size(len(page))}")
-
-
-def _write(path: Path, page: bytes) -> None:
-    """Whole or not at all. Raises OSError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(page)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from deltasync.demo.records import Checkpoint, Summary, VersionRecord
+from deltasync.files.output import appearing, write_output
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 MOST_AVERAGED = 20  # versions
@@ -25,12 +26,14 @@ def write_files(
 ) -> None:
     """Write records.jsonl, summary.json, demo.png and checkpoints into `folder`, which exists."""
     lines = "".join(json.dumps(record.as_json()) + "\n" for record in records)
-    (folder / "records.jsonl").write_text(lines, encoding="ascii")
+    write_output(folder / "records.jsonl", lines.encode("ascii"))
     text = json.dumps(asdict(summary), indent=2) + "\n"
-    (folder / "summary.json").write_text(text, encoding="ascii")
-    plot(records, summary).savefig(folder / "demo.png", dpi=150)
+    write_output(folder / "summary.json", text.encode("ascii"))
+    with appearing(folder / "demo.png", replaces=True) as made:
+        plot(records, summary).savefig(made, dpi=150)
     for checkpoint in checkpoints:
-        save_file(checkpoint.tensors, folder / f"{checkpoint.name}.safetensors")
+        with appearing(folder / f"{checkpoint.name}.safetensors", replaces=True) as made:
+            save_file(checkpoint.tensors, made)
 
 
 def plot(records: Sequence[VersionRecord], summary: Summary) -> Figure:

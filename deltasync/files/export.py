@@ -17,7 +17,7 @@ from deltasync.delta.digests import digest_text
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
 from deltasync.files.checkpoint import INDEX, Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.frame_file import appearing, refuse_existing
+from deltasync.files.output import appearing, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
 from deltasync.sync.held import proved
 from deltasync.sync.receiver import WeightReceiver

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import ConfigError, TruncatedFrame
+from deltasync.files.output import appearing
 from deltasync.transports.base import Frame
 from deltasync.wire.frame import HEADER_BYTES, message_bytes_of, split_header
 
@@ -101,53 +101,3 @@ def check_regular(path: Path) -> None:
     """Raise OSError unless this is a regular file: opening a pipe may wait forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("not a regular file")
-
-
-@contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; what is made there is renamed to `path` on success.
-
-    Raises:
-        ConfigError: `path` exists, or nothing can be written there.
-    """
-    refuse_existing(path)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
-    try:
-        with _synced(path.parent):
-            yield folder / path.name
-            refuse_existing(path)
-            (folder / path.name).rename(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    finally:
-        _remove(folder)
-
-
-def refuse_existing(path: Path) -> None:
-    """Raise ConfigError if something has this name."""
-    if os.path.lexists(path):
-        raise ConfigError(f"{path} exists; choose another name, or remove it")
-
-
-@contextmanager
-def _synced(folder: Path) -> Iterator[None]:
-    """Make a rename inside survive a loss of power. If this is impossible, raises before it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder as far as possible, with one descriptor at a time: others may be used up."""
-    for found, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            with suppress(OSError):
-                os.unlink(os.path.join(found, name))
-        with suppress(OSError):
-            os.rmdir(found)

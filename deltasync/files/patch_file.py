@@ -20,7 +20,8 @@ from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, DigestMismatch, ProtocolViolation
 from deltasync.files.checkpoint import Checkpoint, check_same_tensors
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.frame_file import FrameFile, appearing, write_frames
+from deltasync.files.frame_file import FrameFile, write_frames
+from deltasync.files.output import appearing
 from deltasync.sync.protocol.one_way import OneWayReader, one_way_frames
 from deltasync.transports.base import Frame
 from deltasync.wire.messages import ParameterSpec

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltasync import __version__
-from deltasync.errors import ConfigError
+from deltasync.files.output import open_to_append
 from deltasync.observe.run_lines import FORMAT, ROLES
 from deltasync.store.sender import PublishStats
 from deltasync.sync.events import ReceiveStats, SyncEvent, SyncFailed
@@ -40,18 +40,15 @@ class RunLog(Closing):
     share one; give each process a file of its own; a forked child writes nothing.
 
     Args:
-        path: The file. It is made if it is missing, otherwise it is continued.
+        path: The file. It is made if it is missing, otherwise it is continued. Or a character
+            device, such as /dev/stderr on a terminal.
 
     Raises:
-        ConfigError: The file cannot be opened.
+        ConfigError: The file cannot be opened, or is a pipe.
     """
 
     def __init__(self, path: str | Path) -> None:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        try:
-            self._file = os.open(path, flags, 0o644)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from error
+        self._file = open_to_append(path)
         self._path, self._lock = path, threading.Lock()
         self._streaks: dict[_End, dict[str, Any]] = {}  # the last failure of each, in order
         self._has_failed = self._is_closed = False

@@ -13,7 +13,7 @@ from deltasync.delta.digests import digest_text
 from deltasync.errors import DigestMismatch, LayoutMismatch, VersionMissing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
-from deltasync.files.frame_file import appearing, refuse_existing
+from deltasync.files.output import appearing, refuse_existing
 from deltasync.files.patch_file import copy_checkpoint
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, flats_of, take_cheapest

@@ -1,0 +1,174 @@
+"""What commands write leaves everything alone that is no regular file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltasync.errors import ConfigError
+from deltasync.observe.run_log import RunLog
+from tests.cli.command import COMMAND, ENVIRONMENT, call, refused
+from tests.files.saved import model, save, stepped
+from tests.store.published import Publisher
+from tests.store.stores import local_place
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def _node(kind: int, *numbers: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        if os.geteuid():
+            pytest.skip("only root makes devices")
+        os.mknod(path, 0o640 | kind, os.makedev(*numbers))
+
+    return make
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def _link(path: Path) -> None:
+    path.with_name("other").write_text("mine")
+    path.symlink_to("other")
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "device": _node(stat.S_IFCHR, 1, 3),  # as /dev/null
+    "disk": _node(stat.S_IFBLK, 259, 1 << 19),  # there is none
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "folder": Path.mkdir,
+    "link": _link,
+    "dangling link": lambda path: path.symlink_to("none"),
+}
+
+
+def state(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """What lies there: inode, kind and permissions, content."""
+    found = {}
+    for path in folder.iterdir():
+        facts = path.lstat()
+        data = path.read_bytes() if stat.S_ISREG(facts.st_mode) else b""
+        found[path.name] = facts.st_ino, facts.st_mode, data
+    return found
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    with RunLog(path):
+        pass
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_takes_the_place_of_nothing_but_a_file(log: Path, kind: str) -> None:
+    out = log.with_name("there")
+    KINDS[kind](out)
+    before = state(log.parent)
+    if kind == "device":
+        assert call("report", log, "--out", out).returncode == 0
+    else:
+        assert str(out) in refused("report", log, "--out", out)
+    assert state(log.parent) == before
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "file"])
+def test_what_is_made_anew_takes_the_place_of_nothing(tmp_path: Path, kind: str) -> None:
+    old = save(model(), tmp_path / "old.safetensors")
+    new = save(stepped(model()), tmp_path / "new.safetensors")
+    assert call("diff", old, new, "--out", tmp_path / "patch").returncode == 0
+    Publisher(local_place(tmp_path / "store")).publish(1)
+    out = tmp_path / "there"
+    (KINDS | {"file": Path.touch})[kind](out)
+    before = {name: found for name, found in state(tmp_path).items() if name != "store"}
+    for words in (
+        ("diff", old, new),
+        ("apply", tmp_path / "patch", old),
+        ("fetch", tmp_path / "store"),
+        ("export", tmp_path / "store"),
+        ("export", "--connect", f"shared_memory:{tmp_path}/none"),
+    ):
+        assert f"{out} exists" in refused(*words, "--out", out)
+    assert before.items() <= state(tmp_path).items()
+    assert len(before) + 1 == len(state(tmp_path))
+
+
+def test_a_page_that_is_replaced_keeps_its_permissions(log: Path) -> None:
+    page, beside = log.with_suffix(".html"), log.with_name("beside")
+    page.write_text("old")
+    os.link(page, beside)
+    page.chmod(0o640)
+    assert call("report", log).returncode == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE(page.stat().st_mode) == 0o640
+    assert beside.read_text() == "old"
+    assert {path.name for path in log.parent.iterdir()} == {log.name, page.name, "beside"}
+
+
+def test_no_name_that_others_could_guess_is_written_to(log: Path) -> None:
+    """Links under the names of every process to come, which a write would follow."""
+    victim = log.with_name("victim")
+    victim.write_text("mine")
+    with subprocess.Popen("true") as last:
+        pass
+    for number in range(last.pid, last.pid + 3000):
+        log.with_name(f".run.html.{number}").symlink_to(victim)
+    assert call("report", log).returncode == 0
+    assert victim.read_text() == "mine"
+
+
+def test_a_page_goes_through_a_pipe_and_to_stdout(log: Path) -> None:
+    assert call("report", log, "--out", log.with_name("page")).returncode == 0
+    page = log.with_name("page").read_bytes()
+    pipe, heard = log.with_name("pipe"), list[bytes]()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    with open(reader, "rb") as stream:
+        reading = threading.Thread(target=lambda: heard.append(stream.read()))
+        with open(pipe, "wb"):  # or the reader sees the end before a writer comes
+            reading.start()
+            assert call("report", log, "--out", pipe).returncode == 0
+        reading.join()
+    assert heard == [page]
+    stdout = log.with_name("stdout")
+    stdout.symlink_to("/proc/self/fd/1")
+    command = [*COMMAND, "report", str(log), "--out", str(stdout)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=100, check=True)
+    assert done.stdout.startswith(page)
+    assert stat.S_ISLNK(stdout.lstat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "first.safetensors"])
+def test_files_of_a_demo_take_the_place_of_files_alone(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(victim)
+    done = call("demo", "--quick", "--steps", "1", "--out", tmp_path / "out")
+    assert done.returncode in (1, 2)
+    assert "is a link" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert victim.read_text() == "mine"
+
+
+def test_a_run_log_is_continued_through_a_link_and_is_no_pipe(log: Path) -> None:
+    linked = log.with_name("latest")
+    linked.symlink_to(log.name)
+    with RunLog(linked):
+        pass
+    assert len(log.read_text().splitlines()) == 2
+    os.mkfifo(log.with_name("pipe"))
+    with pytest.raises(ConfigError, match="is no regular file"):
+        RunLog(log.with_name("pipe"))
