@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 docs/examples/torchrun_ranks.py
 
 On two nodes, of which the first trains (NODE is 0 there, and 1 on the other):
 
+export DELTASYNC_SECRET=...  # the same on both
 torchrun --nnodes 2 --node-rank NODE --rdzv-endpoint 10.0.0.1:29500 --nproc-per-node 2 \
     docs/examples/torchrun_ranks.py --trainers 2 --port 29600
 
@@ -79,8 +80,7 @@ class Rank:
         has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
         self.backend: str = "nccl" if has_gpus else "gloo"
         self.device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
-        # Without a secret that others do not know, the job's id keeps other jobs out, by mistake.
-        self.secret = network_secret() or os.environ["TORCHELASTIC_RUN_ID"].encode()
+        self.secret = network_secret()  # without one, deltasync warns on a network
 
     @cached_property
     def store(self) -> Store:
