@@ -27,10 +27,13 @@ class TransformersSource:
 
     Args:
         model: The trainer's model; read at every sync, never written.
+
+    Attributes:
+        module: The same.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.module = model
         self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
 
@@ -40,7 +43,7 @@ class TransformersSource:
         Raises ConfigError with the name of a tensor that transformers computes for a checkpoint.
         """
         if self._watch is None or not self._watch.is_unmoved():
-            watch, views = ModuleWatch(self._model), _views_of(self._model)
+            watch, views = ModuleWatch(self.module), _views_of(self.module)
             self._watch, self._tensors = watch, tied_tensors(iter(views.items()))
         return self._tensors
 

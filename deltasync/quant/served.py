@@ -36,6 +36,9 @@ class ServedSource:
         fused: Says which matrices share their scales, if the form has scales of whole matrices.
         constants: What a quantized checkpoint holds and no weight determines, by name: scales of
             activations (`input_scale`, `input_global_scale`), as the engine's checkpoint has them.
+
+    Attributes:
+        module: That of the source, if it has one.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ServedSource:
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._source, self._forms, self._fused = source, forms, fused
+        self.module = getattr(source, "module", None)
         self._constants = [NamedTensor((name,), one) for name, one in (constants or {}).items()]
         self._all: list[NamedTensor] | None = None
         self._tensors: list[NamedTensor] = []

@@ -15,6 +15,7 @@ import torch
 
 from deltasync.errors import ConfigError, DeltaSyncError, ReceiversLost, StepApplied
 from deltasync.sync.protocol.links import CallTimeout
+from deltasync.sync.source.stepped import check_stepped
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports import forks
 
@@ -71,11 +72,13 @@ class StepHook:
         total_timeout_s: float | None,
     ) -> None:
         for one in optimizers:
-            if not hasattr(one, "register_step_post_hook"):
-                raise ConfigError(f"optimizer is a {type(one).__name__}, not one of torch")
             if not hasattr(one, "_optimizer_step_post_hooks"):
-                wrapper = type(one).__name__
-                raise ConfigError(f"{wrapper} runs no step hooks: give the optimizer inside it")
+                raise ConfigError(
+                    f"optimizer is a {type(one).__name__}, which runs no step hooks of torch: if "
+                    "it wraps one that steps the model's own parameters, give that; if it steps "
+                    "masters and copies them into the model, call sender.send_weights() after its "
+                    "step, instead of this hook"
+                )
         if not hasattr(sender, "send_weights"):
             raise ConfigError(f"sender is a {type(sender).__name__}; give a WeightSender")
         if not optimizers:
@@ -91,6 +94,7 @@ class StepHook:
         CallTimeout(timeout_s, total_timeout_s)  # raises before a step does
         if on_busy == "skip" and sender.world > 1:
             raise ConfigError("ranks of a trainer cannot skip, each when it is busy: say 'wait'")
+        check_stepped(optimizers, getattr(getattr(sender, "sender", sender), "source", None))
         self.steps = self.syncs = self.failures = self.skipped = 0
         self.last_stats: SyncStats | None = None
         self.last_error: DeltaSyncError | None = None

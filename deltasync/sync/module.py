@@ -34,6 +34,9 @@ class ModuleSource:
             experts. It gets the name from `rename` and returns the index of each checkpoint
             tensor in the whole parameter, or None if the parameter is one checkpoint tensor.
             What it leaves out is not sent.
+
+    Attributes:
+        module: The same.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ModuleSource:
         rename: Callable[[str], str | None] | None = None,
         name_map: NameMap | None = None,
     ) -> None:
-        self._module = module
+        self.module = module
         self._rename, self._name_map = rename, name_map
         self._watch: ModuleWatch | None = None
         self._gathering: list[Any] = []
@@ -53,10 +56,10 @@ class ModuleSource:
         """Return the module's tensors: the list of the last call if nothing moved."""
         _reshard(self._gathering)
         if self._watch is None or not self._watch.is_unmoved():
-            self._gathering = _fsdp_modules(self._module)
+            self._gathering = _fsdp_modules(self.module)
             _reshard(self._gathering)
-            self._watch, watch = None, ModuleWatch(self._module)
-            tensors = tied_tensors(named_tensors(self._module, self._rename))
+            self._watch, watch = None, ModuleWatch(self.module)
+            tensors = tied_tensors(named_tensors(self.module, self._rename))
             self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
             self._watch = watch
         return self._tensors

@@ -64,6 +64,7 @@ class WeightSender(Closing):
             every other rank uses a `TrainerRank`. Receivers have a lane to each of them.
 
     Attributes:
+        source: What is sent: the source without what `leave_out` names; None of other weights.
         were_asleep: Whether all members skipped the last sync because their weights sleep.
     """
 
@@ -83,6 +84,7 @@ class WeightSender(Closing):
         check_options(options, SenderOptions)
         self._on_phase, self._joins, self._turns = on_phase, joins, turns
         own = self._own = local_weights(source, options)
+        self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
         own.coding.is_in_memory = self._link.is_in_memory

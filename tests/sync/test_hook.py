@@ -288,7 +288,7 @@ class Wrapper(torch.optim.Optimizer):
 
 def test_a_wrapper_whose_hooks_never_run_is_refused_and_nothing_is_hooked(here: Fleet) -> None:
     inner = torch.optim.SGD(here.source.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"Wrapper.*give the optimizer inside"):
+    with pytest.raises(ConfigError, match=r"Wrapper.*steps the model's own parameters, give that"):
         sync_after_step([inner, Wrapper(inner)], here.sender)
     assert not inner._optimizer_step_pre_hooks
     assert not inner._optimizer_step_post_hooks

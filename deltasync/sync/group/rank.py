@@ -53,6 +53,7 @@ class TrainerRank(Closing):
         options: The same as on rank 0.
 
     Attributes:
+        source: What is sent: the source without what `leave_out` names.
         world: Number of ranks of the trainer.
         version: The last version that this rank knows to be decided.
     """
@@ -72,6 +73,7 @@ class TrainerRank(Closing):
         check_group(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
+        self.source = self._weights.source
         self._lanes = LaneSender(transport)
         self._address = Address.of(transport)
         self._link = link

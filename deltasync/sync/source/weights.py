@@ -476,6 +476,7 @@ class _Kept:
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         self._source, self._options = source, options
+        self.module = getattr(source, "module", None)
         self._all: list[NamedTensor] | None = None
         self._tensors: list[NamedTensor] = []
 
