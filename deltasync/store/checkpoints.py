@@ -115,13 +115,12 @@ class _Writer:
         self._progress = Progress()
 
     def write(self) -> WrittenVersion:
-        objects = Fetched(self._run.objects, self._made.parent)
+        objects = Fetched(self._run.objects, self._made.parent, check=self._keep)
         try:
             if not take_cheapest(
                 self._route,
                 self._take,
                 fetched_of=lambda route: self._fetched(route, objects),
-                check_time=self._keep,
                 failed=self._undo,
             ):
                 assert self._base is not None

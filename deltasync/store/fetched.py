@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,55 +41,113 @@ from deltasync.wire.messages import Layout, ParameterSpec
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
+_FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16  # of a part, while the link is not known
+_SOON_S, _LATE_S = 1.0, 4.0  # how long a part should take
+_LOOK_S = 0.1
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a fetch has come; another thread may read it.
+
+    Attributes:
+        version: The version that is fetched; None before the first.
+        fetched_bytes, total_bytes: Of its way; what an earlier attempt has left counts as fetched.
+        bytes_per_s: How fast they have come, without what was left.
+        advanced: Called with the bytes that have come.
+    """
+
+    version: int | None = None
+    fetched_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+    advanced: Advance = lambda num_bytes: None
+    _began: float = 0.0
+    _kept_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def begin(self, version: int, total_bytes: int) -> None:
+        """Count from 0."""
+        with self._lock:
+            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
+            self.bytes_per_s, self._began, self._kept_bytes = 0.0, time.monotonic(), 0
+
+    def advance(self, num_bytes: int, *, kept_bytes: int = 0) -> None:
+        """So many bytes have come; and so many more were kept of an earlier attempt."""
+        with self._lock:
+            self.fetched_bytes += num_bytes + kept_bytes
+            self._kept_bytes += kept_bytes
+            came = self.fetched_bytes - self._kept_bytes
+            self.bytes_per_s = came / max(time.monotonic() - self._began, 1e-6)
+        self.advanced(num_bytes + kept_bytes)
+
+    def __str__(self) -> str:
+        came = f"{self.fetched_bytes} of {self.total_bytes} bytes"
+        return f"v{self.version}: {came}, {self.bytes_per_s / 1e6:.1f} MB/s"
+
 
 class Fetched:
-    """A folder of fetched objects, which is removed by `close`.
+    """A folder of fetched objects. What has come of them is kept until `keep` or `close`.
 
     Args:
         objects: The objects of a run.
         folder: Where the folder is made; None for the system's folder for temporary files.
+        label: As of `ScratchFolder`: then `close` leaves what is there to the next one.
+        check: Called often during `fetch`; what it raises ends the call.
 
     Raises:
         ConfigError: It cannot be made.
     """
 
-    def __init__(self, objects: Objects, folder: str | Path | None = None) -> None:
-        self._objects = objects
+    def __init__(
+        self,
+        objects: Objects,
+        folder: str | Path | None = None,
+        *,
+        label: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._objects, self._check = objects, check
         try:
-            self._scratch = ScratchFolder(folder)
+            self._scratch = ScratchFolder(folder, label)
         except OSError as error:
             where = folder or tempfile.gettempdir()
             raise ConfigError(f"{where}: {error.strerror or error}") from error
         self.path = self._scratch.path
+        self._step = _FIRST_BYTES
 
     def close(self) -> None:
-        """Remove everything. Idempotent."""
+        """Remove everything, or leave it to the next one with the label. Idempotent."""
         self._scratch.close()
 
-    def fetch(
-        self, way: Way, *, check_time: Callable[[], None], advance: Advance = lambda num_bytes: None
-    ) -> Path:
+    def keep(self, ways: Iterable[Way] = ()) -> None:
+        """Remove all but what has come of these."""
+        names = {_name_of(way) for way in ways}
+        for folder in self.path.glob("*"):
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def fetch(self, way: Way, progress: Progress | None = None) -> Path:
         """Fetch the files of a way, or find them here. Returns their folder.
+
+        If it raises, what has come stays, and the next call goes on from there.
 
         Args:
             way: What to fetch.
-            check_time: Called between parts; what it raises ends the call.
-            advance: Called with the bytes that have come.
+            progress: Told of what comes.
 
         Raises:
             ObjectDamaged: An object is missing, or is not what the manifest names.
             StoreError: The store did not answer.
             ConfigError: The disk is full, or cannot be written.
         """
-        folder = self.path / _name_of(way)
+        folder, progress = self.path / _name_of(way), progress or Progress()
         try:
             folder.mkdir(exist_ok=True)
             for file in way.files:
                 made = folder / Path(file.key).name
-                if made.exists():
-                    advance(file.bytes)
-                    continue
-                self._fetch_file(file, made, check_time, advance)
+                while not self._is_fetched(file, made, progress):
+                    logger.info("%s is fetched again: what was kept of it is damaged", file.key)
         except OSError as error:
             if isinstance(error, TransportTimeout):
                 raise
@@ -97,71 +157,57 @@ class Fetched:
             ) from error
         return folder
 
-    def _fetch_file(
-        self, file: StoredFile, made: Path, check_time: Callable[[], None], advance: Advance
-    ) -> None:
-        partial = made.with_name(f".{made.name}.part")
-        digest = hashlib.sha256()
-        try:
-            with partial.open("wb") as out:
-                for part in self._parts(file, check_time):
-                    digest.update(part)
-                    out.write(part)
-                    advance(len(part))
-            if digest.hexdigest() != file.sha256:
-                raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
-            partial.rename(made)
-        finally:
-            partial.unlink(missing_ok=True)
+    def _is_fetched(self, file: StoredFile, made: Path, progress: Progress) -> bool:
+        """Fetch what is missing of a file, and check all. False if what there was is of no use."""
+        with made.open("a+b") as out:
+            out.seek(0)
+            sha256 = hashlib.file_digest(out, "sha256")
+            kept_bytes = out.tell()
+            if kept_bytes:
+                progress.advance(0, kept_bytes=kept_bytes)
+            for part in self._parts(file, kept_bytes):
+                out.write(part)
+                sha256.update(part)
+                progress.advance(len(part))
+                self._check()
+        if sha256.hexdigest() == file.sha256:
+            return True
+        made.unlink()
+        if not kept_bytes:
+            raise ObjectDamaged(f"{file.key} was altered: its SHA-256 is another")
+        progress.advance(0, kept_bytes=-max(kept_bytes, file.bytes))
+        return False
 
-    def _parts(self, file: StoredFile, check_time: Callable[[], None]) -> Iterator[memoryview]:
-        """The bytes of an object in order, a few parts in flight."""
+    def _parts(self, file: StoredFile, start: int) -> Iterator[memoryview]:
+        """The bytes of an object from `start` on, in order, a few parts in flight."""
         facts = self._objects.head(file.key)
         if facts is None or facts.num_bytes != file.bytes:
             missing = "is missing: somebody, perhaps gc, deleted it"
             what = missing if facts is None else f"has {facts.num_bytes} bytes"
             raise ObjectDamaged(f"{file.key} {what}; {file.bytes} bytes are expected")
-        step, flying = self._objects.options.part_bytes, deque[Future[memoryview]]()
-        for start in range(0, file.bytes, step):
-            stop = min(start + step, file.bytes)
-            flying.append(started(self._objects.get_range, file.key, start, stop))
-            if len(flying) >= self._objects.options.parallel:
-                check_time()
-                yield flying.popleft().result()
-        while flying:
-            check_time()
-            yield flying.popleft().result()
+        flying = deque[Future[tuple[memoryview, float]]]()
+        while flying or start < file.bytes:
+            while start < file.bytes and len(flying) < self._objects.options.parallel:
+                stop = min(start + self._step, file.bytes)
+                flying.append(started(self._timed_range, file.key, start, stop))
+                start = stop
+            while not flying[0].done():
+                self._check()
+                wait((flying[0],), _LOOK_S)
+            part, took_s = flying.popleft().result()
+            self._fit(took_s)
+            yield part
 
+    def _timed_range(self, key: str, start: int, stop: int) -> tuple[memoryview, float]:
+        began = time.monotonic()
+        return self._objects.get_range(key, start, stop), time.monotonic() - began
 
-@dataclass(slots=True)
-class Progress:
-    """How far a fetch has come; another thread may read it.
-
-    Attributes:
-        version: The version that is fetched; None before the first.
-        fetched_bytes, total_bytes: Of its way.
-        advanced: Called with the bytes that have come.
-    """
-
-    version: int | None = None
-    fetched_bytes: int = 0
-    total_bytes: int = 0
-    advanced: Advance = lambda num_bytes: None
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def begin(self, version: int, total_bytes: int) -> None:
-        """Count from 0."""
-        with self._lock:
-            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
-
-    def advance(self, num_bytes: int) -> None:
-        """So many bytes have come."""
-        with self._lock:
-            self.fetched_bytes += num_bytes
-        self.advanced(num_bytes)
-
-    def __str__(self) -> str:
-        return f"v{self.version}: {self.fetched_bytes} of {self.total_bytes} bytes"
+    def _fit(self, took_s: float) -> None:
+        """Ask for parts that take a while, and not so long that little is lost with them."""
+        if took_s < _SOON_S:
+            self._step = min(2 * self._step, self._objects.options.part_bytes)
+        elif took_s > _LATE_S:
+            self._step = max(self._step // 2, _LEAST_BYTES)
 
 
 class FetchedRoute:
@@ -197,11 +243,8 @@ class FetchedRoute:
         self.later: FoldedDeltas | None = None
         self.blamed: frozenset[str] = frozenset()
 
-    def load(self, check_time: Callable[[], None] = lambda: None) -> None:
+    def load(self) -> None:
         """Fetch all objects, check each, and merge deltas.
-
-        Args:
-            check_time: Called between parts; what it raises ends the call.
 
         Raises:
             StoreError, WireError, SyncError: An object is missing or wrong, see `blamed`; or the
@@ -209,11 +252,10 @@ class FetchedRoute:
             ConfigError: The disk is full, or cannot be written.
         """
         self._progress.begin(self.route.target.version, self.route.num_bytes)
+        self.objects.keep(step.way for step in self.route.steps)
         for step in self.route.steps:
             self.blamed = step.keys
-            advance = self._progress.advance
-            folder = self.objects.fetch(step.way, check_time=check_time, advance=advance)
-            self._folders.append(folder)
+            self._folders.append(self.objects.fetch(step.way, self._progress))
         later = list(zip(self.route.steps, self._folders, strict=True))
         if self.route.base is None:
             del later[0]
@@ -277,7 +319,6 @@ def take_cheapest(
     take: Callable[[FetchedRoute], None],
     *,
     fetched_of: Callable[[Route], FetchedRoute],
-    check_time: Callable[[], None] = lambda: None,
     failed: Callable[[], None] = lambda: None,
 ) -> bool:
     """Fetch a route and take it; where an object turns out to be wrong, another route.
@@ -286,7 +327,6 @@ def take_cheapest(
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
         take: Uses what was fetched.
         fetched_of: Makes what fetches a route.
-        check_time: Called between parts; what it raises ends the call.
         failed: Called when a route was of no use, before another one is found.
 
     Returns:
@@ -300,7 +340,7 @@ def take_cheapest(
     while route.steps:
         fetched = fetched_of(route)
         try:
-            fetched.load(check_time)
+            fetched.load()
             take(fetched)
             return True
         except (StoreError, WireError, SyncError) as error:

@@ -37,6 +37,7 @@ from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing
+from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire import messages
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,14 @@ class StoreReceiver(Closing):
         run: The run below `url`; needed if there are several.
         options: Memory, scrub.
         store: How the store is reached, and the key that manifests are signed with.
-        spool: Folder for what is fetched, until it is written; None for the system's.
+        spool: Folder for what is fetched, until it is written: the next receiver of this rank goes
+            on with it, in this process or another. None for the system's, where nothing is left.
         rank: This rank, of the engine's `world` ranks.
         half_written: Whether an earlier receiver of these weights ended with `is_half_written`.
 
     Attributes:
         name: In logs: store[rank/world].
-        progress: How far the version that is being fetched has come.
+        progress: How far the version that is being fetched has come; set its `advanced` to be told.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class StoreReceiver(Closing):
         self._run: Run | None = None
         self._lease: Leaseholder | None = None
         self._spool_folder, self._world = spool, world
+        self._label = None if spool is None else f"{rank}of{world}"
+        self._objects: Fetched | None = None  # what was fetched, also by attempts that failed
         self.name = f"store[{rank}/{world}]"
         self.progress = Progress()
         self._session = ReceiverSession("store", dirty=half_written, half_written=half_written)
@@ -103,8 +107,9 @@ class StoreReceiver(Closing):
         self._held: Published | None = None
         self._staged: StoredSync | None = None
         self._stream: OwnStream | None = None
-        self._scrub_is_due = self._is_closed = False
-        self._poll = Poll(str(url), self._check_open)
+        self._scrub_is_due = self._is_closed = self._is_broken_off = False
+        self._deadline = math.inf  # of the fetch under way
+        self._poll = Poll(str(url), self._check_wanted)
         self._caller = OneCaller("a version is being fetched; a StoreReceiver is for one thread")
         self._attached = threading.Event()
         self._attached.set()
@@ -116,6 +121,7 @@ class StoreReceiver(Closing):
         self._lock, self._attached = threading.RLock(), threading.Event()
         self._attached.set()
         self._caller.forked()
+        self._objects = None  # the parent's
         self._leave()
         self._record = ReceiverRecord(self.name, self._session)
 
@@ -158,14 +164,22 @@ class StoreReceiver(Closing):
         """Return the versions in the store, in order. Raises StoreError."""
         return self._opened().versions()
 
-    def fetch(self, to: int | None = None, *, timeout_s: float = 600.0) -> int:
+    def fetch(
+        self,
+        to: int | None = None,
+        *,
+        timeout_s: float = 600.0,
+        fetch_timeout_s: float = LONGEST_S,
+    ) -> int:
         """Bring a version into the weights. Returns the version held.
 
         Call it from the engine's thread: the engine must not serve meanwhile.
 
         Args:
             to: The version; None for the newest one. It may be older than the one held.
-            timeout_s: For the version to be published, and fetched.
+            timeout_s: For the version to be published.
+            fetch_timeout_s: For its bytes to come; `StoreOptions` limits each request. The next
+                call goes on with what has come.
 
         Raises:
             VersionMissing: It was not published in time, or no complete way leads to it.
@@ -173,18 +187,23 @@ class StoreReceiver(Closing):
             TransportTimeout: It was not fetched in time. The old version is held.
             DeltaSyncError: As of `commit`.
         """
-        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
-                if self._stage(to, timeout_s, wants_newer=False):
+                if self._stage(to, timeout_s, fetch_timeout_s, wants_newer=False):
                     return self._commit()
             finally:
                 self._weights.still_since = math.inf
         assert self._session.version is not None
         return self._session.version
 
-    def stage(self, to: int | None = None, *, timeout_s: float = 60.0) -> bool:
+    def stage(
+        self,
+        to: int | None = None,
+        *,
+        timeout_s: float = 60.0,
+        fetch_timeout_s: float = LONGEST_S,
+    ) -> bool:
         """Fetch a version and stage it; the engine may serve meanwhile.
 
         Returns True if `commit` must be called next, in the engine's pause, and False if the
@@ -193,16 +212,23 @@ class StoreReceiver(Closing):
 
         Args:
             to: The version; None for the newest one, other than the one that is known to be held.
-            timeout_s: For the version to be published, and fetched.
+            timeout_s, fetch_timeout_s: As of `fetch`.
 
         Raises:
-            TransportTimeout: There is no newer version, or it was not fetched in time.
+            TransportTimeout: There is no newer version, or it was not fetched in time, or another
+                thread called `break_off`.
             StoreError: As of `fetch`.
             CallOrderError: A version is staged: commit it first, or call `discard`.
         """
-        check_seconds("timeout_s", timeout_s)
         with self._caller.call(), self._record.watched():
-            return self._stage(to, timeout_s, wants_newer=True)
+            return self._stage(to, timeout_s, fetch_timeout_s, wants_newer=True)
+
+    def break_off(self) -> None:
+        """End the `stage` or `fetch` under way, if there is one, before it has fetched everything.
+
+        Any thread may call it. The next call goes on with what has come.
+        """
+        self._is_broken_off = True
 
     def commit(self) -> int:
         """Write what `stage` has staged, and read it back. Returns the version held now.
@@ -223,6 +249,7 @@ class StoreReceiver(Closing):
             if self._staged is not None:
                 self._session.on("lost")
             self._drop()
+            self._forget()
 
     def follow(self, *, pause: Pause | None = None) -> StagingThread:
         """Return a thread that stages each new version while the engine serves.
@@ -268,12 +295,17 @@ class StoreReceiver(Closing):
             self._attached.set()
 
     def close(self) -> None:
-        """Remove what was fetched, and end the lease; the weights stay. Any thread may call it."""
+        """End the lease, and remove what was fetched unless it is in a `spool`. The weights stay.
+
+        Any thread may call it.
+        """
         self._is_closed = True
         self._attached.set()
         with self._lock:
             self._session.on("lost")
             self._drop()
+            if self._objects is not None:
+                self._objects.close()
         self._record.flush()
         if self._lease is not None:
             self._lease.drop()
@@ -285,7 +317,12 @@ class StoreReceiver(Closing):
         self._lease.renew()
         return self._run
 
-    def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:
+    def _stage(
+        self, to: int | None, timeout_s: float, fetch_timeout_s: float, *, wants_newer: bool
+    ) -> bool:
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("fetch_timeout_s", fetch_timeout_s)
+        self._is_broken_off, self._deadline = False, math.inf
         if self._staged is not None and self._session.state is not ReceiverState.OUTSIDE:
             if to in (None, self._staged.route.target.version):
                 return True
@@ -302,7 +339,9 @@ class StoreReceiver(Closing):
         while True:
             try:
                 with self._failing_safely():
-                    return self._bring(target, deadline)
+                    self.progress.begin(target.version, 0)
+                    self._deadline = time.monotonic() + fetch_timeout_s
+                    return self._bring(target)
             except (ObjectDamaged, VersionMissing):
                 # A collector may have gone past it; then there is a newer one.
                 newest = self._found(None, wants_newer=False) if to is None else None
@@ -326,31 +365,39 @@ class StoreReceiver(Closing):
         if self._is_closed:
             raise TransportClosed("this receiver was closed")
 
+    def _check_wanted(self) -> None:
+        """Raise what ends the wait for a version, or for its bytes."""
+        self._check_open()
+        self._check_attached()
+        is_late = time.monotonic() > self._deadline and self.progress.bytes_per_s > 0
+        if is_late or self._is_broken_off:
+            why = "not fetched in time" if is_late else "broken off"
+            raise TransportTimeout(f"{self.progress}: {why}; the next call goes on from there")
+        if self._lease is not None:
+            self._lease.renew()
+
     def _is_known(self, found: Published) -> bool:
         """Whether it is the version that was committed here last, and the weights are in order."""
         is_in_order = self._bound is not None and not self._session.dirty
         return is_in_order and self._held is not None and self._held.sha256 == found.sha256
 
-    def _bring(self, target: Published, deadline: float) -> bool:
+    def _bring(self, target: Published) -> bool:
         """Stage a version over the cheapest way that turns out to be in order."""
         run = self._opened()
         self._record.begin(None, phase="fetch")
         with self._lock:
             self._bind(run, target)
-        objects = Fetched(run.objects, self._spool_folder)
-        try:
-            if take_cheapest(
-                lambda refused: self._route(run, target, refused),
-                lambda fetched: self._take(StoredSync(fetched, self._weights)),
-                fetched_of=lambda route: self._fetched(route, objects),
-                check_time=lambda: self._check_time(deadline, target),
-                failed=self._leave,
-            ):
-                return True
-        except BaseException:
-            objects.close()
-            raise
-        objects.close()
+        objects = self._objects = self._objects or Fetched(
+            run.objects, self._spool_folder, label=self._label, check=self._check_wanted
+        )
+        if take_cheapest(
+            lambda refused: self._route(run, target, refused),
+            lambda fetched: self._take(StoredSync(fetched, self._weights)),
+            fetched_of=lambda route: self._fetched(route, objects),
+            failed=self._leave,
+        ):
+            return True
+        self._forget()
         self._join(target)
         return False
 
@@ -366,15 +413,9 @@ class StoreReceiver(Closing):
         return route
 
     def _keep(self, target: Published) -> None:
-        self._check_open()
+        self._check_wanted()
         assert self._lease is not None
         self._lease.refresh(holds=self._session.version, version=target.version)
-
-    def _check_time(self, deadline: float, target: Published) -> None:
-        self._check_attached()
-        self._keep(target)
-        if time.monotonic() > deadline:
-            raise TransportTimeout(f"{self.progress}: not fetched in time; fetch it again")
 
     def _bind(self, run: Run, target: Published) -> None:
         """Find the weights of the target's layout and measure them, unless that was done."""
@@ -454,6 +495,7 @@ class StoreReceiver(Closing):
                 self._weights.staging, self._held = None, sync.route.target
                 self._scrub_is_due = True
         self._drop()
+        self._forget()
         what = (self.name, version := sync.route.target.version, sync.route.num_bytes)
         logger.info("%s wrote v%d: %d bytes fetched, %.1f ms", *what, commit_s * 1e3)
         return version
@@ -469,10 +511,14 @@ class StoreReceiver(Closing):
                 raise self._record.corrupted(name, "fetch to heal")
 
     def _drop(self) -> None:
-        staged, self._staged = self._staged, None
-        self._weights.staging = None
-        if staged is not None:
-            staged.close()
+        self._weights.staging = self._staged = None
+
+    def _forget(self) -> None:
+        """Remove what was fetched."""
+        objects, self._objects = self._objects, None
+        if objects is not None:
+            objects.keep()
+            objects.close()
 
     def _leave(self) -> None:
         with self._lock:

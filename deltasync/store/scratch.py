@@ -6,10 +6,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+import weakref
 from pathlib import Path
 
-_PREFIX = "deltasync-fetched-"
+_PREFIX, _KEPT = "deltasync-fetched-", "deltasync-kept-"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -18,6 +18,8 @@ class ScratchFolder:
 
     Args:
         parent: Where it is made; None for the system's folder for temporary files.
+        label: Who it is for, if the next one with this label is to find what is in it. That one
+            takes the folder over, also from a process that was killed. None removes it at the end.
 
     Attributes:
         path: The folder.
@@ -26,32 +28,51 @@ class ScratchFolder:
         OSError: It cannot be made.
     """
 
-    def __init__(self, parent: str | Path | None = None) -> None:
-        self._lock: int | None = None
-        while self._lock is None:  # until it was locked before another process removed it
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._lock = _locked(self.path)
-        for other in self.path.parent.glob(f"{_PREFIX}*"):
-            if other != self.path:
-                _remove_abandoned(other)
+    def __init__(self, parent: str | Path | None = None, label: str | None = None) -> None:
+        prefix, lock = _PREFIX if label is None else f"{_KEPT}{label}-", None
+        others = list(Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"))
+        while lock is None:  # until it was locked before another process took it
+            if label is not None and others:
+                self.path = others.pop()
+                lock = _locked(self.path, is_ours=True)
+            else:
+                self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+                lock = _locked(self.path)
+        for other in others:
+            _remove_abandoned(other)
+        is_kept = label is not None
+        self._give_up = weakref.finalize(self, _closed, self.path, lock, os.getpid(), is_kept)
 
     def close(self) -> None:
-        """Remove it with all that is in it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        """Give it up. It is removed with all that is in it, unless it has a label. Idempotent."""
+        self._give_up()
 
 
-def _locked(folder: Path) -> int | None:
-    """The descriptor that locks a folder; None if the folder is gone."""
+def _closed(folder: Path, lock: int, process: int, is_kept: bool) -> None:
+    if os.getpid() == process:  # to a child of it the folder does not belong
+        if not is_kept or not any(folder.glob("*")):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(folder: Path, *, is_ours: bool = False) -> int | None:
+    """The descriptor that locks a folder; None if it is gone, or another process has it.
+
+    Args:
+        folder: A folder, or what has its name.
+        is_ours: Whether to refuse it unless it belongs to this user, and locks work: where they do
+            not, nothing is ever abandoned.
+    """
     try:
         descriptor = os.open(folder, _FLAGS)
-    except FileNotFoundError:
+    except OSError:
         return None
-    with suppress(OSError):  # a file system without locks, where nothing is ever abandoned
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    if folder.exists():
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = not is_ours or os.fstat(descriptor).st_uid == os.geteuid()
+    except OSError as error:
+        is_free = not is_ours and not isinstance(error, BlockingIOError)
+    if is_free and folder.exists():
         return descriptor
     os.close(descriptor)
     return None
@@ -59,10 +80,7 @@ def _locked(folder: Path) -> int | None:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove a folder that no process has locked, if this user may."""
-    with suppress(OSError):
-        descriptor = os.open(folder, _FLAGS)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+    descriptor = _locked(folder, is_ours=True)
+    if descriptor is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)

@@ -32,7 +32,7 @@ class StoredSync:
     """A route that was fetched, replayed as one sync.
 
     Args:
-        fetched: What was fetched; closed with this.
+        fetched: What was fetched; not owned.
         weights: Where it goes, bound to the layout.
 
     Attributes:
@@ -86,10 +86,6 @@ class StoredSync:
                     raise DigestMismatch("the frames lead to another digest than the manifest has")
             case _:
                 raise ProtocolViolation(f"{message.kind} has no place after begin")
-
-    def close(self) -> None:
-        """Remove what was fetched. Idempotent."""
-        self._fetched.objects.close()
 
     def _all_frames(self) -> Iterator[Frame]:
         target, base, fetched = self.route.target, self.route.base, self._fetched

@@ -96,11 +96,11 @@ def verify_run(
     found = Run.open(url, run, options)
     versions, lease = found.versions(), Leaseholder(found)
     advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
-    objects = Fetched(found.objects, spool)
 
     def keep() -> None:
         lease.refresh(holds=versions[0], version=versions[-1])
 
+    objects = Fetched(found.objects, spool, check=keep)
     try:
         check = _Check(found, objects, result, keep)
         for version in versions:
@@ -153,7 +153,7 @@ class _Check:
 
     def _look_at(self, published: Published, way: Way, held: _Held | None) -> _Held | None:
         """Fetch a way and check it. Returns a copy of the version if it leads there."""
-        folder = self._objects.fetch(way, check_time=self._keep)
+        folder = self._objects.fetch(way)
         self._result.num_bytes += way.num_bytes
         if way.kind == "anchor":
             made = _Held(folder, published)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
@@ -52,6 +52,15 @@ class Staging(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A receiver whose `stage` goes on from where an earlier one was broken off."""
+
+    def break_off(self) -> None:
+        """End the `stage` under way, if there is one."""
+        ...
+
+
 class StagingThread:
     """Runs `stage` of a receiver in the background; the engine only commits.
 
@@ -61,10 +70,10 @@ class StagingThread:
     serves its old version meanwhile.
 
     Leaving the context waits for the current `stage`, at most until the sender ends it or its
-    silence times out. A version that is staged by then can still be committed, by the receiver or
-    by another StagingThread. The sender waits for that until its own timeout; then it drops this
-    receiver and serves the others. A receiver that commits later holds a version that was decided,
-    and rejoins at its next sync.
+    silence times out; a fetch from a store is broken off. A version that is staged by then can
+    still be committed, by the receiver or by another StagingThread. The sender waits for that until
+    its own timeout; then it drops this receiver and serves the others. A receiver that commits
+    later holds a version that was decided, and rejoins at its next sync.
 
     Args:
         receiver: Only this object may use it from now on. It is not closed here.
@@ -107,6 +116,9 @@ class StagingThread:
             self._is_stopping = True
             self._turn.notify_all()
         if self._thread.ident is not None:
+            while isinstance(self._receiver, Resumable) and self._thread.is_alive():
+                self._receiver.break_off()  # again: the thread may just have been about to begin
+                self._thread.join(_RETRY_S)
             self._thread.join()
 
     def is_staged(self) -> bool:

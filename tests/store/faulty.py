@@ -25,12 +25,27 @@ class Faults:
         choose: Chooses the fault of a request.
         met: How often each fault was made.
         slow_s: Seconds that a slow answer waits.
+        bytes_per_s: How fast objects come down, all of them together; None for no limit.
+        down_bytes: Of objects that have come down.
     """
 
     def __init__(self) -> None:
         self.choose: Choose = lambda method, path: None
         self.met: Counter[str] = Counter()
         self.slow_s = 1.5
+        self.bytes_per_s: float | None = None
+        self.down_bytes = 0
+        self._link = threading.Lock()
+
+    def send(self, data: bytes, write: Callable[[bytes], object]) -> None:
+        """Send an answer as fast as the link is."""
+        for start in range(0, len(data), 1 << 16):
+            piece = data[start : start + (1 << 16)]
+            with self._link:
+                self.down_bytes += len(piece)
+                if self.bytes_per_s is not None:
+                    time.sleep(len(piece) / self.bytes_per_s)
+            write(piece)
 
     def at_random(self, seed: int, share: float, kinds: tuple[str, ...] = FAULTS) -> None:
         """Make such a share of all requests fail, in one of these ways."""
@@ -90,7 +105,7 @@ def faulty(endpoint: str) -> Iterator[tuple[str, Faults]]:
                 self.close_connection = True
                 data = data[: len(data) // 2]
             with contextlib.suppress(OSError):  # who asked may have left
-                self.wfile.write(data)
+                faults.send(data, self.wfile.write)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
 

@@ -251,7 +251,7 @@ def test_a_closed_receiver_ends_its_wait() -> None:
     later.join()
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_nothing_is_left_behind_but_what_was_not_written(tmp_path: Path) -> None:
     place = local_place(tmp_path / "store")
     trainer = Publisher(place)
     trainer.publish(2)
@@ -264,6 +264,9 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         receiver.stage(timeout_s=10)
         assert list(spool.iterdir())
         assert len(list((tmp_path / "store").rglob("leases/*"))) == 1
+    assert len(list(spool.iterdir())) == 1
+    with StoreReceiver(ModuleTarget(reader.model), place.url, spool=spool) as receiver:
+        receiver.fetch(timeout_s=10)
     assert not list(spool.iterdir())
     assert not list((tmp_path / "store").rglob("leases/*"))
 

@@ -313,7 +313,7 @@ def test_a_timeout_leaves_the_old_version(run_of: tuple[Path, States]) -> None:
     run, states = run_of
     reader = reader_of(run, at=states[1])
     with pytest.raises((TransportTimeout, VersionMissing)):
-        reader.receiver.fetch(6, timeout_s=0)
+        reader.receiver.fetch(6, timeout_s=0, fetch_timeout_s=0)
     assert reader.holds(states[1])
     assert reader.receiver.fetch(6, timeout_s=10) == 6
 

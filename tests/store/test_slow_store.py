@@ -1,0 +1,162 @@
+"""Objects that take seconds to come: a reader gets them whatever it waits for, and only once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
+from deltasync.errors import TransportTimeout
+from tests.cli.command import ENVIRONMENT
+from tests.store.faulty import Faults, faulty
+from tests.store.stores import Place, s3_place, wait_until
+
+SIDE, NUM_BYTES = 2048, 2 * 2048 * 2048  # 8 MB
+RUN = "run"
+READER = """
+import sys, torch
+from torch import nn
+from deltasync import ModuleTarget, StoreReceiver
+from deltasync.store.objects import StoreOptions
+url, options, spool = sys.argv[1], StoreOptions.model_validate_json(sys.argv[2]), sys.argv[3]
+engine = nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+receiver = StoreReceiver(ModuleTarget(engine), url, store=options, spool=spool)
+receiver.progress.advanced = lambda _: print(receiver.progress.fetched_bytes, flush=True)
+receiver.fetch()
+"""
+
+
+def model() -> nn.Linear:
+    return nn.Linear(SIDE, SIDE, bias=False, dtype=torch.bfloat16)
+
+
+class Slow:
+    """A run whose newest version is an anchor of 8 MB, behind a link of 2 MB a second."""
+
+    def __init__(self, place: Place, near: Place, faults: Faults) -> None:
+        self.place, self.faults, self.trainer = place, faults, model()
+        self.sender = StoreSender(
+            ModuleSource(self.trainer),
+            near.url,
+            options=SenderOptions(stream_id=RUN),
+            store=near.options,
+        )
+        self.sender.publish()
+        faults.bytes_per_s = 2e6
+
+    def reader(self, spool: Path | None = None) -> tuple[nn.Linear, StoreReceiver]:
+        engine = model()
+        target = ModuleTarget(engine)
+        place = self.place
+        return engine, StoreReceiver(target, place.url, store=place.options, spool=spool)
+
+
+@pytest.fixture
+def slow(s3: str) -> Iterator[Slow]:
+    near = s3_place(s3)
+    with faulty(s3) as (endpoint, faults):
+        config = {**near.options.config, "endpoint": endpoint}
+        far = Place(near.url, near.options.model_copy(update={"config": config}))
+        yield Slow(far, near, faults)
+
+
+@pytest.mark.timeout(300)
+def test_a_version_that_takes_seconds_to_fetch_is_followed(slow: Slow) -> None:
+    engine, receiver = slow.reader()
+    told: list[tuple[int, float]] = []
+    progress = receiver.progress
+    progress.advanced = lambda _: told.append((progress.fetched_bytes, progress.bytes_per_s))
+    with receiver, receiver.follow() as follower:
+        while not follower.wait_staged(timeout_s=60):
+            assert follower.last_error is None
+        assert follower.commit() == 1
+        assert torch.equal(engine.weight, slow.trainer.weight)
+        with torch.no_grad():
+            slow.trainer.weight += 1
+        slow.sender.publish()
+        while not follower.wait_staged(timeout_s=60):
+            assert follower.last_error is None
+        assert follower.commit() == 2
+    assert torch.equal(engine.weight, slow.trainer.weight)
+    assert slow.faults.down_bytes < 2.2 * NUM_BYTES
+    assert [done for done, _ in told[1:4]] == sorted(done for done, _ in told[1:4])
+    assert all(rate > 0 for done, rate in told if done)
+
+
+@pytest.mark.timeout(300)
+def test_calls_that_are_too_short_go_on_where_the_last_one_ended(slow: Slow) -> None:
+    engine, receiver = slow.reader()
+    slow.faults.bytes_per_s = 8e6
+    came = []
+    with receiver:
+        for _ in range(200):
+            try:
+                receiver.fetch(fetch_timeout_s=0.01)
+                break
+            except TransportTimeout:
+                came.append(receiver.progress.fetched_bytes)
+    assert torch.equal(engine.weight, slow.trainer.weight)
+    assert came == sorted(set(came))
+    assert came
+
+
+@pytest.mark.timeout(300)
+def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
+    slow: Slow, tmp_path: Path
+) -> None:
+    url, options = slow.place.url, slow.place.options.model_dump_json()
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, url, options, str(tmp_path)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        fetched = next(n for n in map(int, process.stdout) if n > NUM_BYTES // 2)
+        process.kill()
+    slow.faults.bytes_per_s = None
+    engine, receiver = slow.reader(tmp_path)
+    told: list[int] = []
+    receiver.progress.advanced = lambda _: told.append(receiver.progress.fetched_bytes)
+    with receiver:
+        receiver.fetch()
+    assert told[0] >= fetched
+    assert torch.equal(engine.weight, slow.trainer.weight)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(300)
+def test_what_was_kept_and_is_damaged_is_fetched_again(slow: Slow, tmp_path: Path) -> None:
+    _, receiver = slow.reader(tmp_path)
+    with receiver, pytest.raises(TransportTimeout, match="goes on from there"):
+        receiver.fetch(fetch_timeout_s=0.01)
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    slow.faults.bytes_per_s = None
+    engine, receiver = slow.reader(tmp_path)
+    with receiver:
+        receiver.fetch()
+        progress = receiver.progress
+        assert progress.fetched_bytes == progress.total_bytes
+    assert torch.equal(engine.weight, slow.trainer.weight)
+
+
+@pytest.mark.timeout(300)
+def test_a_follower_that_ends_does_not_wait_for_all_bytes(slow: Slow) -> None:
+    slow.faults.bytes_per_s = 200_000
+    _, receiver = slow.reader()
+    with receiver:
+        with receiver.follow():
+            wait_until(lambda: receiver.progress.fetched_bytes > 0, timeout_s=60)
+        assert receiver.progress.fetched_bytes < NUM_BYTES
+        slow.faults.bytes_per_s = None
+        with receiver.follow() as follower:
+            assert follower.wait_staged(timeout_s=60)
+            follower.commit()
