@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
+from deltasync.delta.digests import DigestLedger
+from deltasync.delta.patch import CHUNK_NUMEL
+from deltasync.delta.shard import whole
 from deltasync.files.shards import ReadBits, Shard, index_of, shards_of
 from deltasync.store import keys
 from deltasync.store.manifest import StoredFile, Way, sha256_of
 from deltasync.store.objects import Objects
+from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -19,8 +25,8 @@ def write_anchor(
     read: ReadBits,
     *,
     max_file_bytes: int,
-) -> Way:
-    """Write all weights of a version.
+) -> tuple[Way, int]:
+    """Write all weights of a version. Returns how to get it, and the state digest of its bytes.
 
     Args:
         objects: Of the run.
@@ -34,13 +40,23 @@ def write_anchor(
     """
     folder = keys.anchor_folder(version)
     shards = shards_of(specs, max_bytes=max_file_bytes)
-    files = [_write(objects, f"{folder}/{shard.name}", shard, specs, read) for shard in shards]
+    ledger, digests = DigestLedger(whole(specs), chunk_numel=CHUNK_NUMEL), [0] * len(specs)
+
+    def digested(parameter: int, start: int, stop: int) -> Tensor:
+        bits = read(parameter, start, stop).cpu()
+        before = digests[parameter] if start else 0  # it may be written a second time
+        digests[parameter] = before + ledger.digest_run(parameter, bits, start)
+        return bits
+
+    files = [_write(objects, f"{folder}/{shard.name}", shard, specs, digested) for shard in shards]
     if (index := index_of(shards, specs)) is not None:
         name, data = index
         objects.put(f"{folder}/{name}", data)
         files.append(StoredFile(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_of(data)))
     payload_bytes = sum(shard.num_bytes for shard in shards)
-    return Way(kind="anchor", base=None, files=tuple(files), codecs={"safetensors": payload_bytes})
+    codecs = {"safetensors": payload_bytes}
+    way = Way(kind="anchor", base=None, files=tuple(files), codecs=codecs)
+    return way, sum(digests) & MASK
 
 
 def _write(

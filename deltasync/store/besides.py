@@ -11,8 +11,9 @@ from pydantic import Field
 from deltasync.delta.backend import Plan
 from deltasync.delta.bits import Live
 from deltasync.delta.codecs.coding import Coding
+from deltasync.delta.digests import digest_text
 from deltasync.delta.options import OptionsModel
-from deltasync.errors import StoreError
+from deltasync.errors import DigestMismatch, StoreError
 from deltasync.store import keys
 from deltasync.store.anchors import write_anchor
 from deltasync.store.catalogue import Published
@@ -77,19 +78,23 @@ class BesidesWriter:
     Args:
         writer: Of the run.
         options: When they are due.
+
+    Attributes:
+        is_damaged: Whether the weights that an anchor was written of are not the version: the next
+            version has to be all weights of the source.
     """
 
     def __init__(self, writer: RunWriter, options: PublishOptions) -> None:
         self._writer, self._options = writer, options
         self._versions = self._num_bytes = 0  # since the last anchor
-        self._has_anchor = False
+        self._has_anchor = self.is_damaged = False
         self._undo = UndoLog(options.fold_max_bytes)  # since the last fold
         self._unfolded_bytes = 0  # of the deltas since then
 
     def restart(self) -> None:
         """The newest version has an anchor, and a new snapshot."""
         self._versions = self._num_bytes = 0
-        self._has_anchor = True
+        self._has_anchor, self.is_damaged = True, False
         self._begin_fold()
 
     def resume(self, head: Published) -> None:
@@ -139,28 +144,39 @@ class BesidesWriter:
             failed.append(f"fold: {type(error).__name__}: {error}")
         try:
             if self._is_anchor_due(layout):
-                anchor = self.write_anchor(self._writer.next_version - 1, layout, flats)
+                assert self._writer.head is not None
+                version, digest = self._writer.head.version, self._writer.head.manifest.digest
+                anchor = self.write_anchor(version, layout, flats, digest=int(digest, 16))
                 self._writer.add_way(anchor)
                 self._versions = self._num_bytes = 0
                 self._has_anchor = True
-        except StoreError as error:
-            anchor = None
+        except (StoreError, DigestMismatch) as error:
+            anchor, self.is_damaged = None, isinstance(error, DigestMismatch)
             failed.append(f"anchor: {type(error).__name__}: {error}")
         postponed = "; ".join(failed)
         if postponed:
             logger.warning("v%d was published, but: %s", self._writer.next_version - 1, postponed)
         return Besides(anchor, fold, postponed)
 
-    def write_anchor(self, version: int, layout: SentLayout, flats: Mapping[int, Live]) -> Way:
-        """Write the objects of an anchor."""
+    def write_anchor(
+        self, version: int, layout: SentLayout, flats: Mapping[int, Live], *, digest: int
+    ) -> Way:
+        """Write the objects of an anchor. Raises DigestMismatch if they have another digest."""
         self._writer.put_layout(layout)
-        return write_anchor(
+        way, found = write_anchor(
             self._writer.run.objects,
             version,
             layout.specs,
             lambda parameter, start, stop: flats[parameter].read(start, stop),
             max_file_bytes=self._options.anchor_file_bytes,
         )
+        if found != digest:
+            self._writer.discard(way.files)
+            raise DigestMismatch(
+                f"the snapshot has the digest {digest_text(found)}, v{version} has "
+                f"{digest_text(digest)}: memory was altered; the next version is all weights"
+            )
+        return way
 
     def _is_anchor_due(self, layout: SentLayout) -> bool:
         if not self._has_anchor or self._versions >= self._options.anchor_every:

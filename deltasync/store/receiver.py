@@ -37,7 +37,6 @@ from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports import forks
 from deltasync.transports.base import Closing
-from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire import messages
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,6 @@ class StoreReceiver(Closing):
         self._staged: StoredSync | None = None
         self._stream: OwnStream | None = None
         self._scrub_is_due = self._is_closed = self._is_broken_off = False
-        self._deadline = math.inf  # of the fetch under way
         self._poll = Poll(str(url), self._check_wanted)
         self._caller = OneCaller("a version is being fetched; a StoreReceiver is for one thread")
         self._attached = threading.Event()
@@ -164,46 +162,33 @@ class StoreReceiver(Closing):
         """Return the versions in the store, in order. Raises StoreError."""
         return self._opened().versions()
 
-    def fetch(
-        self,
-        to: int | None = None,
-        *,
-        timeout_s: float = 600.0,
-        fetch_timeout_s: float = LONGEST_S,
-    ) -> int:
+    def fetch(self, to: int | None = None, *, timeout_s: float = 600.0) -> int:
         """Bring a version into the weights. Returns the version held.
 
         Call it from the engine's thread: the engine must not serve meanwhile.
 
         Args:
             to: The version; None for the newest one. It may be older than the one held.
-            timeout_s: For the version to be published.
-            fetch_timeout_s: For its bytes to come; `StoreOptions` limits each request. The next
-                call goes on with what has come.
+            timeout_s: For the version to be published. For its bytes to come, `StoreOptions` limits
+                each request, and `break_off` all of them.
 
         Raises:
             VersionMissing: It was not published in time, or no complete way leads to it.
             StoreError: The store cannot be used. The old version is held.
-            TransportTimeout: It was not fetched in time. The old version is held.
+            TransportTimeout: Another thread called `break_off`. The old version is held.
             DeltaSyncError: As of `commit`.
         """
         with self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
-                if self._stage(to, timeout_s, fetch_timeout_s, wants_newer=False):
+                if self._stage(to, timeout_s, wants_newer=False):
                     return self._commit()
             finally:
                 self._weights.still_since = math.inf
         assert self._session.version is not None
         return self._session.version
 
-    def stage(
-        self,
-        to: int | None = None,
-        *,
-        timeout_s: float = 60.0,
-        fetch_timeout_s: float = LONGEST_S,
-    ) -> bool:
+    def stage(self, to: int | None = None, *, timeout_s: float = 60.0) -> bool:
         """Fetch a version and stage it; the engine may serve meanwhile.
 
         Returns True if `commit` must be called next, in the engine's pause, and False if the
@@ -212,16 +197,15 @@ class StoreReceiver(Closing):
 
         Args:
             to: The version; None for the newest one, other than the one that is known to be held.
-            timeout_s, fetch_timeout_s: As of `fetch`.
+            timeout_s: As of `fetch`.
 
         Raises:
-            TransportTimeout: There is no newer version, or it was not fetched in time, or another
-                thread called `break_off`.
+            TransportTimeout: There is no newer version, or another thread called `break_off`.
             StoreError: As of `fetch`.
             CallOrderError: A version is staged: commit it first, or call `discard`.
         """
         with self._caller.call(), self._record.watched():
-            return self._stage(to, timeout_s, fetch_timeout_s, wants_newer=True)
+            return self._stage(to, timeout_s, wants_newer=True)
 
     def break_off(self) -> None:
         """End the `stage` or `fetch` under way, if there is one, before it has fetched everything.
@@ -317,12 +301,9 @@ class StoreReceiver(Closing):
         self._lease.renew()
         return self._run
 
-    def _stage(
-        self, to: int | None, timeout_s: float, fetch_timeout_s: float, *, wants_newer: bool
-    ) -> bool:
+    def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:
         check_seconds("timeout_s", timeout_s)
-        check_seconds("fetch_timeout_s", fetch_timeout_s)
-        self._is_broken_off, self._deadline = False, math.inf
+        self._is_broken_off = False
         if self._staged is not None and self._session.state is not ReceiverState.OUTSIDE:
             if to in (None, self._staged.route.target.version):
                 return True
@@ -339,8 +320,6 @@ class StoreReceiver(Closing):
         while True:
             try:
                 with self._failing_safely():
-                    self.progress.begin(target.version, 0)
-                    self._deadline = time.monotonic() + fetch_timeout_s
                     return self._bring(target)
             except (ObjectDamaged, VersionMissing):
                 # A collector may have gone past it; then there is a newer one.
@@ -369,10 +348,8 @@ class StoreReceiver(Closing):
         """Raise what ends the wait for a version, or for its bytes."""
         self._check_open()
         self._check_attached()
-        is_late = time.monotonic() > self._deadline and self.progress.bytes_per_s > 0
-        if is_late or self._is_broken_off:
-            why = "not fetched in time" if is_late else "broken off"
-            raise TransportTimeout(f"{self.progress}: {why}; the next call goes on from there")
+        if self._is_broken_off:
+            raise TransportTimeout(f"{self.progress}: broken off; the next call goes on from there")
         if self._lease is not None:
             self._lease.renew()
 

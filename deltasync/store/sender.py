@@ -16,7 +16,8 @@ import numpy as np
 from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
-from deltasync.errors import ConfigError, ObjectDamaged
+from deltasync.delta.host.backend import DeltaPlan
+from deltasync.errors import ConfigError, ObjectDamaged, SyncAborted
 from deltasync.store import keys
 from deltasync.store.besides import Besides, BesidesWriter, PublishOptions
 from deltasync.store.catalogue import Published, record_of
@@ -33,6 +34,7 @@ from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
+from deltasync.sync.target.base import some_of
 from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
@@ -191,6 +193,8 @@ class StoreSender(Closing):
                 was not published; the next call covers it.
             WriterConflict: Another writer publishes to this run. This object is of no more use.
             SourceChanged: The source is no longer the same model; make a new StoreSender.
+            SyncAborted: The source changed during the call. The version was not published; the next
+                call covers it.
         """
         began = time.perf_counter()
         with (
@@ -220,7 +224,7 @@ class StoreSender(Closing):
         self._besides.close()
 
     def _publish_next(self, began: float) -> PublishStats:
-        if not self._holds_head:
+        if not self._holds_head or self._besides.is_damaged:
             return self._begin(began)
         head = self._writer.head
         assert head is not None
@@ -248,6 +252,7 @@ class StoreSender(Closing):
         )
         with Spool() as spool:
             spool.take(frames)
+            self._check_still(delta)
             self._weights.release()
             self._writer.put_layout(self._layout)
             began = time.perf_counter()
@@ -255,24 +260,39 @@ class StoreSender(Closing):
             self._weights.coding.took(file.bytes, time.perf_counter() - began)
         return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
+    def _check_still(self, delta: Delta) -> None:
+        """Raise SyncAborted if what was packed is not what its digests say.
+
+        Kernels on GPUs take the digests of what they pack.
+        """
+        if isinstance(delta, DeltaPlan) and (moved := delta.moved()).size:
+            names = some_of([self._layout.specs[number].name for number in moved.tolist()])
+            raise SyncAborted(
+                f"v{self._writer.next_version} was not published, as the source changed meanwhile: "
+                f"{names}. Let nothing write it during `publish`, and publish again"
+            )
+
     def _begin(self, began: float) -> PublishStats:
         """The first version from here: what the store has, or an anchor."""
         head = self._writer.start() if not self._is_started else self._writer.head
         self._is_started = True
         self._weights.capture(())
         compared = time.perf_counter()
-        if head is not None and self._is_same(head):
+        if head is not None and not self._besides.is_damaged and self._is_same(head):
             self._weights.release()
             self._holds_head = True
             self._besides.resume(head)
             return self._stats(head, "unchanged", None, self._write_besides(), began, compared)
         self._weights.release()
-        flats = self._weights.snapshot.flats
         written = time.perf_counter()
-        way = self._besides.write_anchor(self._writer.next_version, self._layout, flats)
+        ledger, snapshot = self._weights.digests, self._weights.snapshot
+        if self._besides.is_damaged:
+            snapshot.ledger.sums[:] = snapshot.measure(np.arange(len(snapshot.ledger.sums)))
+        way = self._besides.write_anchor(
+            self._writer.next_version, self._layout, snapshot.flats, digest=ledger.total
+        )
         took_s = time.perf_counter() - written
         self._weights.coding.took(way.num_bytes, took_s, expected_s=_HASHING_S * way.num_bytes)
-        ledger = self._weights.digests
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
         self._besides.restart()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from deltasync.delta.bits import Flat
@@ -96,13 +97,10 @@ def verify_run(
     found = Run.open(url, run, options)
     versions, lease = found.versions(), Leaseholder(found)
     advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
-
-    def keep() -> None:
-        lease.refresh(holds=versions[0], version=versions[-1])
-
-    objects = Fetched(found.objects, spool, check=keep)
+    need = partial(lease.refresh, holds=min(versions, default=0), version=max(versions, default=0))
+    objects = Fetched(found.objects, spool, check=need)
     try:
-        check = _Check(found, objects, result, keep)
+        check = _Check(found, objects, result)
         for version in versions:
             check.look(version)
             advance(1)
@@ -115,16 +113,13 @@ def verify_run(
 class _Check:
     """Goes along the chain, with a copy of the version that it has arrived at."""
 
-    def __init__(
-        self, run: Run, objects: Fetched, result: Verified, keep: Callable[[], None]
-    ) -> None:
-        self._run, self._objects, self._result, self._keep = run, objects, result, keep
+    def __init__(self, run: Run, objects: Fetched, result: Verified) -> None:
+        self._run, self._objects, self._result = run, objects, result
         self._before: Published | None = None
         self._held: _Held | None = None  # the version before
 
     def look(self, version: int) -> None:
         """Check the next version."""
-        self._keep()
         held, self._held = self._held, None
         published: Published | None = None
         with self._noting(version, "manifest"):

@@ -312,6 +312,23 @@ class DeltaPlan:
         """int64[n]: elements that differ, of each of `changed`."""
         return self._counts
 
+    def moved(self) -> Ints:
+        """int64[n]: parameters that were packed with other bits than were digested.
+
+        The source was written meanwhile. Ask when everything is packed: what was read twice is in
+        the snapshot then.
+        """
+        chunks, ledger = list[Ints](), self.ledger
+        for change in self.changes:
+            first, step = ledger.first[change.parameter], ledger.chunk_numel
+            everything = Run(0, ledger.shares[change.parameter].numel)
+            for run in [everything] if change.runs is None else change.runs:
+                if run.bits is None:
+                    chunks.append(first + np.arange(run.start // step, -(-run.stop // step)))
+        written = np.concatenate([np.empty(0, np.int64), *chunks])
+        differs = self._snapshot.measure(written) != ledger.sums[written]
+        return np.unique(ledger.table.parameter[written[differs]])
+
     def buckets(self) -> Iterator[Bucket]:
         is_held = self.held_bytes == self.sparse_bytes + self.dense_bytes
         gone = np.array(sorted(self._snapshot.ahead), np.int64)  # what an aborted sync overwrote
