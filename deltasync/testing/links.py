@@ -21,8 +21,8 @@ from deltasync.transports.control.connection import Deadline
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0  # for what must succeed
-PROMPT_S = 5.0  # for what must be noticed at once, on a busy machine
+PATIENCE_S = 90.0  # for what must succeed, on a busy machine
+PROMPT_S = 30.0  # for what must be noticed at once, well before PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)

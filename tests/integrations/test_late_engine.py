@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from deltasync.errors import (
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
+from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until
 
@@ -233,11 +233,10 @@ def test_a_second_thread_is_refused_and_costs_the_first_nothing(tmp_path: Path) 
             first = Thread(target=lambda kept=found: kept.append(outcome(sync.send_weights)))
             first.start()
             until(lambda: not server.hangs)
-            began = time.monotonic()
             for other in (sync.send_weights, sync.connect):
                 with pytest.raises(ConfigError, match="under way"):
                     other()
-            assert time.monotonic() - began < 5
+            assert not found  # the first call waits still
             server.goes_on.set()
             first.join()
             assert not isinstance(found[0], Exception), found
@@ -290,14 +289,12 @@ def test_a_worker_that_was_lost_raises_once_the_engine_has_the_version(tmp_path:
 
 
 def test_a_total_timeout_covers_the_wait_for_the_last_update(tmp_path: Path) -> None:
-    with connected(tmp_path, timeout_s=5) as (sync, _, server):
+    with connected(tmp_path, timeout_s=60) as (sync, _, server), within(PROMPT_S):
         server.hangs = "update"
-        began = time.monotonic()
         with pytest.raises(DeltaSyncError):
             sync.send_weights(total_timeout_s=0.5)
         with pytest.raises(TransportTimeout, match="last update has not ended"):
             sync.send_weights(total_timeout_s=0.5)
-        assert time.monotonic() - began < 3
 
 
 def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None:

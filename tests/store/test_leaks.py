@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deltasync.testing.processes import Child
+from tests.descriptors import open_links
 from tests.store.published import Follower, Publisher
 from tests.store.stores import local_place
 
@@ -35,17 +34,10 @@ def follow(folder: Path) -> None:
             publisher.publish(2)
             follower.receiver.fetch()
             assert follower.holds(publisher.states[follower.receiver.version or 0])
-        numbers.add(len(os.listdir("/proc/self/fd")))
-        assert not [link for link in _open_files() if "deltasync-fetched" in link]
+        numbers.add(len(open_links()))
+        assert not [name for name in open_links() + _mapped() if "deltasync-fetched" in name]
     assert len(numbers) == 1
 
 
-def _open_files() -> Iterator[str]:
-    """Paths of the files that this process has open, or mapped."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        yield line.partition("/")[2]
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            yield os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
+def _mapped() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()

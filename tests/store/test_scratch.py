@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.store.scratch import ScratchFolder
+from tests.descriptors import open_below
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -60,10 +60,11 @@ def test_only_folders_of_its_own_are_removed(tmp_path: Path) -> None:
 
 
 def test_descriptors_are_given_back(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        ScratchFolder(tmp_path).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+        folder = ScratchFolder(tmp_path)
+        assert open_below(tmp_path) != []
+        folder.close()
+    assert open_below(tmp_path) == []
 
 
 def test_a_parent_that_is_missing_is_an_error(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def bits_equal(left: nn.Module, right: nn.Module) -> bool:
     )
 
 
-def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Wait for what another thread is to do."""
+def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Wait for what another thread is to do, also on a busy machine."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

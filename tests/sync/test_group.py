@@ -23,6 +23,7 @@ from deltasync.delta.shard import ShardSpec, placed
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
 from deltasync.sync.target.routed import RoutedTarget
+from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements
 from tests.sync.groups import Boxes, Sharded, Split, rows_of, trainer_of
@@ -574,9 +575,8 @@ def test_a_lane_that_is_gone_is_not_waited_for() -> None:
         joined(here, other, count=2)
         torn[1].disconnect()
         change(here, 1)
-        began = time.monotonic()
-        stats = here.send(timeout_s=20.0)
-        assert time.monotonic() - began < 10
+        with within(PROMPT_S):
+            stats = here.send(timeout_s=90.0)
         assert (stats.receivers, list(stats.lost)) == (1, ["whole[0/1]"])
         here.settle(2)
         assert bits_equal(source, whole)

@@ -33,12 +33,13 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.sync.protocol.receiver_session import ReceiverState
+from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.sync.harness import Model, ThroughReceiver, bits_equal, until
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +77,11 @@ class Engine:
         )
         self._trainer = ThreadPoolExecutor(1)
 
-    def send(self, *, timeout_s: float = 5.0) -> Future[SyncStats]:
+    def send(self, *, timeout_s: float = 60.0) -> Future[SyncStats]:
         """A sync under way."""
 
         def sync() -> SyncStats:
-            self.sender.wait_for_receivers(1, timeout_s=5)
+            self.sender.wait_for_receivers(1, timeout_s=60)
             return self.sender.send_weights(timeout_s=timeout_s)
 
         return self._trainer.submit(sync)
@@ -91,9 +92,9 @@ class Engine:
     def join(self, staging: StagingThread) -> None:
         """A first sync, committed."""
         sent = self.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         staging.commit()
-        assert sent.result(5).full_synced == 1
+        assert sent.result(60).full_synced == 1
         assert bits_equal(self.source, self.replica)
 
     def close(self) -> None:
@@ -112,18 +113,11 @@ def engine(
     options: ReceiverOptions | None = None,
     wrap: Callable[[ReceiveTransport], ReceiveTransport] = lambda transport: transport,
 ) -> Iterator[Engine]:
-    made = Engine(options or ReceiverOptions(stall_timeout_s=2), wrap)
+    made = Engine(options or ReceiverOptions(stall_timeout_s=60), wrap)
     try:
         yield made
     finally:
         made.close()
-
-
-@contextmanager
-def takes_less_than(limit_s: float) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < limit_s
 
 
 def test_the_engine_serves_the_old_version_until_it_commits() -> None:
@@ -138,7 +132,7 @@ def test_the_engine_serves_the_old_version_until_it_commits() -> None:
         assert not sent.done()
         assert staging.commit() == here.receiver.version == 1
         assert bits_equal(here.source, here.replica)
-        assert sent.result(5).receivers == 1
+        assert sent.result(60).receivers == 1
         assert not staging.is_staged()
 
 
@@ -148,10 +142,10 @@ def test_many_syncs_in_a_row() -> None:
         for version in range(2, 8):
             here.nudge()
             sent = here.send()
-            assert staging.wait_staged(timeout_s=5)
+            assert staging.wait_staged(timeout_s=60)
             assert not bits_equal(here.source, here.replica)
             assert staging.commit() == version
-            assert sent.result(5).kind == "delta"
+            assert sent.result(60).kind == "delta"
             assert bits_equal(here.source, here.replica)
         assert staging.last_error is None
 
@@ -161,48 +155,48 @@ def test_storage_replaced_before_the_pause_is_noticed_in_it() -> None:
         here.join(staging)
         here.nudge()
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         replace_storage(here.replica)
         old = bits_of(here.replica)
         with pytest.raises(TargetMoved):
             staging.commit()
         assert holds(here.replica, old)
         with pytest.raises(SyncAborted, match="TargetMoved"):
-            sent.result(5)
+            sent.result(60)
 
 
 @pytest.mark.parametrize("max_staged_bytes", [1 << 20, 1], ids=["staged", "in place"])
 def test_storage_replaced_is_written_to_only_by_a_sync_in_place(max_staged_bytes: int) -> None:
-    options = ReceiverOptions(stall_timeout_s=2, max_staged_bytes=max_staged_bytes)
+    options = ReceiverOptions(stall_timeout_s=60, max_staged_bytes=max_staged_bytes)
     with engine(options) as here, StagingThread(here.receiver) as staging:
         here.join(staging)
         here.nudge()
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         replace_storage(here.replica)
         with pytest.raises(TargetMoved):
             staging.commit()
         assert here.receiver.is_dirty is (max_staged_bytes == 1)
         with pytest.raises(SyncAborted, match="TargetMoved"):
-            sent.result(5)
+            sent.result(60)
 
 
 def test_joining_by_digest_alone_stages_nothing() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.replica.load_state_dict(here.source.state_dict())
-        assert here.send().result(5).full_synced == 0
+        assert here.send().result(60).full_synced == 0
         assert not staging.wait_staged(timeout_s=0.05)
         with pytest.raises(CallOrderError, match="nothing is staged"):
             staging.commit()
         here.nudge()
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         assert staging.commit() == 2
-        assert sent.result(5).kind == "delta"
+        assert sent.result(60).kind == "delta"
 
 
 def test_waiting_without_a_sender_comes_back_in_time() -> None:
-    with engine() as here, StagingThread(here.receiver) as staging, takes_less_than(1):
+    with engine() as here, StagingThread(here.receiver) as staging, within(PROMPT_S):
         assert not staging.wait_staged(timeout_s=0.05)
 
 
@@ -276,7 +270,7 @@ def test_a_failed_sync_is_kept_as_last_error_and_the_next_one_works(
     ):
         old = bits_of(here.replica)
         with pytest.raises(SyncAborted):
-            here.send().result(10)
+            here.send().result(60)
         assert holds(here.replica, old)
         assert not staging.is_staged()
         here.join(staging)
@@ -292,7 +286,7 @@ def test_a_sender_that_falls_silent_within_a_sync_is_a_failed_sync(kind: str) ->
         StagingThread(here.receiver) as staging,
     ):
         with pytest.raises(SyncAborted):
-            here.send(timeout_s=0.3).result(10)
+            here.send(timeout_s=3).result(60)
         here.join(staging)
         assert isinstance(staging.last_error, TransportTimeout)
 
@@ -310,17 +304,17 @@ def test_a_commit_that_fails_reaches_the_engine_and_the_next_sync_works() -> Non
         here.join(staging)
         here.nudge()
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         here.receiver.invalidate()
         with pytest.raises(CallOrderError):
             staging.commit()
         with pytest.raises(SyncAborted):
-            sent.result(10)
+            sent.result(60)
         here.join(staging)
 
 
 def test_leaving_while_waiting_for_a_sync() -> None:
-    with engine() as here, takes_less_than(3), StagingThread(here.receiver) as staging:
+    with engine() as here, within(PROMPT_S), StagingThread(here.receiver) as staging:
         assert not staging.is_staged()
 
 
@@ -330,21 +324,21 @@ def test_leaving_with_a_staged_version_fails_it_at_the_sender_and_loses_nothing(
             here.join(staging)
             old = bits_of(here.replica)
             here.nudge()
-            sent = here.send(timeout_s=0.5)
-            assert staging.wait_staged(timeout_s=5)
+            sent = here.send(timeout_s=3)
+            assert staging.wait_staged(timeout_s=60)
             began = time.monotonic()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < PROMPT_S
         assert holds(here.replica, old)
-        with takes_less_than(3), pytest.raises(SyncAborted):
-            sent.result(10)
+        with within(PROMPT_S), pytest.raises(SyncAborted):
+            sent.result(60)
         assert holds(here.replica, old)
         assert not here.receiver.is_dirty
         # The version was decided: who comes later may write it still, and then rejoins.
         with StagingThread(here.receiver) as later:
-            assert later.wait_staged(timeout_s=5)
+            assert later.wait_staged(timeout_s=60)
             assert later.commit() == 2
             assert bits_equal(here.source, here.replica)
-            assert here.send().result(10).full_synced == 0
+            assert here.send().result(60).full_synced == 0
             assert isinstance(later.last_error, PeerLost)
 
 
@@ -355,7 +349,7 @@ def test_leaving_after_the_sender_is_gone() -> None:
             here.sender.close()
             time.sleep(0.05)
             began = time.monotonic()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < PROMPT_S
         assert isinstance(staging.last_error, PeerLost | TransportTimeout)
 
 
@@ -364,23 +358,23 @@ def test_leaving_within_a_sync_waits_for_the_silence_of_the_sender_at_most() -> 
         ReceiverOptions(stall_timeout_s=0.3), lambda inner: Meddling(inner, "bucket", silent)
     ) as here:
         with StagingThread(here.receiver):
-            sent = here.send(timeout_s=0.3)
+            sent = here.send(timeout_s=3)
             while here.receiver.state is not ReceiverState.STAGING:
                 time.sleep(0.001)
             began = time.monotonic()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < PROMPT_S
         with pytest.raises(SyncAborted):
-            sent.result(10)
+            sent.result(60)
 
 
 def test_the_sender_goes_between_stage_and_commit_and_the_decided_version_is_written() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.join(staging)
         here.nudge()
-        sent = here.send(timeout_s=0.3)
-        assert staging.wait_staged(timeout_s=5)
+        sent = here.send(timeout_s=3)
+        assert staging.wait_staged(timeout_s=60)
         with pytest.raises(SyncAborted):
-            sent.result(10)
+            sent.result(60)
         here.sender.close()
         assert staging.commit() == 2
         assert bits_equal(here.source, here.replica)
@@ -389,22 +383,22 @@ def test_the_sender_goes_between_stage_and_commit_and_the_decided_version_is_wri
 
 def test_a_sync_in_place_is_handed_to_commit() -> None:
     with (
-        engine(ReceiverOptions(max_staged_bytes=0, stall_timeout_s=2)) as here,
+        engine(ReceiverOptions(max_staged_bytes=0, stall_timeout_s=60)) as here,
         StagingThread(here.receiver) as staging,
     ):
         old = bits_of(here.replica)
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         time.sleep(0.05)
         assert holds(here.replica, old)
         assert staging.commit() == 1
-        assert sent.result(5).full_synced == 1
+        assert sent.result(60).full_synced == 1
         assert bits_equal(here.source, here.replica)
         here.nudge()
         sent = here.send()
-        assert staging.wait_staged(timeout_s=5)
+        assert staging.wait_staged(timeout_s=60)
         assert staging.commit() == 2
-        assert sent.result(5).kind == "delta"
+        assert sent.result(60).kind == "delta"
         assert bits_equal(here.source, here.replica)
         assert staging.last_error is None
 
@@ -413,10 +407,10 @@ def test_a_sync_in_place_that_nobody_commits_fails_at_the_sender_and_writes_noth
     with engine(ReceiverOptions(max_staged_bytes=0, stall_timeout_s=0.3)) as here:
         old = bits_of(here.replica)
         with StagingThread(here.receiver) as staging:
-            sent = here.send(timeout_s=0.3)
-            assert staging.wait_staged(timeout_s=5)
-        with takes_less_than(3), pytest.raises(SyncAborted):
-            sent.result(10)
+            sent = here.send(timeout_s=3)
+            assert staging.wait_staged(timeout_s=60)
+        with within(PROMPT_S), pytest.raises(SyncAborted):
+            sent.result(60)
         assert holds(here.replica, old)
         with StagingThread(here.receiver) as staging:
             here.join(staging)
@@ -428,10 +422,10 @@ def test_a_sync_in_place_that_the_sender_gave_up_before_commit_is_dirty_and_heal
         engine(ReceiverOptions(max_staged_bytes=0, stall_timeout_s=0.3)) as here,
         StagingThread(here.receiver) as staging,
     ):
-        sent = here.send(timeout_s=0.2)
-        assert staging.wait_staged(timeout_s=5)
+        sent = here.send(timeout_s=3)
+        assert staging.wait_staged(timeout_s=60)
         with pytest.raises(SyncAborted):
-            sent.result(10)
+            sent.result(60)
         with pytest.raises(PeerLost):
             staging.commit()
         assert here.receiver.is_dirty
@@ -443,8 +437,8 @@ def test_a_sync_in_place_that_the_sender_gave_up_before_commit_is_dirty_and_heal
 def test_closing_the_receiver_ends_the_thread_and_tells_who_waits() -> None:
     with engine() as here, StagingThread(here.receiver) as staging:
         here.receiver.close()
-        with takes_less_than(1), pytest.raises(TransportClosed):
-            staging.wait_staged(timeout_s=5)
+        with within(PROMPT_S), pytest.raises(TransportClosed):
+            staging.wait_staged(timeout_s=60)
         with pytest.raises(TransportClosed):
             staging.commit()
 
@@ -484,5 +478,5 @@ def test_a_receiver_is_used_by_one_thread_and_another_costs_it_nothing() -> None
         sent = here.send()
         until(staging.is_staged)
         staging.commit()
-        assert sent.result(5).kind == "delta"
+        assert sent.result(60).kind == "delta"
         assert bits_equal(here.source, here.replica)

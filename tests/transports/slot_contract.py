@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
 import struct
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -30,6 +29,7 @@ from deltasync.testing.links import (
 from deltasync.testing.transport import MAX_PAYLOAD_BYTES, TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.control.connection import Connection, Kind
+from tests.descriptors import open_links
 
 FRAME = struct.Struct("<BxxxIQQ")  # slot, sequence, payload start and bytes; the header follows
 SEGMENT = struct.Struct("<BxxxxxxxQ")  # slot, bytes; what else a transport says follows
@@ -289,8 +289,4 @@ class SlotContract(TransportContract):
 
 def num_descriptors(prefix: str) -> int:
     """Descriptors of this process whose target begins with `prefix`."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(prefix)
-    return count
+    return sum(link.startswith(prefix) for link in open_links())

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deltasync.errors import PeerLost, TransportTimeout
-from deltasync.testing.links import background, within
+from deltasync.testing.links import PROMPT_S, background, within
 from deltasync.transports import collective, shared_memory
 from deltasync.transports.address import Address
 from deltasync.transports.control.connection import Connection, Deadline, Kind
@@ -134,11 +134,11 @@ def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace)
     for _ in range(4):
         place.stranger()
     with descriptors_left(0):
-        began, cpu = time.monotonic(), time.process_time()
-        assert place.server.poll(Deadline(0)) == []
-        assert time.monotonic() - began < 1
-        assert place.server.poll(Deadline(0.5)) == []
-        assert time.process_time() - cpu < 0.3, "it waits instead of looking all the time"
+        with within(PROMPT_S):
+            assert place.server.poll(Deadline(0)) == []
+        cpu = time.thread_time()
+        assert place.server.poll(Deadline(2)) == []
+        assert time.thread_time() - cpu < 1, "it waits instead of looking all the time"
     place.join(place.client())
 
 
@@ -164,12 +164,9 @@ def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
         place.attack(lambda sock: sock.sendall(HEADER.pack(b"dS", Kind.GREETING, 8 << 20)))
         place.attack(lambda sock: sock.sendall(greeting))
     time.sleep(0.2)
-    slowest = 0.0
-    for _ in range(40):
-        began = time.monotonic()
-        place.server.poll(Deadline(0))
-        slowest = max(slowest, time.monotonic() - began)
-    assert slowest < 1.5
+    with within(PROMPT_S):
+        for _ in range(40):
+            place.server.poll(Deadline(0))
 
 
 @pytest.mark.timeout(60)
@@ -180,10 +177,9 @@ def test_half_a_message_does_not_slow_each_poll(
     place = make_place(secret)
     place.stranger(HALF_GREETING[:9] if secret is None else HEADER.pack(b"dS", Kind.NONCE, 32))
     place.server.poll(Deadline(0.1))
-    began = time.monotonic()
-    for _ in range(20):
-        place.server.poll(Deadline(0))
-    assert time.monotonic() - began < 0.5
+    with within(PROMPT_S):
+        for _ in range(2000):
+            place.server.poll(Deadline(0))
 
 
 @pytest.mark.timeout(60)
@@ -198,13 +194,9 @@ def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
 
     threading.Thread(target=trickle, daemon=True).start()
     place.server.poll(Deadline(0.5))
-    took = 0.0
-    for _ in range(20):
-        began = time.monotonic()
-        place.server.poll(Deadline(0))
-        took += time.monotonic() - began
-        time.sleep(0.01)
-    assert took < 0.6
+    with within(PROMPT_S):
+        for _ in range(1000):
+            place.server.poll(Deadline(0))
 
 
 @pytest.mark.timeout(60)
