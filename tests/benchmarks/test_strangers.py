@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 )
 def test_strangers_do_not_hold_a_trainer_up(tmp_path: Path, options: list[str]) -> None:
     path = tmp_path / "strangers.jsonl"
-    done = CliRunner().invoke(app, ["strangers", "--seconds", "3", "--out", str(path), *options])
+    done = CliRunner().invoke(app, ["strangers", "--seconds", "10", "--out", str(path), *options])
     assert done.exit_code == 0, done.output
     found = json.loads(path.read_text())
     assert found["failures"] == []

@@ -39,7 +39,7 @@ HUGE = INT32 + (1 << 20) + 5
 CHUNK = 300_000  # one of them lies across 2^31
 AFTER = INT32 // CHUNK * CHUNK + CHUNK  # where the next one begins
 TAIL = 1000
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def needs(gib: float) -> None:
@@ -93,12 +93,12 @@ def synced(source: Model, targets: Iterable[WeightTarget], path: Path) -> Iterat
                 one.result()
         finally:
             sender.close()
-    for receiver in receivers:
-        receiver.close()
+            for receiver in receivers:
+                receiver.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_parameter_beyond_2_to_the_31_arrives(tmp_path: Path) -> None:
     """One receiver starts by a full sync; the other keeps a tensor where it lies far behind."""
     needs(6)

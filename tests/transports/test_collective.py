@@ -125,11 +125,12 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.transports.collective import Sender
 
 sender = Sender("127.0.0.1", int(sys.argv[1]))
-assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=20) == {}
+assert sender.open_epoch(list(greeted(sender, 1)), timeout_s=60) == {}
 frame = Frame(b"x", torch.zeros(256 << 20, dtype=torch.uint8))
+sender.send(frame, timeout_s=60)
 try:
     while True:
-        sender.send(frame, timeout_s=1)
+        sender.send(frame, timeout_s=10)
 except TransportTimeout:
     pass
 
