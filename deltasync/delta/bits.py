@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltasync import dtypes
 from deltasync.delta.kernels import KERNELS
+from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.region import Region
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError
@@ -106,7 +107,7 @@ def integer_dtype(dtype: Dtype) -> torch.dtype:
 
 def as_bits(tensor: Tensor) -> Tensor:
     """`tensor`'s elements as integers of their size, over the same storage."""
-    return tensor.detach().view(INTEGERS[tensor.element_size()])
+    return writable(tensor).view(INTEGERS[tensor.element_size()])
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
@@ -196,6 +197,7 @@ class Flat:
     is_contiguous: bool
 
     @classmethod
+    @in_plain_mode
     def of(cls, tensor: Tensor, *, name: str = "tensor") -> Flat:
         """Raises ConfigError for a tensor whose elements have no storage of their own."""
         check_plain(tensor, name)

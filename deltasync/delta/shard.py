@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from deltasync.delta.modes import writable
 from deltasync.delta.region import Region, row_major
 from deltasync.errors import ConfigError
 from deltasync.wire.messages import ParameterSpec
@@ -269,10 +270,10 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """The elements that this rank holds: a view of a DTensor's, or the tensor itself. Not owned."""
     if not is_sharded(tensor):
-        return tensor.detach()
+        return writable(tensor)
     with torch.no_grad():
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local.detach()
+    return writable(local)
 
 
 def _split_of(placement: Any, num_dims: int) -> Split | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
 from deltasync.sync.module import ModuleWatch, named_tensors, tied_tensors
@@ -51,6 +52,7 @@ class MergedSource:
         self._tensors: list[NamedTensor] = []
         self._active: list[str] = []
 
+    @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Return the merged weights: the list of the last call if nothing moved.
 
@@ -93,7 +95,6 @@ def _room(name: str, layer: Any) -> Tensor:
     return torch.empty_like(layer.get_base_layer().weight).requires_grad_()
 
 
-@torch.no_grad()
 def _merge(name: str, layer: Any, merged: Tensor) -> None:
     from peft.tuners.lora.layer import Embedding
 

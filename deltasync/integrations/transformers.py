@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
@@ -37,6 +38,7 @@ class TransformersSource:
         self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
 
+    @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Return views of the model's parameters: the list of the last call if nothing moved.
 
@@ -119,12 +121,12 @@ def _view(parameter: Tensor, piece: Piece, shape: torch.Size, *, name: str) -> T
     """The piece of a parameter as a tensor of this shape. Raises ConfigError."""
     target, source = ordered(piece.target, piece.source)
     if piece.source == Region.run(0, parameter.numel()) and parameter.shape == shape:
-        return parameter.detach()
+        return parameter.detach() if is_sharded(parameter) else writable(parameter)
     if is_sharded(parameter):
         raise ConfigError(
             f"{name!r} is a part of a sharded parameter: use a ModuleSource with a `name_map`"
         )
-    flat = parameter.detach().view(-1)
+    flat = writable(parameter).view(-1)
     start = int(flat.storage_offset()) + source.start
     box = flat.as_strided(source.shape, source.strides, start)
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.config import network_secret
+from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.routes.loading import Loader
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import (
@@ -120,6 +121,7 @@ class Worker:
         self._open.callback(receiver.close)  # first, which wakes the thread
         self._timeout_s = trainer.timeout_s
 
+    @in_plain_mode
     def routed(
         self,
         model: nn.Module,
@@ -297,6 +299,7 @@ class Worker:
             time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 
+    @in_plain_mode
     def discard(self, model: nn.Module, loaded: Collection[int] | None = None) -> None:
         """Like `sleep`, when the engine keeps no copy of its weights: the next sync is a full one.
 
@@ -335,6 +338,7 @@ class Worker:
                 self.wake()
             raise
 
+    @in_plain_mode
     def wake(self) -> None:
         """Use the weights again. If they have not changed, they take the next delta."""
         if self._unwritten is not None:

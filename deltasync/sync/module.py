@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity
+from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.tensors import NamedTensor, NameMap, parts_of
@@ -52,6 +53,7 @@ class ModuleSource:
         self._gathering: list[Any] = []
         self._tensors: list[NamedTensor] = []
 
+    @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Return the module's tensors: the list of the last call if nothing moved."""
         _reshard(self._gathering)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from deltasync.errors import (
@@ -45,13 +46,14 @@ class OneCaller:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """While a call is under way. Raises ConfigError if one is already."""
+        """While a call is under way, in a plain mode of torch. Raises ConfigError if one is."""
         mine = object()
         try:
             self._calls.append(mine)
             if self._calls[0] is not mine:
                 raise ConfigError(self._refusal)
-            yield
+            with torch.inference_mode(mode=False), torch.no_grad():
+                yield
         finally:
             if mine in self._calls:  # else it was interrupted before
                 self._calls.remove(mine)

@@ -22,6 +22,7 @@ from deltasync.delta.bits import (
 )
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import Change, DeltaPlan, HostBackend
+from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
@@ -63,6 +64,7 @@ class StreamedWeights(LocalWeights):
         self._flats: dict[int, Flat] = {}  # of the snapshot
         self._found: _Found | None = None
 
+    @in_plain_mode
     def take(self, weights: NamedWeights) -> None:
         """Go through all weights as they are now. Also to the end if that raises.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
 from deltasync.delta.memory import raise_lack_of_memory
+from deltasync.delta.modes import as_made, in_plain_mode
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
 from deltasync.sync.proof.cold import FAILURES, refusing_failures
@@ -45,6 +46,7 @@ class ReloadedTarget(WeightTarget):
         device: Where the copy is kept.
     """
 
+    @in_plain_mode
     def __init__(
         self,
         checkpoint: Sequence[CheckpointTensor],
@@ -53,7 +55,7 @@ class ReloadedTarget(WeightTarget):
         module: nn.Module | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._reload, self._module = reload, module
+        self._reload, self._module = as_made(module, reload), module
         self._copy = {
             one.name: torch.empty(one.shape, dtype=one.dtype, device=device) for one in checkpoint
         }
@@ -68,6 +70,7 @@ class ReloadedTarget(WeightTarget):
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
 
+    @in_plain_mode
     def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights that the engine was loaded with; a trainer that holds them sends nothing.
 
@@ -105,6 +108,7 @@ class ReloadedTarget(WeightTarget):
         self._given |= found
         refuse_missing(self._copy.keys() - found.keys(), others)
 
+    @in_plain_mode
     @refusing_failures()
     def verify_reload(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """Reload other weights, then the engine's own again: see `prove_reload`.
@@ -176,7 +180,7 @@ class ReloadedTarget(WeightTarget):
             raise DirtyReceiver(
                 "what the engine was loaded with is not known: it needs a full sync"
             )
-        with torch.no_grad(), in_place(self._module):
+        with in_place(self._module):
             self._reload(under(self._given, self._copy.items()))
 
     def _sample(self) -> list[Tensor]:

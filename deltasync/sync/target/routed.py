@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
+from deltasync.delta.modes import as_made, in_plain_mode
 from deltasync.delta.region import Region
 from deltasync.delta.routes.codes import Codes
 from deltasync.delta.routes.learning import CODE_BITS
@@ -80,8 +81,8 @@ class RoutedTarget:
         finish: Callable[[], object] = _nothing,
     ) -> None:
         self._module, self._checkpoint = module, tuple(checkpoint)
-        self._load: Load = load or module.load_weights  # type: ignore[assignment]
-        self._finish = finish
+        takes: Load = load or module.load_weights  # type: ignore[assignment]
+        self._load, self._finish = as_made(module, takes), as_made(module, finish)
         self.upkeep: Upkeep | None = None
         self._recomputed: Recomputed | None = None
         self._held: dict[str, tuple[Live, ParameterSpec]] = {}  # by own name
@@ -90,6 +91,7 @@ class RoutedTarget:
         self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
         self._known: tuple[_Watch, Recording] | None = None
 
+    @in_plain_mode
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the checkpoint tensors of which the loader takes something.
 
@@ -119,6 +121,7 @@ class RoutedTarget:
         self._held = {s.name: (live, s) for s, live in zip(held, accesses, strict=True)}
         return dict(zip(numbers, accesses, strict=True))
 
+    @in_plain_mode
     def verify_routes(
         self,
         weights: Iterable[tuple[str, Tensor]],
@@ -207,6 +210,7 @@ class RoutedTarget:
         refuse_unsent(proof, loaded, {name for one in self._checkpoint for name in one.names})
         self.upkeep = prove_routes(proof, self._recorded(), self._held, self._recomputed)
 
+    @in_plain_mode
     @refusing_failures()
     def verify_updates(self, proof: Proof, *, keep: Collection[str] = ()) -> None:
         """Like `verify_routes`, for an engine whose loaded weights are unknown: reads nothing back.

@@ -1,0 +1,38 @@
+"""torch's modes, which belong to threads: no public call runs in one that its caller has entered.
+
+What is made within `torch.inference_mode()` cannot be written outside of it, for instance by the
+next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def in_plain_mode(call: _Call) -> _Call:
+    """Have a function, or a generator, run outside inference mode and without gradients."""
+    return torch.inference_mode(mode=False)(torch.no_grad()(call))
+
+
+def as_made(module: nn.Module | None, call: _Call) -> _Call:
+    """Have an engine's code run in inference mode if the engine was made in it, to write to it."""
+    tensors = () if module is None else chain(module.parameters(), module.buffers())
+    return torch.inference_mode()(call) if any(map(Tensor.is_inference, tensors)) else call
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The same elements, detached, as a tensor that can be written outside inference mode too.
+
+    Call it outside inference mode.
+    """
+    if not tensor.is_inference():
+        return tensor.detach()
+    place = (tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
