@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -58,11 +58,22 @@ def dtype_of(tensor: Tensor, *, name: str = "tensor") -> Dtype:
         raise ConfigError(f"{name}: {tensor.dtype} cannot be sent; {known}") from None
 
 
+def refuse_part(name: str, held: Sequence[int]) -> NoReturn:
+    """Raise ConfigError for a parameter of which a rank holds what is no part of its shape."""
+    raise ConfigError(
+        f"{name}: {tuple(held)} is held here, which is what ZeRO-3 or FSDP1 leaves of a parameter: "
+        "gather it whole (deepspeed.zero.GatheredParameters, FSDP.summon_full_params; tensor by "
+        "tensor for StreamedWeights), or shard with FSDP2, whose ranks send what they hold"
+    )
+
+
 def check_plain(tensor: Tensor, name: str) -> None:
     """Raises ConfigError, by name, for a tensor whose elements do not lie in memory by strides."""
     if (oddity := _oddity(tensor)) is not None:
         way_on = "make it dense, or leave it out by `rename`"
         raise ConfigError(f"{name}: {oddity} has no plain dense storage; {way_on}")
+    if getattr(tensor, "ds_shape", tensor.shape) != tensor.shape:  # DeepSpeed's, of ZeRO-3
+        refuse_part(name, tensor.shape)
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.bits import check_plain
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
@@ -90,6 +91,7 @@ def _room(name: str, layer: Any) -> Tensor:
         why = "only plain LoRA is merged here, without variants such as DoRA and without biases"
     elif is_sharded(layer.get_base_layer().weight):
         why = "it is sharded: each rank would need all of the adapters"
+    check_plain(layer.get_base_layer().weight, name)
     if why:
         raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
     return torch.empty_like(layer.get_base_layer().weight).requires_grad_()

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from deltasync.delta.bits import check_plain
 from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.module import ModuleWatch, tied_tensors
+from deltasync.sync.module import ModuleWatch, named_tensors, tied_tensors
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.routed import RoutedTarget
 
@@ -78,7 +79,10 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
 
 def _views_of(model: nn.Module) -> dict[str, Tensor]:
     """Raises ConfigError for checkpoint tensors that are not a view of one parameter."""
-    live = model.state_dict()
+    live = dict(named_tensors(model))
+    for name, tensor in live.items():
+        if not is_sharded(tensor):
+            check_plain(tensor, name)
     parts, recording = _converted(model, live)
     refused = recording.refused | recording.uncovered
     views: dict[str, Tensor] = {}

@@ -141,8 +141,8 @@ class Manifest(Written):
             raise ValueError("the parent is not the version before")
         for way in self.ways:
             _check_way(way, self.version, before)
-        if self.nnz > self.numel:
-            raise ValueError("nnz is more than numel")
+        if self.nnz > self.numel or not self.numel:
+            raise ValueError("nnz is more than numel, or there are no elements")
         numbers = [number for number, _ in self.changed]
         if any(one >= other for one, other in pairwise(numbers)):
             raise ValueError("changed is not in order")

@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity
+from deltasync.delta.bits import (
+    Flat,
+    check_plain,
+    dtype_of,
+    has_storage,
+    identity,
+    refuse_part,
+)
 from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
@@ -50,16 +57,12 @@ class ModuleSource:
         self.module = module
         self._rename, self._name_map = rename, name_map
         self._watch: ModuleWatch | None = None
-        self._gathering: list[Any] = []
         self._tensors: list[NamedTensor] = []
 
     @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Return the module's tensors: the list of the last call if nothing moved."""
-        _reshard(self._gathering)
         if self._watch is None or not self._watch.is_unmoved():
-            self._gathering = _fsdp_modules(self.module)
-            _reshard(self._gathering)
             self._watch, watch = None, ModuleWatch(self.module)
             tensors = tied_tensors(named_tensors(self.module, self._rename))
             self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
@@ -68,7 +71,6 @@ class ModuleSource:
 
     def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """See `GlancedSource`."""
-        _reshard(self._gathering)
         if self._watch is None or last is not self._tensors:
             return None
         return self._watch.glance()
@@ -156,12 +158,15 @@ class ModuleWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._gathering = _fsdp_modules(module)
+        _reshard(self._gathering)
         owners = list(module.modules())
         begins = range(0, len(owners), _PART)
         self._parts = [_Part(owners[begin : begin + _PART]) for begin in begins]
 
     def is_unmoved(self) -> bool:
         """Whether the same tensors use the same storage with the same layout."""
+        _reshard(self._gathering)
         return all(part.is_in_place() and part.is_as_it_was() for part in self._parts)
 
     def glance(self) -> Callable[[], bool] | None:
@@ -169,6 +174,7 @@ class ModuleWatch:
 
         If none has, the old addresses can be read, even if the module has other tensors by now.
         """
+        _reshard(self._gathering)
         if not all(part.is_in_place() for part in self._parts):
             return None
         return lambda: all(part.is_as_it_was() for part in self._parts)
@@ -270,7 +276,11 @@ def _reshard(modules: list[Any]) -> None:
 def named_tensors(
     module: nn.Module, rename: Callable[[str], str | None] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every parameter and persistent buffer, under each of its names."""
+    """Yield (name, tensor) of every parameter and persistent buffer, under each of its names.
+
+    Raises ConfigError, by name, for parameters that FSDP1 has flattened and not gathered.
+    """
+    gathered = _gathered(module)
     for prefix, owner in module.named_modules(remove_duplicate=False):
         transient = owner._non_persistent_buffers_set
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
@@ -280,7 +290,26 @@ def named_tensors(
             if rename is not None and name is not None:
                 name = rename(name)
             if name is not None:
+                if hasattr(tensor, "_fsdp_flattened") and id(tensor) not in gathered:
+                    refuse_part(name, tensor.shape)
                 yield name, tensor
+
+
+def _gathered(module: nn.Module) -> set[int]:
+    """Parameters that FSDP1 flattens, by id. Raises ConfigError, by name, unless they are whole."""
+    found, fsdp = set[int](), sys.modules.get("torch.distributed.fsdp")
+    kind: Any = () if fsdp is None else fsdp.FullyShardedDataParallel
+    for one in module.modules():
+        handle: Any = one._handle if isinstance(one, kind) else None
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for (key, owner, path), shape in zip(flat._param_infos, flat._shapes, strict=True):
+            held = owner._parameters.get(key)
+            if held is None or held.shape != shape:
+                refuse_part(f"{path}.{key}".lstrip("."), (0,) if held is None else held.shape)
+            found.add(id(held))
+    return found
 
 
 def places(

@@ -328,6 +328,7 @@ class WeightSender(Closing):
         Whether one of them fits. Raises SyncAborted if they are too few.
         """
         began, is_captured = time.perf_counter(), False
+        self._weights.declared()  # what the source cannot give is no fault of an engine
         self._turns(names_of(engines), ())
         for hellos in engines:
             try:

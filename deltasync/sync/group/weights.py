@@ -27,7 +27,7 @@ from deltasync.sync.options import check_group
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
-from deltasync.sync.source.layout import SentLayout, specs_of
+from deltasync.sync.source.layout import SentLayout, check_elements, specs_of
 from deltasync.sync.source.tensors import Maxima, maxima_of
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
@@ -150,7 +150,9 @@ class GroupWeights:
             self._agreement = Agreement.of([one.maxima for one in self._declared])
             positions = self._agreement.positions
             self._positions = [positions(one.maxima) for one in self._declared]
-        return all_specs(self._declared)
+        specs = all_specs(self._declared)
+        check_elements(specs)
+        return specs
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         if self.is_lost:

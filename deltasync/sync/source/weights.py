@@ -36,7 +36,7 @@ from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.chosen_coding import ChosenCoding
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
-from deltasync.sync.source.layout import SentLayout, source_specs, specs_of
+from deltasync.sync.source.layout import SentLayout, check_elements, source_specs, specs_of
 from deltasync.sync.source.tensors import (
     GlancedSource,
     Listing,
@@ -208,7 +208,9 @@ class OwnWeights(LocalWeights):
         self._devices: list[torch.device] = []  # of what was captured
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        return source_specs(self.source.tensors())
+        specs = source_specs(self.source.tensors())
+        check_elements(specs)
+        return specs
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         self.capture_as(specs_of(self.declared(), held, self.options.wire_dtypes))
@@ -404,7 +406,7 @@ class SourceLayout(SentLayout):
             if box.numel < prod(box.shape):
                 raise ConfigError(
                     f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
-                    "give the senders of all ranks a `group`"
+                    "give WeightSenders of all ranks a `group`; for a store, gather it whole"
                 )
         return whole(self.specs)
 

@@ -1,0 +1,219 @@
+"""What ZeRO-3 and FSDP1 leave of a parameter on a rank is never taken for the parameter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync import (
+    DeltaSyncError,
+    ModuleSource,
+    ModuleTarget,
+    NamedTensor,
+    SenderOptions,
+    StoreReceiver,
+    StoreSender,
+    WeightSource,
+)
+from deltasync.errors import ConfigError, StoreError
+from deltasync.quant.fp8 import Fp8
+from deltasync.quant.served import ServedSource
+from deltasync.sync.source.streamed import StreamedWeights
+from deltasync.sync.source.weights import LocalWeights
+from deltasync.transports import inprocess
+from tests.ranks import free_port, run_ranks
+from tests.sync.harness import bits_equal, fleet
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 6))
+
+
+def partitioned(model: nn.Module, *, keep: str = "") -> nn.Module:
+    """As DeepSpeed's ZeRO-3 leaves a model outside of forward passes; `keep` is persistent."""
+    for name, parameter in model.named_parameters():
+        zero: Any = parameter
+        zero.ds_shape, zero.ds_numel, zero.ds_id = parameter.shape, parameter.numel(), id(parameter)
+        zero.ds_tensor = parameter.detach().clone()
+        if name != keep:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+    return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """As `deepspeed.zero.GatheredParameters`."""
+    parameters: Any = list(model.parameters())
+    for parameter in parameters:
+        parameter.data = parameter.ds_tensor.clone()
+    yield
+    for parameter in parameters:
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+class Own:
+    """A source of a user's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def tensors(self) -> list[NamedTensor]:
+        return [NamedTensor((name,), tensor) for name, tensor in self._module.named_parameters()]
+
+
+def streamed(module: nn.Module) -> LocalWeights:
+    weights = StreamedWeights()
+    weights.take(module.named_parameters())
+    return weights
+
+
+SOURCES: dict[str, Callable[[nn.Module], WeightSource | LocalWeights]] = {
+    "module": ModuleSource,
+    "own": Own,
+    "served": lambda m: ServedSource(ModuleSource(m), lambda n, s: Fp8() if len(s) == 2 else None),
+    "streamed": streamed,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("keep", ["", "0.bias"])
+def test_placeholders_of_zero_3_are_refused_by_name(kind: str, keep: str, tmp_path: Path) -> None:
+    source = SOURCES[kind]
+    with pytest.raises(ConfigError, match=r"^0\.weight: \(0,\) is held.*GatheredParameters"):
+        StoreSender(source(partitioned(net(), keep=keep)), tmp_path).publish()
+    with pytest.raises(StoreError):
+        StoreReceiver(ModuleTarget(net()), tmp_path).fetch(timeout_s=0.1)
+    link, model = inprocess.Sender(), partitioned(net(), keep=keep)
+    if kind != "streamed":  # which refuses as it takes them
+        with fleet(model) as here:
+            serving = here.add(net())
+            here.wait(1)
+            for _ in range(2):  # and the engine is not blamed
+                with pytest.raises(ConfigError, match=r"^0\.weight: .*GatheredParameters"):
+                    here.sender.send_weights(timeout_s=5)
+            assert not serving.errors
+    link.close()
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_gathered_parameters_are_taken_and_refused_again_afterwards(
+    kind: str, tmp_path: Path
+) -> None:
+    model = partitioned(net())
+    with gathered(model):
+        source = SOURCES[kind](model)
+        sender = StoreSender(source, tmp_path)
+        assert sender.publish().numel >= 66
+
+    def take() -> None:
+        if isinstance(source, StreamedWeights):
+            source.take(model.named_parameters())
+
+    def again() -> None:
+        take()
+        sender.publish()
+
+    with pytest.raises(DeltaSyncError, match=r"0\.weight"):
+        again()
+    with gathered(model):
+        take()
+        assert sender.publish().kind in ("delta", "unchanged")
+
+
+def test_an_engine_of_placeholders_is_refused_too(tmp_path: Path) -> None:
+    StoreSender(ModuleSource(net()), tmp_path).publish()
+    engine = partitioned(net())
+    with pytest.raises(ConfigError, match=r"^0\.weight: .*is held here"):
+        StoreReceiver(ModuleTarget(engine), tmp_path).fetch(timeout_s=20)
+
+
+@pytest.mark.parametrize("released", ["meta", "resized"])
+def test_a_store_takes_nothing_whose_memory_is_gone(released: str, tmp_path: Path) -> None:
+    model = net()
+    sender = StoreSender(ModuleSource(model), tmp_path)
+    if released == "meta":
+        model.to("meta")
+    else:
+        sender.publish()
+        model.get_parameter("1.weight").untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=r"weight: .*(meta device|memory was released)"):
+        sender.publish()
+
+
+@pytest.mark.parametrize("shape", [None, (0,), (0, 3)])
+def test_a_model_without_elements_is_an_error(
+    shape: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    model = nn.Module()
+    if shape is not None:
+        model.register_parameter("a", nn.Parameter(torch.empty(shape)))
+    with pytest.raises(ConfigError, match="no weights came"):
+        StoreSender(ModuleSource(model), tmp_path).publish()
+    with pytest.raises(ConfigError, match="no weights came"):
+        StoreSender(ModuleSource(net()), tmp_path, options=SenderOptions(leave_out=["*"])).publish()
+    with fleet(model) as here:
+        here.add(net())
+        here.wait(1)
+        with pytest.raises(ConfigError, match="no weights came"):
+            here.sender.send_weights(timeout_s=5)
+    with pytest.raises(ConfigError, match="no weights came"):
+        StreamedWeights().take(model.named_parameters())
+
+
+def test_ranks_that_torch_shards_publish_nothing_alone(tmp_path: Path) -> None:
+    run_ranks(publish, 2, 2, free_port(), tmp_path, timeout_s=150)
+
+
+def publish(rank: int, world: int, port: int, folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    whole = net()
+    for keeps in (False, True):
+        model = FullyShardedDataParallel(
+            net(), use_orig_params=keeps, device_id=torch.device("cpu")
+        )
+        here = folder / f"{rank}-{keeps}"
+
+        def refused(source: WeightSource, store: Path = here / "refused") -> None:
+            with pytest.raises(ConfigError, match=r"(_flat_param|0\.weight): .*summon_full"):
+                StoreSender(source, store).publish()
+
+        refused(ModuleSource(model, rename=short))
+        refused(ModuleSource(model.module))  # which has no FSDP module in it
+        with pytest.raises(ConfigError, match=r"0\.weight: "):
+            ModuleTarget(model).parameters()
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        refused(ModuleSource(model))  # a pass without gradients leaves it gathered, out of reach
+        source = ModuleSource(model, rename=short)
+        sender = StoreSender(source, here / "whole")
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert sender.publish().numel == sum(p.numel() for p in whole.parameters())
+        with pytest.raises(ConfigError, match=r"0\.weight: "):
+            sender.publish()
+        engine = net()
+        nn.init.zeros_(engine.get_parameter("0.weight"))
+        StoreReceiver(ModuleTarget(engine), here / "whole").fetch(timeout_s=20)
+        assert bits_equal(engine, whole)
+    sharded: Any = fully_shard(net())
+    with pytest.raises(ConfigError, match=r"of '0\.weight': .*for a store, gather it"):
+        StoreSender(ModuleSource(sharded), folder / f"{rank}-2").publish()
+    dist.barrier()
+    os._exit(0)
+
+
+def short(name: str) -> str:
+    return name.removeprefix("_fsdp_wrapped_module.")
