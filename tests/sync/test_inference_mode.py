@@ -37,11 +37,11 @@ from deltasync.quant.served import ServedSource, served_weights
 from deltasync.sync.source.streamed import StreamedWeights
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights
+from deltasync.sync.target.copied import CopiedTarget
 from deltasync.transports import inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
 from tests.sync.groups import Sharded, Trainer
 from tests.sync.harness import random_model
-from tests.sync.relays import Region
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -277,25 +277,23 @@ def test_ranks_of_a_trainer_send_in_any_mode(schedule: Sequence[bool]) -> None:
 
 
 @schedules
-def test_relays_and_exports_work_in_any_mode(schedule: Sequence[bool], tmp_path: Path) -> None:
+def test_exports_work_in_any_mode(schedule: Sequence[bool], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    trainer, engine = model(0), model(1)
-    link = inprocess.Sender()
-    with WeightSender(ModuleSource(trainer), link) as sender:
+    trainer, link = model(0), inprocess.Sender()
+    with WeightSender(ModuleSource(trainer), link) as sender, ThreadPoolExecutor(1) as pool:
         with mode(schedule[0]):
-            region = Region(link.receiver(), name="region")
-        with closing(region):
-            region.add(ModuleTarget(engine))
-            for number, is_inside in enumerate(schedule):
-                change(trainer)
-                with mode(is_inside):
-                    sender.wait_for_receivers(1, timeout_s=60)
-                    sender.send_weights(timeout_s=60)
-                    out = tmp_path / str(number)
-                    export_weights(region.relay.receiver, out)
-                found = load_file(out / "model.safetensors")
-                assert all(torch.equal(found[n], t) for n, t in trainer.named_parameters())
+            receiver = WeightReceiver(CopiedTarget(), link.receiver())
+        for number, is_inside in enumerate(schedule):
+            change(trainer)
+            received = pool.submit(receiver.receive_weights, timeout_s=60)
+            with mode(is_inside):
+                sender.wait_for_receivers(1, timeout_s=60)
+                sender.send_weights(timeout_s=60)
+                received.result(60)
+                export_weights(receiver, tmp_path / str(number))
+            found = load_file(tmp_path / str(number) / "model.safetensors")
+            assert all(torch.equal(found[n], t) for n, t in trainer.named_parameters())
 
 
 def test_a_hook_goes_on_after_a_first_sync_within_inference_mode() -> None:
