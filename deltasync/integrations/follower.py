@@ -105,22 +105,24 @@ class _Turns:
     @contextmanager
     def serving(self) -> Iterator[None]:
         me = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_wanted or self._serving[me])
-            self._serving[me] += 1
+        before = self._serving[me]
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_wanted or before)
+                self._serving[me] += 1
             yield
         finally:
             with self._changed:
-                self._serving -= Counter((me,))
+                self._serving[me] = before  # also if an interrupt came before it was counted
+                self._serving += Counter()  # without threads that do not serve
                 self._changed.notify_all()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        with self._changed:
-            self._is_wanted = True
-            self._changed.wait_for(lambda: not self._serving.total())
         try:
+            with self._changed:
+                self._is_wanted = True
+                self._changed.wait_for(lambda: not self._serving.total())
             yield
         finally:
             with self._changed:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
-from http.client import HTTPException
+import socket
+import ssl
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlencode
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.parse import urlencode, urlsplit
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
 from deltasync.sync.protocol.links import check_seconds
+from deltasync.transports.control.connection import Deadline
+from deltasync.transports.control.tcp import dial_tcp
 
 _MAX_REASON = 4096
 _MAX_ANSWER = 64 << 20
 
 
 class Http:
-    """HTTP calls to one server.
+    """HTTP calls to one server, by no proxy. A redirect is not followed: it is an error.
 
     Args:
         url: The server's scheme, host and port.
         api_key: Sent as a bearer token with each call; None if the server needs none.
-        timeout_s: For each call.
+        timeout_s: For each call, from dialling to the last byte of the answer.
 
     Attributes:
         url: The same, without a slash at its end.
@@ -35,13 +38,13 @@ class Http:
         if "@" in url:
             raise ConfigError(f"{url!r} names a user: give api_key, and the URL without it")
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:
         """Return the parsed JSON of a GET. Raises as `post`."""
-        return self._call(Request(f"{self.url}/{path}", headers=self._headers))
+        return self._call("GET", f"{self.url}/{path}")
 
     def post(self, path: str, body: object = None, **query: str | bool) -> Any:
         """Return the parsed JSON of a POST, or None if the response is empty.
@@ -54,38 +57,67 @@ class Http:
         words = {key: str(value).lower() for key, value in query.items()}
         asked = f"?{urlencode(words)}" if words else ""
         data = b"" if body is None else json.dumps(body).encode()
-        return self._call(Request(f"{self.url}/{path}{asked}", data, self._headers))
+        return self._call("POST", f"{self.url}/{path}{asked}", data)
 
-    def _call(self, request: Request) -> Any:
-        where = request.full_url
+    def _call(self, method: str, where: str, data: bytes | None = None) -> Any:
         try:
-            with _OPENER.open(request, timeout=self._timeout_s) as response:
-                text = response.read(_MAX_ANSWER)
-        except HTTPError as error:
-            said = f"{where}: {error.code} {error.reason}: {_reason(error)}"
-            raise EngineFailed(said, status=error.code) from error
+            status, reason, text = self._answer(method, where, data)
         except TimeoutError as error:
             raise TransportTimeout(f"{where} did not answer in {self._timeout_s} s") from error
         except (OSError, HTTPException) as error:
             raise PeerLost(f"{where} does not answer: {error}") from error
+        if not 200 <= status < 300:
+            said = text[:_MAX_REASON].decode(errors="replace")
+            raise EngineFailed(f"{where}: {status} {reason}: {said}", status=status)
         try:
             return json.loads(text) if text else None
         except ValueError as error:
             raise EngineFailed(f"{where} does not answer in JSON: {text[:200]!r}") from error
 
+    def _answer(self, method: str, where: str, data: bytes | None) -> tuple[int, str, bytes]:
+        """(status, reason, body). Raises OSError, HTTPException."""
+        deadline, parts = Deadline(self._timeout_s), urlsplit(where)
+        link = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
+        sock = dial_tcp(link.host, link.port, timeout_s=deadline.remaining_s)
+        if isinstance(link, HTTPSConnection):
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(_InTime(sock, deadline).socket, server_hostname=link.host)
+        with sock:
+            link.sock = _InTime(sock, deadline)
+            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+            link.request(method, target, data, self._headers)
+            answer = link.getresponse()
+            text = answer.read(_MAX_ANSWER)
+            if answer.length:
+                raise IncompleteRead(text, answer.length)
+            return answer.status, answer.reason, text
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: a redirected POST would arrive as a GET."""
 
-    def redirect_request(self, *_: object) -> None:
-        return None
+class _InTime(io.RawIOBase):
+    """A connection on which everything ends at one deadline, however slowly bytes come and go."""
 
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self._socket, self._deadline = sock, deadline
 
-_OPENER = build_opener(ProxyHandler({}), _NoRedirect())  # and uses no proxy
+    @property
+    def socket(self) -> socket.socket:
+        """With what is left as its timeout. Raises TimeoutError."""
+        left_s = self._deadline.remaining_s
+        if not left_s:
+            raise TimeoutError
+        self._socket.settimeout(left_s)
+        return self._socket
 
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.socket.send(view) :]
 
-def _reason(error: HTTPError) -> str:
-    try:
-        return error.read(_MAX_REASON).decode(errors="replace")
-    except OSError:
-        return "no reason given"
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_InTime(self._socket, self._deadline))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        return self.socket.recv_into(into)

@@ -58,8 +58,8 @@ def _retracted(scheduler: Any) -> Iterator[None]:
         yield
         return
     is_paused = scheduler._engine_paused
-    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
     try:
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         yield
     finally:
         if not is_paused:

@@ -144,11 +144,13 @@ class AsyncClient:
     def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
         """Pause generation; resume it afterwards unless a part of the engine sleeps.
 
+        If the pause fails, the engine may have paused all the same, and is resumed too.
+
         Args:
             mode: As vLLM's.
         """
-        self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
         try:
+            self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
             yield
         finally:
             self._wait(self._engine.wake_up(_SCHEDULING))
@@ -209,11 +211,13 @@ class HttpClient:
     def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
         """Pause generation; resume it afterwards unless a part of the engine sleeps.
 
+        If the pause fails, the engine may have paused all the same, and is resumed too.
+
         Args:
             mode: As vLLM's.
         """
-        self._http.post("pause", mode=mode, clear_cache=False)
         try:
+            self._http.post("pause", mode=mode, clear_cache=False)
             yield
         finally:
             self._http.post("wake_up", tags=_SCHEDULING[0])

@@ -8,6 +8,7 @@ import warnings
 
 from deltasync.errors import ConfigError
 from deltasync.transports import forks
+from deltasync.transports.control.connection import Deadline
 
 
 def check_secret(secret: bytes | None) -> None:
@@ -27,12 +28,16 @@ def warn_of_strangers(host: str, port: int) -> None:
 
 
 def dial_tcp(host: str, port: int, *, timeout_s: float) -> socket.socket:
-    """A connection to `host`:`port`, blocking. Raises OSError, after `timeout_s` an address."""
-    failure = OSError(f"{host} has no address")
-    for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    """A connection to `host`:`port`, blocking. Raises OSError, at the latest after `timeout_s`.
+
+    That is for all addresses of the host, each of which gets its part.
+    """
+    failure, deadline = OSError(f"{host} has no address"), Deadline(timeout_s)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, _, _, where) in enumerate(found):
         sock = forks.new_socket(family, kind)
-        sock.settimeout(timeout_s)
         try:
+            sock.settimeout(max(deadline.remaining_s / (len(found) - number), 0.001))
             sock.connect(where)
             return sock
         except OSError as error:
