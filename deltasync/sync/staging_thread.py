@@ -90,7 +90,7 @@ class StagingThread:
         self.last_error: Exception | None = None
         self._receiver, self._pause, self._logged = receiver, pause, ""
         self._turn = threading.Condition()
-        self._is_staged = self._is_committing = self._is_stopping = False
+        self._is_staged = self._is_committing = self._is_stopping = self._has_joined = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
         forks.inert_in_children(self._forked)
@@ -198,7 +198,7 @@ class StagingThread:
             self._fail(error)
             return
         with self._turn:
-            self._is_staged, self._logged = staged, ""
+            self._is_staged, self._has_joined, self._logged = staged, True, ""
             self._turn.notify_all()
         if staged and self._pause is not None:
             self._commit_in(self._pause)
@@ -232,5 +232,6 @@ class StagingThread:
         """Once until a sync succeeds: a sender that stays away is one line."""
         why = f"{type(error).__name__}: {error}"
         if why != self._logged:
-            logger.warning("%s rejoins, after a sync that failed: %s", self._receiver.name, why)
+            what = "rejoins, after a sync that failed" if self._has_joined else "has not joined yet"
+            logger.warning("%s %s: %s", self._receiver.name, what, why)
         self._logged = why
