@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
@@ -31,6 +33,8 @@ from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
+
+logger = logging.getLogger(__name__)
 
 _MIN_STAGED_BYTES = 64 << 20
 _EARLY_S = 1.0  # an early check of storage counts for so long
@@ -116,6 +120,13 @@ class BoundWeights:
         if specs and not flats and is_alone:
             raise LayoutMismatch("the engine holds none of the parameters that are sent")
         self.backend.synchronize()
+        tensors = (tensor for flat in flats.values() for _, tensor in flat.boxes())
+        is_frozen = any(getattr(one, "_is_frozen_param", False) for one in tensors)  # as of now
+        if is_frozen or getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
+            logger.warning(
+                "torch.compile freezes these weights (`torch._inductor.config.freezing`): its code "
+                "computes with copies, which no update reaches. Turn that off, and compile again"
+            )
         devices = {flat.line.device.type for flat in flats.values()}
         chunk_numel = options.chunk_numel or chunk_numel_on(*devices)
         ledger = DigestLedger(whole(specs), chunk_numel=chunk_numel, held=flats.keys())
