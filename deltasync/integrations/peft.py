@@ -21,18 +21,37 @@ _PREFIX = "base_model.model."
 def adapter_only(adapter: str = "default") -> Callable[[str], str | None]:
     """Return a `rename` for ModuleSource and ModuleTarget that keeps only one adapter.
 
-    Tensors get the names of the adapter's checkpoint. The base model is left out.
+    Tensors are those that PEFT saves of the adapter, under the same names: also biases and norms
+    that it trains. The base model is left out. The module must be the PeftModel itself, and have
+    the adapter; otherwise, and if PEFT computes what it saves, they raise ConfigError.
     """
-    place = f".{adapter}"
+    return _AdapterNames(adapter)
 
-    def rename(name: str) -> str | None:
-        owner, found, rest = name.rpartition(f"{place}.")
-        if not found and name.endswith(place):  # an embedding
-            return name.removesuffix(place)
-        is_trained = "lora_" in owner or owner.endswith("modules_to_save")
-        return f"{owner.removesuffix('.modules_to_save')}.{rest}" if is_trained else None
 
-    return rename
+class _AdapterNames:
+    """A `rename` that is made for the module whose names it gets."""
+
+    def __init__(self, adapter: str) -> None:
+        self._adapter = adapter
+
+    def for_module(self, module: nn.Module) -> Callable[[str], str | None]:
+        """The checkpoint name of each tensor of the module, as PEFT itself saves it."""
+        from peft import get_peft_model_state_dict
+
+        if self._adapter not in getattr(module, "peft_config", ()):
+            raise ConfigError(
+                f"a {type(module).__name__} has no adapter {self._adapter!r}: give `adapter_only` "
+                "the name of one, and the PeftModel itself to what takes it as `rename`"
+            )
+        live: dict[str, Any] = module.state_dict()
+        saved = get_peft_model_state_dict(module, live, self._adapter, save_embedding_layers=False)
+        names = {id(tensor): name for name, tensor in live.items()}
+        if computed := [name for name, tensor in saved.items() if id(tensor) not in names]:
+            raise ConfigError(f"{computed[0]}: PEFT computes what it saves, which no tensor holds")
+        return {names[id(tensor)]: name for name, tensor in saved.items()}.get
+
+    def __call__(self, name: str) -> str | None:
+        raise ConfigError("give `adapter_only` to a ModuleSource or a ModuleTarget, as `rename`")
 
 
 class MergedSource:

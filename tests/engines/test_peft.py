@@ -8,8 +8,18 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from deltasync import ModuleSource, ModuleTarget, sync_after_step
 from deltasync.errors import ConfigError
@@ -201,3 +211,65 @@ def test_an_adapter_goes_alone_and_by_the_names_of_its_checkpoint() -> None:
     for name, tensor in engine.state_dict().items():
         is_adapter = "lora_" in name or "modules_to_save" in name
         assert torch.equal(base[name], tensor) != is_adapter, name
+
+
+class Attention(nn.Module):
+    """Two linear layers with biases, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.query(hidden) * self.value(hidden))
+        return out
+
+
+ADAPTERS: dict[str, Any] = {
+    "biases of adapted layers": LoraConfig(bias="lora_only", target_modules=["query"]),
+    "all biases": LoraConfig(bias="all", target_modules=["query"]),
+    "biases of adapters": LoraConfig(lora_bias=True, target_modules=["query"]),
+    "DoRA": LoraConfig(use_dora=True, target_modules=["query", "value"]),
+    "VeRA": VeraConfig(target_modules=["query", "value"]),
+    "VeRA, projections drawn again": VeraConfig(target_modules=["query"], save_projection=False),
+    "LoHa": LoHaConfig(target_modules=["query"]),
+    "OFT": OFTConfig(oft_block_size=4, target_modules=["query"]),
+    "norms": LNTuningConfig(target_modules=["norm"]),
+}
+
+
+@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_all_that_peft_trains_and_saves_of_an_adapter_is_sent_by_its_name(config: Any) -> None:
+    torch.manual_seed(0)
+    trainer, engine = (get_peft_model(Attention(), deepcopy(config)) for _ in range(2))
+    engine.load_state_dict(trainer.state_dict())
+    source = ModuleSource(trainer, rename=adapter_only())
+    saved = get_peft_model_state_dict(trainer)
+    assert {name for one in source.tensors() for name in one.names} == saved.keys()
+    optimizer = torch.optim.AdamW([p for p in trainer.parameters() if p.requires_grad], lr=0.01)
+    with fleet(source) as here:
+        here.add(ModuleTarget(engine, rename=adapter_only()))
+        here.wait(1)
+        sync_after_step(optimizer, here.sender, on_error="raise")
+        for _ in range(3):
+            trainer(torch.randn(2, 5, 8)).square().mean().backward()
+            optimizer.step()
+    for name, tensor in trainer.state_dict().items():
+        assert torch.equal(engine.state_dict()[name], tensor), name
+
+
+def test_an_adapter_that_is_not_there_is_refused_by_name() -> None:
+    model = model_of(torch.float32)
+    for module, adapter in ((model, "other"), (Base(), "default")):
+        with pytest.raises(ConfigError, match=f"has no adapter '{adapter}'"):
+            ModuleSource(module, rename=adapter_only(adapter))
+        with pytest.raises(ConfigError, match=f"has no adapter '{adapter}'"):
+            ModuleTarget(module, rename=adapter_only(adapter))
+
+
+def test_a_prompt_that_peft_computes_is_refused_by_name() -> None:
+    config = GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = get_peft_model(GPT2LMHeadModel(config), settings)
+    with pytest.raises(ConfigError, match="prompt_embeddings: PEFT computes"):
+        ModuleSource(model, rename=adapter_only())
