@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -15,6 +16,7 @@ import deltasync.errors
 from tests.public_api import FILE, Name, lines, public
 
 ROOT = Path(__file__).parents[1]
+IMPORT = re.compile(r"^ *from (deltasync[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
 OWN = {"TYPE_CHECKING", "annotations", "import_module"}  # what the package itself uses
 OPTIONAL = [
     *("matplotlib", "opentelemetry", "prometheus_client", "pydantic_settings", "rich"),
@@ -70,6 +72,23 @@ def test_the_api_page_has_every_public_name() -> None:
     assert [name for name in deltasync.__all__ if f"::: deltasync.{name}" not in page] == []
 
 
+def test_the_api_page_has_every_name_that_the_docs_import() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    public = set(re.findall(r"^::: (\S+)|`(deltasync\.\S+)`", page, re.MULTILINE))
+    known = {name for pair in public for name in pair}
+    docs = ROOT / "docs"
+    pages = [ROOT / "README.md", *docs.rglob("*.md"), *(docs / "examples").glob("*.py")]
+    missing = {
+        f"{page.relative_to(ROOT)}: {module}.{name}"
+        for page in pages
+        for module, names in IMPORT.findall(page.read_text(encoding="utf-8"))
+        if module not in ("deltasync.errors", "deltasync.transports")
+        for name in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names))
+        if f"{module}.{name}" not in known
+    }
+    assert missing == set()
+
+
 def test_no_public_name_changes_unseen() -> None:
     assert list(lines()) == FILE.read_text(encoding="utf-8").splitlines(), (
         "the public API has changed: if that is meant, run `python -m tests.public_api`, and tell "
@@ -84,6 +103,9 @@ UNNAMED = {
     "Upkeep": "likewise",
     "Piece": "likewise",
     "Computed": "made by ServedSource",
+    "Address": "where a trainer listens, in what an EngineSync gives to workers",
+    "HostBackend": "of StreamedWeights, for senders",
+    "SentLayout": "likewise",
     "Staging": "what a WeightReceiver and a StoreReceiver have in common",
 }
 
