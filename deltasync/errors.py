@@ -17,6 +17,7 @@
   + SyncError
     - LayoutMismatch               the two models differ: names, shapes, dtypes or ties; stop
     - SourceChanged                a parameter changed shape under it; make a new sender
+    - ReplicasDiffer               trainer ranks drifted apart; broadcast from one, send again
     - TargetMoved                  live storage was replaced between stage and commit; rejoin
     - VersionGap                   the delta does not fit the version held; rejoin
     - WrongStream                  the frame belongs to another training run; rejoin
@@ -158,6 +159,13 @@ class LayoutMismatch(SyncError):
 
 class SourceChanged(SyncError):
     """A parameter of the source changed its shape, appeared or disappeared."""
+
+
+class ReplicasDiffer(SyncError):
+    """Ranks of the trainer hold other values of what they should hold alike. Nothing was sent.
+
+    The message names parameters and ranks.
+    """
 
 
 class TargetMoved(SyncError):

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Run, WireReader, dtype_of
 from deltasync.delta.host.backend import changed_runs, merged
-from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
 from deltasync.delta.policy import Policy
 from deltasync.errors import LayoutMismatch
 
 
-@in_plain_mode
 def diff(
     new: Tensor, base: Tensor, *, name: str = "", policy: Policy | None = None
 ) -> Patch | None:
@@ -52,7 +50,6 @@ def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run],
     return merged([run for run, _ in found], old.numel), sum(count for _, count in found)
 
 
-@in_plain_mode
 def apply_patch(parameter: Tensor, patch: Patch) -> None:
     """Overwrite what the patch says of `parameter`, in place. Applying twice equals once.
 

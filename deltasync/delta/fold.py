@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run, are_equal
-from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.patch import Patch, check_runs, patch_from_runs, runs_of, values_of
 from deltasync.errors import LayoutMismatch
 from deltasync.wire.table import MAX_SPARSE_SPAN
 
 
-@in_plain_mode
 def fold(patches: Iterable[Patch | None], *, base: Tensor | None = None) -> Patch | None:
     """Merge successive patches of one parameter into one patch. Later values win.
 

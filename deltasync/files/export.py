@@ -14,7 +14,6 @@ from torch import Tensor
 from deltasync.delta.backend import Backend
 from deltasync.delta.bits import Live, integer_dtype, torch_dtype
 from deltasync.delta.digests import digest_text
-from deltasync.delta.modes import in_plain_mode
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
 from deltasync.files.checkpoint import INDEX, Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
@@ -49,7 +48,6 @@ class Exported:
     files: tuple[Path, ...]
 
 
-@in_plain_mode
 def export_weights(
     receiver: WeightReceiver,
     path: str | Path,

@@ -7,24 +7,23 @@ parameter that contains it, found by recording transformers' own conversion once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.bits import check_plain
-from deltasync.delta.modes import in_plain_mode, writable
+from deltasync.delta.modes import writable
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.module import ModuleWatch, named_tensors, tied_tensors
+from deltasync.sync.module import ModuleSource, named_tensors, tied_tensors
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.routed import RoutedTarget
 
 
-class TransformersSource:
+class TransformersSource(ModuleSource):
     """A transformers model's weights, with the names and shapes of its checkpoint.
 
     Args:
@@ -35,26 +34,11 @@ class TransformersSource:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = model
-        self._watch: ModuleWatch | None = None
-        self._tensors: list[NamedTensor] = []
+        super().__init__(model)
 
-    @in_plain_mode
-    def tensors(self) -> list[NamedTensor]:
-        """Return views of the model's parameters: the list of the last call if nothing moved.
-
-        Raises ConfigError with the name of a tensor that transformers computes for a checkpoint.
-        """
-        if self._watch is None or not self._watch.is_unmoved():
-            watch, views = ModuleWatch(self.module), _views_of(self.module)
-            self._watch, self._tensors = watch, tied_tensors(iter(views.items()))
-        return self._tensors
-
-    def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
-        """See `GlancedSource`."""
-        if self._watch is None or last is not self._tensors:
-            return None
-        return self._watch.glance()
+    def _listed(self) -> list[NamedTensor]:
+        """Raises ConfigError with the name of a tensor that transformers computes."""
+        return tied_tensors(iter(_views_of(self.module).items()))
 
 
 def transformers_target(model: nn.Module) -> RoutedTarget:
@@ -79,10 +63,7 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
 
 def _views_of(model: nn.Module) -> dict[str, Tensor]:
     """Raises ConfigError for checkpoint tensors that are not a view of one parameter."""
-    live = dict(named_tensors(model))
-    for name, tensor in live.items():
-        if not is_sharded(tensor):
-            check_plain(tensor, name)
+    live = {n: one.tensor for one in tied_tensors(named_tensors(model)) for n in one.names}
     parts, recording = _converted(model, live)
     refused = recording.refused | recording.uncovered
     views: dict[str, Tensor] = {}

@@ -12,15 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import (
-    Flat,
-    check_plain,
-    dtype_of,
-    has_storage,
-    identity,
-    refuse_part,
-)
-from deltasync.delta.modes import in_plain_mode
+from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity, refuse_part
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.tensors import NamedTensor, NameMap, parts_of
@@ -60,15 +52,16 @@ class ModuleSource:
         self._watch: ModuleWatch | None = None
         self._tensors: list[NamedTensor] = []
 
-    @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Return the module's tensors: the list of the last call if nothing moved."""
         if self._watch is None or not self._watch.is_unmoved():
             self._watch, watch = None, ModuleWatch(self.module)
-            tensors = tied_tensors(named_tensors(self.module, self._rename))
-            self._tensors = tensors if self._name_map is None else _mapped(tensors, self._name_map)
-            self._watch = watch
+            self._tensors, self._watch = self._listed(), watch
         return self._tensors
+
+    def _listed(self) -> list[NamedTensor]:
+        tensors = tied_tensors(named_tensors(self.module, self._rename))
+        return tensors if self._name_map is None else _mapped(tensors, self._name_map)
 
     def glance(self, last: list[NamedTensor]) -> Callable[[], bool] | None:
         """See `GlancedSource`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,15 +96,17 @@ def capture_order(
         tuple((numbers[n], box.offset, box.size) for n, box in share.items() if box != own[n])
         for own, share in zip(boxes, shares, strict=True)
     )
-    withheld = np.zeros((len(boxes), len(specs)), np.uint64)
+    alike = np.zeros((len(boxes), len(specs)), np.uint64)
+    holders = Counter(box for own in boxes for box in own.items())
     for rank, (own, share) in enumerate(zip(boxes, shares, strict=True)):
-        withheld[rank, [numbers[name] for name in own.keys() - share.keys()]] = 1
+        alike[rank, [numbers[box[0]] for box in own.items() if holders[box] > 1]] = 1
+        alike[rank, [numbers[name] for name in own.keys() - share.keys()]] = 2
     order = orders.Capture(
         call=call,
         capture=name,
         parameters=entries(specs),
         shares=parts,
-        withheld=tuple(map(orders.runs_of, withheld)),
+        alike=tuple(map(orders.runs_of, alike)),
         agreed=agreed,
     )
     return shares[0], order
@@ -115,7 +118,7 @@ def share_of_rank(
     """The layout that an order names, and what a rank sends of it, by canonical name."""
     specs = parameter_specs(order.parameters)
     boxes = dict(declared.boxes)
-    for number in numbers_of(order.withheld[rank]):
+    for number in np.flatnonzero(orders.copies_of(order.alike[rank]) == 2).tolist():
         del boxes[specs[number].name]
     for number, offset, size in order.shares[rank]:
         name = specs[number].name
@@ -197,11 +200,6 @@ def key(copies: Copies | None) -> bytes:
 def runs_of(asked: Iterable[Copies | None]) -> tuple[orders.CopyRuns, ...]:
     """What is asked for besides the whole model, as an order has it."""
     return tuple(orders.runs_of(copies) for copies in asked if copies is not None)
-
-
-def numbers_of(runs: orders.CopyRuns) -> set[int]:
-    """The parameters that have a copy."""
-    return set(np.flatnonzero(orders.copies_of(runs)).tolist())
 
 
 def _added(

@@ -23,6 +23,9 @@ Dims = Annotated[tuple[Count, ...], FailFast()]
 CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
 """(number of parameters, copies of each): runs of parameters that follow each other."""
 
+Alike = Annotated[tuple[tuple[Count, Digest], ...], FailFast()]
+"""(number of a parameter, digest of what a rank holds of it)."""
+
 
 class _Said(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -90,14 +93,14 @@ class Capture(_Order):
 
     From now on a rank sends what it holds, with two exceptions, listed by rank: of each parameter
     in `shares` it sends only a box, given as (parameter number, offset, size), and it sends nothing
-    of the parameters that have a copy in `withheld`.
+    of the parameters that have two copies in `alike`. Those that have one or two, others hold too.
     """
 
     kind: Literal["capture"] = "capture"
     capture: ConnectionId
     parameters: Annotated[tuple[Entry, ...], FailFast()]
     shares: Annotated[tuple[tuple[tuple[Count, Dims, Dims], ...], ...], FailFast()]
-    withheld: Annotated[tuple[CopyRuns, ...], FailFast()]
+    alike: Annotated[tuple[CopyRuns, ...], FailFast()]
     agreed: str
 
 
@@ -109,13 +112,17 @@ class Ask(_Order):
 
 
 class SnapshotState(_Said):
-    """Digests of the snapshot, the bytes that sending all of it takes, and its size."""
+    """Digests of the snapshot, the bytes that sending all of it takes, and its size.
+
+    After a capture, `alike` has what others hold too.
+    """
 
     kind: Literal["snapshot"] = "snapshot"
     digests: tuple[Digest, ...]
     sparse_bytes: Count
     dense_bytes: Count
     snapshot_bytes: Count
+    alike: Alike = ()
 
 
 class Compare(_Order):
@@ -128,7 +135,7 @@ class Compare(_Order):
 
 class Compared(_Said):
     """What differs. A parameter has a copy in `changed` if it does; with `report_density`, one for
-    each element that does.
+    each element that does. `alike` has a part of what others hold too.
     """
 
     kind: Literal["compared"] = "compared"
@@ -137,6 +144,7 @@ class Compared(_Said):
     held_bytes: Count
     nnz: Count
     changed: CopyRuns
+    alike: Alike
 
 
 class Send(_Order):

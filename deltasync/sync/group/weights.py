@@ -23,13 +23,14 @@ from deltasync.sync.group.model import (
     capture_order,
     runs_of,
 )
+from deltasync.sync.group.replicas import Replicas, refuse_drifted
 from deltasync.sync.options import check_group
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
-from deltasync.sync.source.layout import SentLayout, check_elements, specs_of
+from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.tensors import Maxima, maxima_of
-from deltasync.sync.source.weights import LocalWeights, OwnWeights
+from deltasync.sync.source.weights import Agree, LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -119,6 +120,7 @@ class GroupWeights:
         self._attempt = self._offered = 0
         self._others = OtherRanks()
         self._agreement = Agreement()
+        self._replicas: Replicas | None = None
 
     @property
     def layout(self) -> SentLayout | None:
@@ -150,9 +152,7 @@ class GroupWeights:
             self._agreement = Agreement.of([one.maxima for one in self._declared])
             positions = self._agreement.positions
             self._positions = [positions(one.maxima) for one in self._declared]
-        specs = all_specs(self._declared)
-        check_elements(specs)
-        return specs
+        return with_elements(all_specs(self._declared))
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         if self.is_lost:
@@ -181,8 +181,23 @@ class GroupWeights:
             agreed=text_of(agreed),
         )
         self._group.order(order)
-        self._own.capture_as(specs, own, lambda now: self._agreement.give(agreed, now))
-        self._others.hold([None], self._group.answers(orders.SnapshotState))
+        agree: Agree = lambda now: self._agreement.give(agreed, now)  # noqa: E731
+        self._own.capture_as(specs, own, agree)
+        held = self._declared[0].boxes
+        self._replicas = Replicas(self._own, held, order.alike[0], agree)
+        alike, said = self._replicas.digests(), self._group.answers(orders.SnapshotState)
+        self._others.hold([None], said)
+        self._check_replicas(specs, alike, said)
+
+    def _check_replicas(
+        self,
+        specs: Sequence[ParameterSpec],
+        own: orders.Alike,
+        others: Mapping[int, orders.SnapshotState] | Mapping[int, orders.Compared],
+    ) -> None:
+        """Raise ReplicasDiffer if ranks have drifted apart, by what they have answered."""
+        held = [declaration.boxes for declaration in self._declared]
+        refuse_drifted(specs, held, {0: own} | {rank: one.alike for rank, one in others.items()})
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Ask the other ranks for digests of these copies, now and in each later answer."""
@@ -201,8 +216,12 @@ class GroupWeights:
             self._agreement.give(agreed, self._own.maxima())
         own = self._own.delta(base_version)
         counts = self._own.counts_by(own)
-        found = self._group.answers(orders.Compared).values()
-        return GroupDelta(own, counts, self._others, found, self._decided)
+        assert self._replicas is not None
+        assert self._layout is not None
+        alike = self._replicas.digests(self._group.call)
+        said = self._group.answers(orders.Compared)
+        self._check_replicas(self._layout.specs, alike, said)
+        return GroupDelta(own, counts, self._others, said.values(), self._decided)
 
     def _agreed(
         self,

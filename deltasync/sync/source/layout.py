@@ -66,11 +66,12 @@ def check_engine(layout: SentLayout, hellos: Collection[Hello]) -> list[frozense
     return held
 
 
-def check_elements(specs: Sequence[ParameterSpec]) -> None:
-    """Raise ConfigError for a model that has no elements, or no tensors."""
+def with_elements(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
+    """The same. Raises ConfigError for a model that has no elements, or no tensors."""
     if not any(spec.numel for spec in specs):
         names = some_of([spec.name for spec in specs]) or "the source"
         raise ConfigError(f"no weights came: there are no elements in {names}, without `leave_out`")
+    return specs
 
 
 def source_specs(tensors: Sequence[NamedTensor]) -> tuple[ParameterSpec, ...]:

@@ -26,7 +26,7 @@ from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import whole
 from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.options import SenderOptions, leaves_out
-from deltasync.sync.source.layout import SentLayout, check_elements, specs_of
+from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.weights import LocalWeights
 from deltasync.wire.messages import ParameterSpec
 
@@ -135,7 +135,7 @@ class StreamedWeights(LocalWeights):
             taken[name] = ParameterSpec((name,), tuple(tensor.shape), dtype_of(tensor, name=name))
             specs += specs_of([taken[name]], (), self.options.wire_dtypes)
             flats[len(flats)] = self._copy(specs[-1], tensor)
-        check_elements(specs)
+        with_elements(tuple(specs))
         if self._announced:
             self._check_announced(list(taken.values()))
         self._begin(specs, flats)

@@ -36,7 +36,7 @@ from deltasync.errors import ConfigError, SourceChanged
 from deltasync.sync.chosen_coding import ChosenCoding
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
-from deltasync.sync.source.layout import SentLayout, check_elements, source_specs, specs_of
+from deltasync.sync.source.layout import SentLayout, source_specs, specs_of, with_elements
 from deltasync.sync.source.tensors import (
     GlancedSource,
     Listing,
@@ -208,9 +208,7 @@ class OwnWeights(LocalWeights):
         self._devices: list[torch.device] = []  # of what was captured
 
     def declared(self, *, timeout_s: float = 60.0) -> tuple[ParameterSpec, ...]:
-        specs = source_specs(self.source.tensors())
-        check_elements(specs)
-        return specs
+        return with_elements(source_specs(self.source.tensors()))
 
     def capture(self, held: Sequence[ParameterSpec]) -> None:
         self.capture_as(specs_of(self.declared(), held, self.options.wire_dtypes))
@@ -354,7 +352,7 @@ class SourceLayout(SentLayout):
         self._names = list(map(_NAMES, tensors))
         self.sent = self._shares(tensors)
         agree(maxima_of(tensors))
-        self._read(tensors)
+        self.read(tensors)
         self.trained = self._trained()
         for entry in tensors:
             if entry.computed is not None:
@@ -384,7 +382,7 @@ class SourceLayout(SentLayout):
                 raise SourceChanged(
                     "parameters or ties appeared or vanished; make a new WeightSender"
                 )
-            self._read(tensors)
+            self.read(tensors)
         self.trained = self._trained()
 
     def _trained(self) -> NDArray[np.bool_]:
@@ -418,7 +416,8 @@ class SourceLayout(SentLayout):
         here = [entry for entry in tensors if entry.name in boxes]
         return sorted(here, key=lambda entry: self._numbers[entry.name])
 
-    def _read(self, tensors: list[NamedTensor]) -> None:
+    def read(self, tensors: list[NamedTensor]) -> None:
+        """Have `readers` of what the source has returned last. Raises SourceChanged."""
         if tensors is self.tensors:
             return
         listing = Listing(tensors)

@@ -70,7 +70,6 @@ class ReloadedTarget(WeightTarget):
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
 
-    @in_plain_mode
     def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights that the engine was loaded with; a trainer that holds them sends nothing.
 

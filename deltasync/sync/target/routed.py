@@ -91,7 +91,6 @@ class RoutedTarget:
         self._own_names: dict[str, tuple[str, ...]] = {}  # by the sender's
         self._known: tuple[_Watch, Recording] | None = None
 
-    @in_plain_mode
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the checkpoint tensors of which the loader takes something.
 

@@ -1,0 +1,159 @@
+"""Ranks of a trainer that drift apart: engines never get a mixture of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import ModuleSource, ModuleTarget, SyncStats, TrainerGroup, WeightSender
+from deltasync.delta.shard import ShardSpec
+from deltasync.errors import DeltaSyncError, ReplicasDiffer, SyncAborted
+from deltasync.sync.group.rank import TrainerRank
+from deltasync.sync.receiver import WeightReceiver
+from deltasync.transports import shared_memory
+from tests.ranks import free_port, run_ranks
+from tests.sync.groups import Boxes, Sharded, Trainer
+from tests.sync.harness import Model, Serving, bits_equal, random_model, step
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (600, 512), "b": (16,), "c": (32, 6)}
+WHOLE = {name: ShardSpec.whole(shape) for name, shape in SHAPES.items()}
+UPPER = ShardSpec((32, 6), (0, 0), (16, 6))
+LOWER = ShardSpec((32, 6), (16, 0), (16, 6))
+
+# What each rank holds, a rank that drifts, a tensor in which it does, and which ranks disagree.
+CASES: dict[str, tuple[Sequence[Boxes], int, str, str]] = {
+    "cut": ([WHOLE, WHOLE], 1, "a", r"ranks \[0\] and \[1\]"),
+    "sent-by-one": ([WHOLE, WHOLE], 0, "b", r"ranks \[0\] and \[1\]"),
+    "by-most": ([WHOLE, WHOLE, WHOLE], 1, "b", r"ranks \[0, 2\] and \[1\]"),
+    "sharded": (
+        [WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}, WHOLE | {"c": UPPER}, WHOLE | {"c": LOWER}],
+        3,
+        "c",
+        r"ranks \[1\] and \[3\]",
+    ),
+    "not-on-rank-0": ([{"a": WHOLE["a"]}, WHOLE, WHOLE], 2, "c", r"ranks \[1\] and \[2\]"),
+}
+
+
+def started(model: Model, boxes: Sequence[Boxes]) -> tuple[Trainer, list[Sharded]]:
+    sources = [Sharded(model, held) for held in boxes]
+    return Trainer(sources), sources
+
+
+@pytest.mark.parametrize(("boxes", "drifter", "name", "ranks"), CASES.values(), ids=CASES)
+def test_ranks_that_drift_apart_send_nothing_until_they_agree(
+    boxes: Sequence[Boxes], drifter: int, name: str, ranks: str
+) -> None:
+    model, engine = random_model(SHAPES, 0), random_model(SHAPES, 1)
+    trainer, sources = started(model, boxes)
+    with closing(trainer):
+        serving = trainer.add(engine)
+        trainer.wait(1)
+        sources[drifter].held[name].view(-1)[-1] += 1  # before the first sync
+        for _ in range(2):
+            check(trainer, name, ranks)
+        sources[drifter].step()
+        trainer.send()
+        assert bits_equal(engine, model)
+        step(model, torch.Generator().manual_seed(0), 0.1)
+        for source in sources:
+            source.step()
+        sources[drifter].held[name].view(-1)[0] += 1  # and in between
+        before = {n: p.clone() for n, p in engine.named_parameters()}
+        for _ in range(2):
+            check(trainer, name, ranks)
+        assert all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+        sources[drifter].step()
+        assert trainer.send().kind == "delta"  # the engine is a member still
+        assert bits_equal(engine, model)
+        assert not serving.errors
+
+
+def check(trainer: Trainer, name: str, ranks: str) -> None:
+    """Sync in vain: rank 0 names the parameter and the ranks, and the others say so."""
+    first, *others = trainer.outcomes()
+    assert isinstance(first, ReplicasDiffer)
+    assert re.search(rf"^{ranks} of the trainer .* of '{name}' at least", str(first))
+    for other in others:
+        assert isinstance(other, SyncAborted)
+        assert "ReplicasDiffer" in str(other)
+
+
+def test_a_drift_of_one_among_many_parameters_is_found_within_some_syncs() -> None:
+    shapes: dict[str, tuple[int, ...]] = {f"layer{n}": (8,) for n in range(100)}
+    whole = {name: ShardSpec.whole(shape) for name, shape in shapes.items()}
+    model, engine = random_model(shapes, 0), random_model(shapes, 1)
+    trainer, sources = started(model, [whole, whole])
+    with closing(trainer):
+        trainer.add(engine)
+        trainer.wait(1)
+        trainer.send()
+        sources[1].held["layer57"][3] += 1
+        found: list[SyncStats | Exception] = []
+        while not found or not isinstance(found[-1], ReplicasDiffer):
+            assert len(found) < 10
+            found.append(trainer.outcomes()[0])
+
+
+def test_replicas_of_torch_meshes_are_compared(tmp_path: Path) -> None:
+    run_ranks(train, 2, 2, free_port(), tmp_path, timeout_s=100)
+
+
+def train(rank: int, world: int, port: int, folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("r", "s")))
+    lane, hub = shared_memory.Sender(folder / str(rank)), folder / "hub"
+    sender: WeightSender | TrainerRank
+    if rank == 0:
+        group = TrainerGroup(shared_memory.Sender(hub), world)
+        sender = WeightSender(ModuleSource(model), lane, group=group)
+    dist.barrier()
+    if rank:
+        link = shared_memory.Receiver(hub)
+        sender = TrainerRank(ModuleSource(model), lane, link, rank=rank, world=world)
+    else:
+        engine = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8))
+        first, second = (shared_memory.Receiver(folder / str(n)) for n in range(world))
+        serving = Serving(WeightReceiver(ModuleTarget(engine), first, lanes=[second])).start()
+        assert isinstance(sender, WeightSender)
+        sender.wait_for_receivers(1, timeout_s=30)
+    outcomes: list[SyncStats | DeltaSyncError] = []
+    for number in range(4):
+        weight = model.get_parameter("1.weight")
+        with torch.no_grad():
+            weight.add_(1)
+            if number == 2 and rank == 1:
+                weight.to_local().add_(1)  # type: ignore[attr-defined]
+        try:
+            outcomes.append(sender.send_weights(timeout_s=30))
+        except DeltaSyncError as error:
+            outcomes.append(error)
+        if number == 2 and rank == 1:
+            with torch.no_grad():
+                weight.to_local().sub_(1)  # type: ignore[attr-defined]
+    *others, drifted, last = outcomes
+    assert all(isinstance(one, SyncStats) for one in (*others, last)), outcomes
+    assert isinstance(drifted, SyncAborted if rank else ReplicasDiffer)
+    assert "'1.weight'" in str(drifted)
+    dist.barrier()
+    if rank == 0:
+        serving.stop()
+        whole = model.get_parameter("1.weight").to_local()  # type: ignore[attr-defined]
+        assert torch.equal(engine.get_parameter("1.weight"), whole)
+    dist.barrier()
+    os._exit(0)
