@@ -31,6 +31,7 @@
     - ReceiversLost                some left, the others hold the version; `on_lost` asks for this
     - StepApplied                  the sync after a step failed; the step was applied
     - EngineFailed                 an engine did not do what it was asked; it says why
+    - EngineTaken                  the engine follows another trainer; stop one, or take it over
   + TransportError
     - TransportTimeout(TimeoutError) the peer was too slow
     - PeerLost(ConnectionError)    the other process is gone; connect again
@@ -263,6 +264,10 @@ class EngineFailed(SyncError):
     def __init__(self, message: str, *, status: int | None = None, error: str = "") -> None:
         super().__init__(message)
         self.status, self.error = status, error
+
+
+class EngineTaken(SyncError):
+    """The engine follows another trainer, which the message names: stop it, or take over."""
 
 
 class TransportError(DeltaSyncError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from deltasync.errors import (
@@ -16,6 +18,7 @@ from deltasync.errors import (
     DeltaSyncError,
     DirtyReceiver,
     EngineFailed,
+    EngineTaken,
     TransportTimeout,
 )
 from deltasync.integrations.trainer_info import (
@@ -35,13 +38,16 @@ from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
+_RESUMED = 0  # no version
+
 
 # As what a trainer raises the errors for which workers do not connect; others are EngineFailed.
-_DECLINED: dict[str, type[ConfigError | DirtyReceiver]] = {
+_DECLINED: dict[str, type[ConfigError | DirtyReceiver | EngineTaken]] = {
     "ConfigError": ConfigError,
     "LayoutMismatch": ConfigError,
     "UnknownDtype": ConfigError,
     "DirtyReceiver": DirtyReceiver,
+    "EngineTaken": EngineTaken,
 }
 
 
@@ -51,6 +57,8 @@ class Terms:
 
     Attributes:
         address: Where rank 0 of the trainer sends from.
+        take_over: Whether to take the engine from another trainer, the first time.
+        label: What the trainer calls the engine.
     """
 
     address: Address
@@ -59,26 +67,12 @@ class Terms:
     unproved: Unproved
     max_staged_bytes: int
     timeout_s: float
+    take_over: bool = False
+    label: str = "its engine"
 
     def writes_at_once(self, phase: SyncPhase) -> bool:
         """Whether workers write what is sent as it arrives, in a pause that begins before."""
         return phase.is_full or phase.staged_bytes > self.max_staged_bytes
-
-    def info(
-        self, engine: str, specs: Sequence[ParameterSpec], sender: WeightSender
-    ) -> TrainerInfo:
-        """All that a worker needs. Raises ConfigError if workers cannot reach a rank."""
-        others = addresses_of_ranks(sender)
-        return TrainerInfo(
-            addresses=(self.address, *(reachable(there, rank=rank) for rank, there in others)),
-            engine=engine,
-            tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
-            without_routes=self.without_routes,
-            keep=self.keep,
-            unproved=self.unproved,
-            max_staged_bytes=self.max_staged_bytes,
-            timeout_s=self.timeout_s,
-        )
 
 
 class Engine:
@@ -94,7 +88,9 @@ class Engine:
         name: The prefix of the names of its workers; new at each connect, empty before.
         pause: Of generation.
         outcome: Of the version under way, for its update: no result means that all workers hold it.
+        is_whole: Whether no update has left the weights half written, as far as is known.
         is_spoiled: Whether the engine does not hold its own weights, and must not generate.
+        is_taken: Whether it follows another trainer.
     """
 
     def __init__(
@@ -107,7 +103,8 @@ class Engine:
         self.server, self.workers, self.terms = server, workers, terms
         self.name, self.pause = "", Pause(paused)
         self.outcome: Future[object] = Future()
-        self.is_spoiled = False
+        self.is_whole = self._was_whole = True
+        self.is_spoiled = self.is_taken = self._has_left = False
         self._updates: dict[int, Future[None]] = {}
         self._one_call: OneCallServer | None = None  # if that reaches all workers
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
@@ -117,7 +114,7 @@ class Engine:
     def _forked(self) -> None:
         """In a forked child, send nothing to the engine, and do not resume it."""
         self._is_parents, self._updates = True, {}
-        self.pause.forked()
+        self.pause.forget()
         self._calls = ThreadPoolExecutor(1)
 
     def __str__(self) -> str:
@@ -137,6 +134,26 @@ class Engine:
             failed.set_exception(EngineFailed(f"{self} cannot be asked: {error}"))
             return failed
 
+    def info(self, name: str, specs: Sequence[ParameterSpec], sender: WeightSender) -> TrainerInfo:
+        """All that its workers need to connect, by this name.
+
+        Raises ConfigError if they cannot reach a rank.
+        """
+        terms, others = self.terms, addresses_of_ranks(sender)
+        me = f"process {os.getpid()} on {socket.gethostname()}, stream {sender.stream_id}"
+        return TrainerInfo(
+            addresses=(terms.address, *(reachable(there, rank=rank) for rank, there in others)),
+            engine=name,
+            holder=f"{me}, from {terms.address} to {terms.label}",
+            take_over=terms.take_over,
+            tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
+            without_routes=terms.without_routes,
+            keep=terms.keep,
+            unproved=terms.unproved,
+            max_staged_bytes=terms.max_staged_bytes,
+            timeout_s=terms.timeout_s,
+        )
+
     def connect(self, trainer: TrainerInfo) -> None:
         """Let workers connect. Raises as the engine does."""
         asked(self.server.connect, trainer.model_dump(mode="json"))
@@ -146,25 +163,31 @@ class Engine:
         if isinstance(server := self.server, OneCallServer):
             reached = asked(server.reach, self.pause.paused)
             self._one_call = server if reached == self.workers else None
+        self.terms, self.is_taken = replace(self.terms, take_over=False), False
         if self.is_spoiled:  # it was restarted, or it would not connect
-            self.is_spoiled = False
+            self.is_spoiled, self.is_whole = False, True
+        if self.is_whole:
             self.pause.end()
         else:
             self.pause.renew()
 
     def disconnect(self) -> None:
         """Let workers close their connection. Raises as the engine does."""
-        if not self._is_parents:
+        if not (self._is_parents or self.is_taken):
             asked(self.server.disconnect)
 
-    def stop(self) -> None:
-        """Pause generation until a restart: the engine does not hold its own weights."""
-        self.is_spoiled = True
-        self.outcome = Future()  # what workers hold is not known
-        try:
-            self.pause.begin()
-        except DeltaSyncError:
-            logger.exception("an engine whose weights are wrong could not be paused")
+    def refused(self, error: BaseException) -> None:
+        """It did not connect: leave it to another trainer, or pause it until it is restarted."""
+        if isinstance(error, EngineTaken):
+            self.is_taken = True
+            self.pause.forget()
+        if isinstance(error, DirtyReceiver):  # it does not hold its own weights
+            self.is_spoiled, self.is_whole = True, False
+            self.outcome = Future()  # what workers hold is not known
+            try:
+                self.pause.begin()
+            except DeltaSyncError:
+                logger.exception("an engine whose weights are wrong could not be paused")
 
     def typed(self, told: EngineFailed) -> DeltaSyncError:
         """Why workers cannot take part, as the type that they raised if that is known."""
@@ -181,7 +204,7 @@ class Engine:
     def begin_sync(self) -> None:
         """Forget the last version and its update, which must have ended."""
         self._updates.clear()
-        self.outcome = Future()
+        self.outcome, self._was_whole = Future(), self.is_whole
 
     def follow(self, phase: SyncPhase) -> None:
         """Ask for the update as soon as workers would wait for it."""
@@ -212,6 +235,7 @@ class Engine:
 
     def let_name(self, version: int) -> None:
         """Name weights that all workers hold already. Raises as the engine does."""
+        self.is_whole = True
         try:
             if self._one_call is not None:
                 asked(self._one_call.switch, version, "name", self.pause.pauses)
@@ -220,21 +244,46 @@ class Engine:
         finally:
             self.pause.end()
 
-    def close(self) -> None:
-        """Make no more calls. When an update in flight has ended, `leave`."""
-        under_way = [each for each in self._updates.values() if not each.cancel()]
-        self._calls.shutdown(wait=False, cancel_futures=True)
-        if under_way:
-            under_way[-1].add_done_callback(lambda _: self.leave())
-        else:
+    def sleep_on(self) -> Future[None]:
+        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
+
+        Returns the end of that, which comes after the update.
+        """
+        hanging = {at: update for at, update in self._updates.items() if not update.done()}
+        resumed = self.submit(self._resume_asleep)
+        self._updates, self.outcome = {**hanging, _RESUMED: resumed}, Future()
+        return resumed
+
+    def _resume_asleep(self) -> None:
+        self.is_whole = self._was_whole
+        if self.is_whole:
+            self.pause.end()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether an update is in flight."""
+        return any(not update.done() for update in self.updates)
+
+    def close(self) -> Sequence[Future[None]]:
+        """Make no more calls, and `leave`, in its thread after an update in flight.
+
+        Returns what may be waited for: not for that update, which may hang.
+        """
+        for update in self._updates.values():
+            update.cancel()
+        if not threading.main_thread().is_alive():  # no thread can start, or is left
             self.leave()
+        is_busy = self._is_busy
+        left = [self.submit(self.leave)] if is_busy or self.pause.is_on else []
+        self._calls.shutdown(wait=False)
+        return [] if is_busy else left
 
     def leave(self) -> None:
         """Resume generation if it is paused and the weights are whole; else log why not."""
-        if self._is_parents or not self.pause.is_on:
+        if self._is_parents or self._has_left or not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
-        if self.outcome.done() and self.outcome.exception() is None:
+        if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
             try:
                 self.pause.end()
                 return
@@ -246,7 +295,7 @@ class Engine:
             self,
             why,
         )
-        self.pause.is_on = False  # log this once
+        self._has_left = True  # log this once
 
     def _switch(
         self, server: OneCallServer, version: int, work: Work, outcome: Future[object]
@@ -254,29 +303,29 @@ class Engine:
         """Let the engine do the whole update. After a failure it has paused by itself."""
         if outcome.done() and outcome.exception() is not None:
             return  # the sync has failed meanwhile
+        self.is_whole = False
         try:
             asked(server.switch, version, work, self.pause.pauses)
         except BaseException:
             self.pause.begin()
             raise
+        self.is_whole = True
         self.pause.end()
 
     def _update(self, version: int, outcome: Future[object], *, is_in_place: bool) -> None:
         """Pause, let workers write, and name the version when the sender knows that they have."""
-        was_paused = self.pause.is_on
         self.pause.begin()
-        is_whole = not was_paused
         try:
             if outcome.done() and outcome.exception() is not None:
                 return  # the engine was late to pause: the sync has failed meanwhile
-            is_whole = False  # a failed worker may hold mixed weights without a report of it
+            self.is_whole = False  # a failed worker may hold mixed weights without a report of it
             asked(self.server.update, version)
-            is_whole = not is_in_place
+            self.is_whole = not is_in_place
             if self._failure(outcome) is None:
-                is_whole = True
+                self.is_whole = True
                 asked(self.server.name, version)
         finally:
-            if is_whole:
+            if self.is_whole:
                 self.pause.end()
 
     def _failure(self, outcome: Future[object]) -> BaseException | None:
@@ -297,7 +346,8 @@ class Pause:
         paused: Makes the context in which generation is paused.
 
     Attributes:
-        is_on: Whether it is paused.
+        is_on: Whether it may be paused: what was asked for counts as done until that is known not
+            to be so.
         pauses: Whether `paused` pauses at all.
     """
 
@@ -307,34 +357,33 @@ class Pause:
         forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
         self.is_on = self._is_entered = False
 
-    def forked(self) -> None:
-        """A forked child does not resume its parent's engine."""
-        self._open, self.is_on = ExitStack(), False
+    def forget(self) -> None:
+        """Whether the engine is paused is another's affair: a parent's, or another trainer's."""
+        forks.keep(self._open.pop_all())
+        self.is_on = self._is_entered = False
 
     def begin(self) -> None:
-        """Pause, unless paused. Raises as the engine does, or EngineFailed."""
-        if not self.is_on:
-            self._enter()
+        """Pause, unless that is known to be so. Raises as the engine does, or EngineFailed."""
+        if not self._is_entered:
+            if self.is_on:
+                forks.keep(self._open.pop_all())  # what was entered before is left once, not twice
+            self.is_on = True
+            asked(lambda: self._open.enter_context(self.paused()))
+            self._is_entered = True
 
     def renew(self) -> None:
         """Pause again, if paused: the engine may have been restarted. Raises as `begin`."""
+        self._is_entered = False
         if self.is_on:
-            forks.keep(self._open.pop_all())  # what was entered before is left once, not twice
-            self._enter()
+            self.begin()
 
     def end(self) -> None:
         """Resume, if paused. If that fails, the engine stays paused and the next call retries."""
-        if not self.is_on:
-            return
-        if not self._is_entered:  # a failed exit: enter again to exit again
-            self._enter()
-        self._is_entered = False
-        asked(self._open.close)
-        self.is_on = False
-
-    def _enter(self) -> None:
-        asked(lambda: self._open.enter_context(self.paused()))
-        self.is_on = self._is_entered = True
+        if self.is_on:
+            self.begin()  # after a pause or a resume that failed: enter again, to exit again
+            self._is_entered = False
+            asked(self._open.close)
+            self.is_on = False
 
 
 def new_name() -> str:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from deltasync.errors import (
     DeltaSyncError,
-    DirtyReceiver,
     EngineFailed,
     SyncAborted,
     TransportTimeout,
@@ -71,6 +70,8 @@ class EngineSync(Closing):
         group: The other ranks of the trainer, if it has several. This end is then rank 0, and every
             other rank uses a `TrainerRank` with a transport that workers can reach. If
             `send_weights` fails here, including the engine's part, it raises SyncAborted there.
+        take_over: Whether the first connect takes the engine from another trainer that it follows.
+            That one's next call then raises EngineTaken.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class EngineSync(Closing):
         options: SenderOptions | None = None,
         timeout_s: float = 60.0,
         group: TrainerGroup | None = None,
+        take_over: bool = False,
     ) -> None:
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         terms = Terms(
@@ -97,6 +99,7 @@ class EngineSync(Closing):
             unproved=unproved,
             max_staged_bytes=max_staged_bytes,
             timeout_s=timeout_s,
+            take_over=take_over,
         )
         self._engine = engine = Engine(server, workers, paused, terms)
         self._pause, self._timeout_s = engine.pause, timeout_s
@@ -126,6 +129,7 @@ class EngineSync(Closing):
             ConfigError: A worker cannot take part; the message is the worker's own.
             DirtyReceiver: A worker's proof could not restore the engine's own weights. Generation
                 stays paused: restart the engine, and the next call connects it.
+            EngineTaken: The engine follows another trainer; the message says which.
             EngineFailed: The engine or a worker raised another error; the message names its type.
             TransportTimeout: Workers did not connect, or the engine's last update has not ended.
             SyncAborted: Another rank of the trainer did not call `send_weights`.
@@ -145,9 +149,8 @@ class EngineSync(Closing):
             self._let_connect()
         except BaseException as error:
             engine.name = before  # workers that did not get the new name still use this one
-            if isinstance(error, DirtyReceiver):
-                self._is_behind = True
-                engine.stop()
+            engine.refused(error)
+            self._is_behind |= engine.is_spoiled or engine.is_taken
             raise
         engine.connected()
         self._is_behind = False
@@ -156,7 +159,7 @@ class EngineSync(Closing):
         """Raises as `connect`."""
         engine = self._engine
         specs = declared(self.sender, self._limit.wait_s)
-        trainer = engine.terms.info(engine.name, specs, self.sender)
+        trainer = engine.info(engine.name, specs, self.sender)
         try:
             engine.connect(trainer)
         except DeltaSyncError as error:
@@ -227,12 +230,12 @@ class EngineSync(Closing):
     def close(self) -> None:
         """Close every connection. The engine keeps its weights.
 
-        If a failed update has left generation paused, it is resumed if all workers are known to
-        hold the version. If the engine may hold a mixture of two versions, it stays paused and an
-        error is logged. An update in flight ends first, in its thread.
+        If generation may be paused, it is resumed if all workers are known to hold one version, for
+        which this waits at most `timeout_s`. If the engine may hold a mixture of two versions, it
+        stays paused and an error is logged. An update in flight ends first, in its thread.
         """
         self.sender.close()
-        self._engine.close()
+        wait(self._engine.close(), self._timeout_s)
 
     def _wait_for_last(self) -> None:
         """Raise TransportTimeout while the last update runs: the next one would collide with it."""
@@ -261,7 +264,7 @@ class EngineSync(Closing):
                 error.add_note(f"the engine's update: {type(problem).__name__}: {problem}")
             if self.sender.were_asleep:  # no worker has written, or left
                 self._is_behind = False
-                engine.pause.end()
+                wait([engine.sleep_on()], self._limit.wait_s)
             raise
         engine.outcome.set_result(stats)
         for problem in self._ended():

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from deltasync.errors import ConfigError, NoReceivers, SyncAborted
 from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
 from deltasync.integrations.fleet_engine import FleetEngine, ServerState
-from deltasync.integrations.trainer_info import Server, TrainerInfo, Unproved, WithoutRoutes
+from deltasync.integrations.trainer_info import Server, Unproved, WithoutRoutes
 from deltasync.sync.engine_calls import (
     declared,
     ended_as,
@@ -137,6 +137,7 @@ class EngineFleet(Closing):
         workers: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
         name: str | None = None,
+        take_over: bool = False,
     ) -> str:
         """Add a server; the next `send_weights` connects its workers.
 
@@ -145,6 +146,8 @@ class EngineFleet(Closing):
             workers: Number of its processes that hold weights.
             paused: Returns the context manager that pauses its generation during an update.
             name: Of the server, here and in `SyncStats.lost`; by default its URL, or a number.
+            take_over: Whether its first connect takes it from another trainer that it follows.
+                Without it the server is lost, and the reason names that trainer.
 
         Returns its name. Raises ConfigError if the fleet has the server, or the name, already: each
         of two would take the workers from the other.
@@ -163,7 +166,8 @@ class EngineFleet(Closing):
                 known = name if twin is None else twin.label
                 raise ConfigError(f"the fleet has {known} already: remove it first, or add another")
             after = [e for e in self._leaving if e.server is server or e.label == name]
-            engine = FleetEngine(name, server, workers, paused, self._terms, after=after)
+            terms = replace(self._terms, take_over=take_over, label=name)
+            engine = FleetEngine(name, server, workers, paused, terms, after=after)
             self._engines[name] = engine
         return name
 
@@ -259,7 +263,7 @@ class EngineFleet(Closing):
             self._is_closed = True
             engines = [*self._engines.values(), *self._leaving]
         self.sender.close()
-        wait([engine.end() for engine in engines], self._timeout_s)
+        wait([left for engine in engines for left in engine.close()], self._timeout_s)
 
     # Who is here
 
@@ -304,11 +308,7 @@ class EngineFleet(Closing):
             if not may_ask_source:  # it may change now
                 raise SyncAborted("the servers have to connect; the next sync connects them")
             self._specs = declared(self.sender, self._limit.wait_s)
-        engine.start_connecting(self._info)
-
-    def _info(self, worker: str) -> TrainerInfo:
-        assert self._specs is not None
-        return self._terms.info(worker, self._specs, self.sender)
+        engine.start_connecting(self._specs, self.sender)
 
     def _present(self) -> list[FleetEngine]:
         with self._lock:

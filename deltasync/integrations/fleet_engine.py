@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Literal
 from deltasync.errors import (
     ConfigError,
     DeltaSyncError,
-    DirtyReceiver,
     EngineFailed,
     SyncAborted,
     TransportTimeout,
@@ -21,11 +19,11 @@ from deltasync.errors import (
 from deltasync.integrations.engine import Engine, Terms, new_name
 from deltasync.integrations.trainer_info import Server, TrainerInfo
 from deltasync.sync.protocol.round import SyncPhase
+from deltasync.sync.sender import WeightSender
 from deltasync.sync.stats import reasons
-from deltasync.wire.messages import Failed
+from deltasync.wire.messages import Failed, ParameterSpec
 
 _RETURN_S = 0.3  # workers that failed in a sync connect again by themselves
-_RESUMED = 0  # no version
 _NOT_JOINED = "it has not joined yet"
 _GRACE_S = 1.0  # for a server that has failed before: a restarted one connects in this time
 
@@ -39,7 +37,8 @@ class ServerState:
             "lost": not connected; it is asked to connect in each call.
         version: The last version that all its workers are known to have held; None if there is
             none. A server that was restarted since holds the weights of its checkpoint.
-        is_paused: Whether the fleet has left its generation paused.
+        is_paused: Whether its generation may be paused: the fleet has asked for that, and not heard
+            that it was resumed since.
         why: Why it is not current, or what it raised last; empty if all is well.
     """
 
@@ -144,10 +143,10 @@ class FleetEngine(Engine):
             return here < self.workers and time.monotonic() > self._missing_until_s
         return True
 
-    def start_connecting(self, info: Callable[[str], TrainerInfo]) -> None:
+    def start_connecting(self, specs: Sequence[ParameterSpec], sender: WeightSender) -> None:
         """Ask it to connect, in its thread. Raises as `info`."""
         name = new_name()
-        trainer, now = info(name), time.monotonic()
+        trainer, now = self.info(name, specs, sender), time.monotonic()
         self.name, self.why, self._declined = name, _NOT_JOINED, None
         self.names = (*self.names[-7:], name)
         self._named = None
@@ -179,10 +178,6 @@ class FleetEngine(Engine):
             self.why = "it has not connected yet"
         else:
             self.why = "its workers are not connected"
-
-    @property
-    def _is_busy(self) -> bool:
-        return any(not update.done() for update in self.updates)
 
     @property
     def _is_leaving(self) -> bool:
@@ -220,8 +215,7 @@ class FleetEngine(Engine):
         """It could not connect."""
         self._connecting, self.name, self.is_settled = None, "", True
         self.error, self.why = error, f"{type(error).__name__}: {error}"
-        if isinstance(error, DirtyReceiver):
-            self.submit(self.stop)
+        self.submit(lambda: self.refused(error))
 
     # A sync
 
@@ -258,16 +252,6 @@ class FleetEngine(Engine):
         self.is_here = not self.why
         if self.is_here and self.count(held, held) < self.workers:
             self.why = _NOT_JOINED
-
-    def sleep_on(self) -> Future[None]:
-        """Its weights sleep: no worker has written, and what its update raised says so. Resume it.
-
-        Returns the end of that, which comes after the update.
-        """
-        hanging = {at: update for at, update in self._updates.items() if not update.done()}
-        resumed = self.submit(self.pause.end)
-        self._updates, self.outcome = {**hanging, _RESUMED: resumed}, Future()
-        return resumed
 
     def end_sync(self, version: int | None, lost: Mapping[str, str]) -> None:
         """All its workers hold the version, which it is to name; or None, for the reason lost."""
@@ -307,17 +291,6 @@ class FleetEngine(Engine):
         return reasons({who: why for who, why in lost.items() if self.has(who)})
 
     # Leaving
-
-    def end(self) -> Future[None]:
-        """`close`, in its thread if it has to be resumed, which may take long. Returns its end."""
-        if self.pause.is_on and not self._is_busy and threading.main_thread().is_alive():
-            resumed = self.submit(self.leave)
-            self._calls.shutdown(wait=False)
-            return resumed
-        self.close()
-        ended = Future[None]()
-        ended.set_result(None)
-        return ended
 
     def remove(self) -> None:
         """Let its workers disconnect and resume it, after an update in flight. Returns at once."""

@@ -96,7 +96,6 @@ def carry_out(model: nn.Module, request: WorkerRequest) -> None:
 def _connect(worker: Worker, model: nn.Module, trainer: TrainerInfo) -> None:
     try:
         worker.check_awake()
-        worker.disconnect()
         if trainer.without_routes != "refuse":
             raise ConfigError(
                 f'SGLang\'s workers cannot do without_routes="{trainer.without_routes}": leave it '
@@ -242,6 +241,8 @@ class SglangServer:
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
         """Pause generation, and resume it afterwards.
 
+        If the pause fails, the server may have paused all the same, and is resumed too.
+
         Args:
             mode: "in_place" lets requests keep their keys and values if no cache is cleared,
                 "retract" recomputes them, "abort" ends requests.
@@ -253,8 +254,8 @@ class SglangServer:
                 f'SGLang does not pause pipeline stages with mode="{mode}": use mode="abort", or '
                 "leave out `paused`, and updates wait until no request runs"
             )
-        self._http.post("pause_generation", {"mode": mode})
         try:
+            self._http.post("pause_generation", {"mode": mode})
             yield
         finally:
             self._http.post("continue_generation", {})

@@ -40,6 +40,8 @@ class TrainerInfo(BaseModel):
 
     addresses: tuple[Address, ...] = Field(min_length=1, description="of the ranks, in order")
     engine: str = Field(max_length=64, description="the trainer's unique name for the engine")
+    holder: str = Field(default="", description="who this is, the same in each of its connects")
+    take_over: bool = Field(default=False, description="also from another trainer that is alive")
     tensors: Tensors = Field(description="names, dtype and shape of each checkpoint tensor")
     without_routes: WithoutRoutes = Field(
         default="refuse", description="what to do if a tensor has no route; see `EngineSync`"
@@ -84,7 +86,7 @@ class Server(Protocol):
     """Calls that reach every worker of an engine. Each returns when all workers are done."""
 
     def connect(self, trainer: dict[str, Any], /) -> object:
-        """Let workers connect to a trainer, instead of an earlier one. The argument is JSON."""
+        """Let workers connect to a trainer, whose earlier connection ends. The argument is JSON."""
         ...
 
     def update(self, version: int, /) -> object:

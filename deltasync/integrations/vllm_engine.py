@@ -90,17 +90,18 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._storages = frozenset(storages(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to the trainer, and end the connection to another one.
+        """Connect to the trainer, whose earlier connection ends.
 
         A refusal is not raised, since vLLM's processes pass on no types. The trainer hears it over
         its own link: a ConfigError, which names the tensor, if a tensor has no route or is not
         where its route leads, or, if the trainer asks for reloads, if a reload changes it; a
-        DirtyReceiver as `Worker.proving`.
+        DirtyReceiver as `Worker.proving`; an EngineTaken as `Worker.admit`.
         """
         trainer = TrainerInfo.model_validate(init_info.trainer)
         try:
             self._worker.check_awake()
-            self.shutdown()
+            self._worker.admit(trainer)
+            self._trainer = None
             self._connect(trainer)
         except (DeltaSyncError, OSError, *FAILURES) as error:
             why = None if isinstance(error, DeltaSyncError) else error

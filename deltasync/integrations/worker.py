@@ -19,6 +19,7 @@ from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
+    EngineTaken,
     ProtocolViolation,
     SyncAborted,
     TransportError,
@@ -74,6 +75,7 @@ class Worker:
         self._is_copy = False  # whether that writes a copy, and reloads it
         self._staging: StagingThread | None = None
         self._timeout_s = 0.0
+        self._holder = self._since = ""
 
     def connect(
         self,
@@ -85,7 +87,7 @@ class Worker:
         world: int,
         replica: str = "0",
     ) -> None:
-        """Connect to a trainer; `disconnect` first.
+        """Connect to a trainer, whose earlier connection ends. Raises as `admit`, and ConfigError.
 
         Args:
             trainer: The trainer.
@@ -95,6 +97,7 @@ class Worker:
             world: Number of workers in the replica.
             replica: Names the replica among those that were let connect at once.
         """
+        self.admit(trainer)
         if self._is_lost and trainer.sent() != self._sent:
             raise ConfigError(
                 "what the last trainer sent was given up in a sleep, and this one sends other "
@@ -120,6 +123,28 @@ class Worker:
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
         self._timeout_s = trainer.timeout_s
+        self._holder, self._since = trainer.holder, time.strftime("%F %T UTC", time.gmtime())
+
+    def admit(self, trainer: TrainerInfo) -> None:
+        """End the connection to the trainer that was let connect last.
+
+        Raises EngineTaken if that is another one, it is still there, and this one does not ask to
+        take over.
+        """
+        if trainer.holder != self._holder and not trainer.take_over and self._is_held():
+            raise EngineTaken(
+                f"the engine follows another trainer since {self._since}: {self._holder}; stop "
+                "that one, or connect this one with take_over=True"
+            )
+        if self._receiver is not None:
+            self.disconnect()
+
+    def _is_held(self) -> bool:
+        """Whether the connection to a trainer stands, or does again after a sync that failed."""
+        deadline = time.monotonic() + _WELCOME_S
+        while self._is_outside and time.monotonic() < deadline:
+            time.sleep(_TURN_S)
+        return self._receiver is not None and self._receiver.is_connected
 
     @in_plain_mode
     def routed(
@@ -131,7 +156,7 @@ class Worker:
     ) -> RoutedTarget:
         """Return the worker's weights as a target that writes through routes.
 
-        Raises ConfigError, which names a tensor, and DirtyReceiver as `proving`.
+        Raises ConfigError, which names a tensor, DirtyReceiver as `proving`, and as `admit`.
 
         Args:
             model: The worker's model.
@@ -140,6 +165,7 @@ class Worker:
                 something else has loaded weights.
             proof: Makes the proof that updates have to pass.
         """
+        self.admit(trainer)
         with self.proving():
             sent, checkpoint = trainer.sent(), trainer.checkpoint()
             if sent in self._proved:

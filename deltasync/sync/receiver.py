@@ -112,6 +112,16 @@ class WeightReceiver(Closing):
         return self._session.state
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the sender, as far as can be told without waiting."""
+        if self._session.state is ReceiverState.COMMITTING:  # nobody listens, and nothing is said
+            try:
+                self._links.receive(timeout_s=0)
+            except TransportError as error:
+                return isinstance(error, TransportTimeout)
+        return self._session.state is not ReceiverState.OUTSIDE
+
+    @property
     def is_detached(self) -> bool:
         """Whether the weights must not be read or written: from `detach` to `attach`."""
         return self._session.detached

@@ -68,14 +68,18 @@ class Server:
     def connect(self, connection: dict[str, Any], /) -> None:
         self.at("connect")
         to = TrainerInfo.model_validate(connection)
+        refused: list[Exception] = []
         for rank, worker in enumerate(self.workers):
-            worker.disconnect()
-            if self.declines is not None:
-                worker.decline(to, CPU, self.declines)
-            else:
+            try:
+                worker.admit(to)
+                if self.declines is not None:
+                    raise self.declines
                 self.let_connect(worker, to, rank)
-        if self.declines is not None:
-            raise RuntimeError("Call to collective_rpc method failed")
+            except (DeltaSyncError, RuntimeError) as error:
+                worker.decline(to, CPU, error)
+                refused.append(error)
+        if refused:
+            raise RuntimeError("Call to collective_rpc method failed") from refused[0]
 
     def let_connect(self, worker: Worker, to: TrainerInfo, rank: int) -> None:
         worker.connect(to, ModuleTarget(self.module), CPU, rank=rank, world=self.world)
