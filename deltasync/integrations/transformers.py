@@ -71,7 +71,8 @@ def _views_of(model: nn.Module) -> dict[str, Tensor]:
         for piece in pieces:
             if piece.target.numel == parts[piece.live].numel():
                 shape = parts[piece.live].shape
-                views[piece.live] = _view(live[name], piece, shape, name=piece.live)
+                view = _view(live[name], piece, shape, name=piece.live)
+                views[piece.live] = view.requires_grad_(live[name].requires_grad)
     for name in parts.keys() - views.keys():
         refused.setdefault(name, "is made of several parameters")
     if refused:

@@ -373,9 +373,7 @@ class StoreSender(Closing):
         found: Delta | None = None,
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
-        noticed = self._watch.look(
-            self._weights, self._weights.trained, found, options, version=version
-        )
+        noticed = self._watch.look(self._weights, found, options, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,

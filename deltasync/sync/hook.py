@@ -74,10 +74,9 @@ class StepHook:
         for one in optimizers:
             if not hasattr(one, "_optimizer_step_post_hooks"):
                 raise ConfigError(
-                    f"optimizer is a {type(one).__name__}, which runs no step hooks of torch: if "
-                    "it wraps one that steps the model's own parameters, give that; if it steps "
-                    "masters and copies them into the model, call sender.send_weights() after its "
-                    "step, instead of this hook"
+                    f"optimizer is a {type(one).__name__}, which runs no step hooks: if one within "
+                    "it steps the model's own parameters, give that; if it copies masters into the "
+                    "model, call sender.send_weights() after its step, instead of this hook"
                 )
         if not hasattr(sender, "send_weights"):
             raise ConfigError(f"sender is a {type(sender).__name__}; give a WeightSender")

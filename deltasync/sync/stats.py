@@ -23,15 +23,15 @@ from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.round import RoundResult
 from deltasync.sync.protocol.sender_session import SenderSession
 from deltasync.sync.records import SenderCall
-from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.weights import Weights
+from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.int64)
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
-_NAMED = 3  # parameters that a warning names
+_COMPARED, _MARGIN = 8, 8  # parameters that have changed most; how much smaller others must be
 _REMEMBERED, _LEAST = 50, 8  # densities that are compared with, and from how many on
 
 OnLost = Literal["continue", "raise"]
@@ -199,7 +199,7 @@ def stats_of(
     assert layout is not None
     result = (synced or joined).result
     changed, trained = found.changed if found else _NOTHING, weights.trained
-    noticed = watch.look(weights, trained, found, options, version=session.version)
+    noticed = watch.look(weights, found, options, version=session.version)
     return SyncStats(
         version=session.version,
         base_version=found.base_version if found else None,
@@ -280,26 +280,19 @@ class DeltaWatch:
     def __init__(self) -> None:
         self._specs: Sequence[ParameterSpec] = ()
         self._groups: tuple[str, list[str], Ints, NDArray[np.float64]] | None = None
-        self._deltas = 0  # in which something has changed
+        self._deltas = self._silent = 0  # in which something has changed; in which nothing has
         self._changed_in: Ints = np.zeros(0, np.int64)  # or frozen: the last of these, by parameter
         self._is_named = np.zeros(0, np.bool_)
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
 
     def look(
-        self,
-        weights: Weights,
-        trained: NDArray[np.bool_],
-        delta: Delta | None,
-        options: SenderOptions,
-        *,
-        version: int,
+        self, weights: Weights, delta: Delta | None, options: SenderOptions, *, version: int
     ) -> Noticed:
         """Look at what was sent, and log what an operator should know.
 
         Args:
             weights: Whose delta it is.
-            trained: bool[parameters], which of them are trained.
             delta: What was sent, all of it; None for a full sync.
             options: What to report, and when to warn.
             version: What it has brought.
@@ -308,24 +301,16 @@ class DeltaWatch:
         if delta is None or layout is None:
             return Noticed()
         self._fit(layout.specs)
-        limit = options.warn_unchanged_syncs if weights.knows_trained else None
-        found = self._warnings(trained, layout, delta, limit, options.warn_density_factor)
+        limit, factor = options.warn_unchanged_syncs, options.warn_density_factor
+        if delta.nnz:
+            density = delta.nnz / layout.numel
+            found = [self._unchanged(weights, delta, limit), self._jump(density, factor)]
+        else:
+            found = [self._silence(limit)]
         warnings = tuple(filter(None, found))
         for text in warnings:
             logger.warning("v%d: %s", version, text)
         return Noticed(self._densities_by(delta, options.report_density), warnings)
-
-    def _warnings(
-        self,
-        trained: NDArray[np.bool_],
-        layout: SentLayout,
-        delta: Delta,
-        limit: int | None,
-        factor: float | None,
-    ) -> Iterator[str]:
-        if delta.nnz:
-            yield self._unchanged(trained, delta.changed, limit)
-            yield self._jump(delta.nnz / layout.numel, factor)
 
     def _densities_by(
         self, delta: Delta, kind: Literal["layer", "parameter"] | None
@@ -350,23 +335,45 @@ class DeltaWatch:
             self._warned_of = 0.0
         self._specs, self._groups = specs, None
 
-    def _unchanged(self, trained: NDArray[np.bool_], changed: Ints, limit: int | None) -> str:
-        """Which trained parameters have not changed in so many deltas; each is named once."""
-        self._deltas += 1
-        self._changed_in[changed] = self._changed_in[~trained] = self._deltas
+    def _silence(self, limit: int | None) -> str:
+        """Say once that nothing at all has changed in so many deltas in a row."""
+        self._silent += 1
+        if self._silent != limit:
+            return ""
+        return (
+            f"nothing has changed in {limit} deltas: if training goes on, check that the source "
+            "has what the optimizer steps, and that its steps show in the dtype that is sent"
+        )
+
+    def _unchanged(self, weights: Weights, delta: Delta, limit: int | None) -> str:
+        """Which trained parameters should have changed in so many deltas; each is named once."""
+        self._deltas, self._silent = self._deltas + 1, 0
+        self._changed_in[delta.changed] = self._changed_in[~weights.trained] = self._deltas
         if limit is None or self._deltas < limit:
             return ""
-        is_new = (self._changed_in <= self._deltas - limit) & trained & ~self._is_named
-        if not is_new.any():
-            return ""
-        self._is_named |= is_new
-        numbers = np.flatnonzero(is_new)
-        names = ", ".join(repr(self._specs[number].name) for number in numbers[:_NAMED].tolist())
-        more = "" if len(numbers) <= _NAMED else f" and {len(numbers) - _NAMED} more"
-        return (
-            f"{names}{more} require grad and have not changed in {limit} deltas: check that the "
-            "optimizer has them, and that its steps are not too small for the dtype that is sent"
+        due = np.flatnonzero((self._changed_in <= self._deltas - limit) & ~self._is_named)
+        self._changed_in[due] = self._deltas  # so that others are looked at again
+        names = [self._specs[number].name for number in self._stale(weights, delta, due)]
+        text = (
+            f"{some_of(names)} require grad and have not changed in {limit} deltas: check that the "
+            "optimizer has them, because steps as large as those of others would show in them"
         )
+        return text if names else ""
+
+    def _stale(self, weights: Weights, delta: Delta, due: Ints) -> Iterator[int]:
+        """Those with elements so small that steps as large as those of others show in them.
+
+        What changes is what is small: a step of 1e-6 shows in a bfloat16 of 1e-4, not in one of 1.
+        """
+        counts, steps = delta.counts(), list[float]()
+        for at in np.argsort(counts)[-_COMPARED:] if len(due) else ():
+            number = int(delta.changed[at])
+            if len(sizes := weights.magnitudes(number)):
+                steps.append(float(sizes.quantile(counts[at] / self._specs[number].numel)))
+        for number in due.tolist() if steps else ():
+            if (weights.magnitudes(number) <= median(steps) / _MARGIN).any():
+                self._is_named[number] = True
+                yield number
 
     def _jump(self, density: float, factor: float | None) -> str:
         """Say that a density is far above those before; once until it is back, or far higher."""

@@ -204,7 +204,7 @@ def test_what_reaches_the_source_or_cannot_be_judged_raises_no_alarm(
     source, optimizer = make(network())
     with fleet(source) as here:
         sync_after_step(optimizer, here.sender)
-    assert not caplog.records
+    assert "not sent" not in caplog.text
 
 
 def test_one_of_several_hooks_of_a_sender_needs_to_step_a_part_only(
@@ -214,7 +214,7 @@ def test_one_of_several_hooks_of_a_sender_needs_to_step_a_part_only(
     with fleet(model) as here:
         for part in model.children():
             sync_after_step(adamw(part.parameters()), here.sender)
-    assert not caplog.records
+    assert "not sent" not in caplog.text
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_sharded_parameters_are_known_by_what_this_rank_holds(
     with fleet(model) as here:
         train(model)  # leaves the root gathered
         sync_after_step(adamw(model.parameters()), here.sender)
-        assert not caplog.records
+        assert "not sent" not in caplog.text
         with pytest.raises(ConfigError, match="none of the 6"):
             sync_after_step(adamw(network().parameters()), here.sender)
 

@@ -88,9 +88,9 @@ def test_few_of_many_are_named() -> None:
     assert warning.startswith("'p1', 'p2', 'p3' and 5 more require grad")
 
 
-def test_syncs_in_which_nothing_changes_do_not_count() -> None:
+def test_syncs_in_which_nothing_changes_count_for_no_single_parameter() -> None:
     with one(Trained(), SenderOptions(warn_unchanged_syncs=2)) as here:
-        assert [send(here).warnings for _ in range(4)] == [()] * 4
+        assert not any("require grad" in w for _ in range(4) for w in send(here).warnings)
         assert send(here, "stem").warnings == ()
         assert len(send(here, "stem").warnings) == 1
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.delta.digests import Ints
@@ -107,8 +108,6 @@ class GroupWeights:
         own: What this rank compares and sends itself.
         group: The other ranks.
     """
-
-    knows_trained = True
 
     def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
         self._own, self._group = own, group
@@ -247,6 +246,9 @@ class GroupWeights:
     @property
     def trained(self) -> NDArray[np.bool_]:
         return self._trained
+
+    def magnitudes(self, number: int) -> Tensor:
+        return self._own.magnitudes(number)
 
     def next_attempt(self) -> int:
         """See `round.PeerRanks`."""

@@ -37,10 +37,9 @@ def check_stepped(optimizers: Sequence[torch.optim.Optimizer], source: WeightSou
     lacking = {n: at for n, at in stepped.items() if not before[n] or ends[before[n] - 1] <= at[0]}
     if lacking and len(lacking) == len(stepped):
         raise ConfigError(
-            f"none of the {len(stepped)} parameters that the optimizer steps are in the source: it "
-            "steps copies or another model, so that engines would be stale, or one step late. Give "
-            "the source the model that is trained; if masters are copied into it after the step, "
-            "call sender.send_weights() after that, instead of this hook"
+            f"none of the {len(stepped)} parameters that the optimizer steps are in the source, so "
+            "engines would be stale, or one step late: give the source the model that is trained; "
+            "if masters are copied into it, call sender.send_weights() after that, without a hook"
         )
     if lacking:
         known = {span: name for name, span in _placed(named_tensors(module))}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltasync.delta.backend import Backend, Delta, Digests, Plan, snapshot_of
 from deltasync.delta.batched.streams import OwnStream, own_stream
-from deltasync.delta.bits import Reader, WireReader, identity
+from deltasync.delta.bits import Reader, WireReader, identity, torch_dtype
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.delta.codecs.coding import policy_for
 from deltasync.delta.digests import Ints
@@ -51,6 +51,8 @@ from deltasync.sync.source.tensors import (
 from deltasync.wire.messages import ParameterSpec
 
 _NAMES, _IS_TRAINED = attrgetter("names"), attrgetter("requires_grad")
+
+_SAMPLED = 1 << 16  # elements of a parameter
 
 Agree = Callable[[Mapping[str, Maxima]], None]
 """Tells computed tensors what ranks have agreed on."""
@@ -107,9 +109,11 @@ class Weights(Protocol):
         """bool[parameters], which of the layout the optimizer changes; all if that is not known."""
         ...
 
-    @property
-    def knows_trained(self) -> bool:
-        """Whether it is known which they are."""
+    def magnitudes(self, number: int) -> Tensor:
+        """float[n], of some elements of a parameter as members hold it.
+
+        Empty if it is not known what steps do to them: what is sent is computed, or not held here.
+        """
         ...
 
 
@@ -126,7 +130,6 @@ class LocalWeights(Weights):
     layout: SentLayout | None = None
     is_lost: bool = False
     snapshot_bytes: int = 0
-    knows_trained: bool = False
 
     def __init__(self, options: SenderOptions) -> None:
         self.options, self.coding = options, ChosenCoding()
@@ -181,6 +184,9 @@ class LocalWeights(Weights):
     def refresh_source(self) -> None:
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
+    def magnitudes(self, number: int) -> Tensor:
+        return torch.zeros(0)
+
     @property
     def _held(self) -> Backend:
         if self._snapshot is None:
@@ -200,7 +206,6 @@ class OwnWeights(LocalWeights):
     """
 
     layout: SourceLayout | None = None
-    knows_trained = True
 
     def __init__(self, source: WeightSource, options: SenderOptions) -> None:
         super().__init__(options)
@@ -303,6 +308,16 @@ class OwnWeights(LocalWeights):
     def trained(self) -> NDArray[np.bool_]:
         assert self.layout is not None
         return self.layout.trained
+
+    def magnitudes(self, number: int) -> Tensor:
+        held, layout = self._held, self.layout
+        assert layout is not None
+        for share in np.flatnonzero(held.ledger.numbers == number).tolist():
+            flat = held.flats[share]
+            if layout.readers[share].flat is not None and flat.dtype.is_floating:
+                bits = flat.read(0, min(flat.numel, _SAMPLED))
+                return bits.view(torch_dtype(flat.dtype)).float().abs()
+        return super().magnitudes(number)
 
     def _new_snapshot(self, layout: SourceLayout) -> Backend:
         device = self.options.snapshot_device
