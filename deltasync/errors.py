@@ -40,7 +40,8 @@
   + StoreError                     the version held stays, and is served
     - StoreUnavailable             no answer within the limits; the next attempt covers it
     - StoreRefused                 full, forbidden, or not there: somebody must act
-    - RunUnknown                   no run, or several; the text lists them
+    - RunUnknown                   no run of that name, or none yet
+      * SeveralRuns                there are several; the text lists them: name one
     - VersionMissing               no such version, or no way to it is left
     - ManifestInvalid(ValueError)  no record of this format; restore it, or upgrade
     - MacMismatch                  not signed with this key; do not use the store
@@ -303,7 +304,11 @@ class StoreRefused(StoreError):
 
 
 class RunUnknown(StoreError):
-    """The URL names no run, and there is none below it, or more than one."""
+    """The URL names no run, and there is none below it."""
+
+
+class SeveralRuns(RunUnknown):
+    """There are several runs below the URL, and none is named."""
 
 
 class VersionMissing(StoreError):
@@ -324,3 +329,18 @@ class ObjectDamaged(StoreError):
 
 class WriterConflict(StoreError):
     """Another writer has published to the run. This one stops; no version has changed."""
+
+
+_PERMANENT = (ConfigError, UnsupportedVersion, LayoutMismatch, SeveralRuns, MacMismatch)
+
+
+def is_permanent(error: BaseException | None) -> bool:
+    """Whether a call that raised this will not succeed before somebody changes one of the two ends.
+
+    What depends on the order of calls, on the operating system, or on who else is connected may
+    pass: whoever works in the background tries that again, and ends with what is permanent.
+    """
+    if isinstance(error, Refused):  # as ConfigError, also for those that are there at the moment
+        return error.kind in {LayoutMismatch.__name__, UnsupportedVersion.__name__}
+    may_pass = isinstance(error, CallOrderError) or isinstance(error and error.__cause__, OSError)
+    return isinstance(error, _PERMANENT) and not may_pass

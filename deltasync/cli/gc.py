@@ -36,7 +36,7 @@ def gc(
     from deltasync.store.retention import gc as collect
 
     options = store_options(config, key_file)
-    with phases(0) as phase:
+    with phases(counts=True) as phase:
         found = collect(
             url,
             run,

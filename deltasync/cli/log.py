@@ -40,7 +40,7 @@ def log(
     from deltasync.store.history import history_of
 
     options = store_options(config, key_file)
-    with phases(limit) as phase:
+    with phases(limit, counts=True) as phase:
         found = history_of(url, run, limit=limit or None, options=options, advance=phase("reading"))
     if as_json:
         print_json(_as_json(found))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
 
 import typer
+from rich import progress as bars
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -145,15 +145,16 @@ def cut(table: Table, rest: int, what: str = "more") -> Table:
 
 
 @contextmanager
-def phases(num_bytes: int = 0) -> Iterator[SizedPhase]:
+def phases(num_bytes: int = 0, *, counts: bool = False) -> Iterator[SizedPhase]:
     """Show progress over `num_bytes` in each phase, on stderr, if that is a terminal.
 
-    A phase may have a number of its own.
+    A phase may have a number of its own. With `counts` it is not of bytes.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description:10}"), BarColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+    sizes = () if counts else (bars.DownloadColumn(), bars.TransferSpeedColumn())
+    ends = bars.TextColumn("{task.description:10}"), bars.BarColumn(), bars.TimeRemainingColumn()
+    with bars.Progress(
+        *ends, *sizes, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
 
         def phase(description: str, total: int = num_bytes) -> Advance:

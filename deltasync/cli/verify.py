@@ -79,7 +79,7 @@ def _verify_store(
 ) -> None:
     from deltasync.store.verifying import verify_run
 
-    with phases() as phase:
+    with phases(counts=True) as phase:
         found = verify_run(url, run, options=store_options(config, key_file), phase=phase)
     if as_json:
         print_json(asdict(found))

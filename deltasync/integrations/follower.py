@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deltasync.errors import LayoutMismatch, Refused, TransportTimeout, UnsupportedVersion
+from deltasync.errors import TransportTimeout, is_permanent
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.transports import forks
@@ -16,7 +16,6 @@ from deltasync.transports.base import Closing
 
 _PATIENCE_S = 3600.0  # a trainer lets receivers in when it syncs, which may be seldom
 _LOOK_S = 0.05
-_HOPELESS = {LayoutMismatch.__name__, UnsupportedVersion.__name__}
 
 
 class Follower(Closing):
@@ -59,15 +58,14 @@ class Follower(Closing):
     def wait_joined(self, *, timeout_s: float | None = None) -> None:
         """Return when the weights are the trainer's; None for no limit.
 
-        Raises TransportTimeout, LayoutMismatch or UnsupportedVersion, Refused for the same reasons,
-        and what has ended the thread. The thread goes on after a TransportTimeout.
+        Raises TransportTimeout, what `is_permanent`, such as LayoutMismatch, and what has ended the
+        thread. The thread goes on after a TransportTimeout.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.version is None or self._receiver.is_dirty:
             self._thread.is_staged()  # raises if it has ended
             error = self.last_error
-            kind = error.kind if isinstance(error, Refused) else type(error).__name__
-            if error is not None and kind in _HOPELESS:
+            if error is not None and is_permanent(error):
                 raise error
             if end is not None and time.monotonic() > end:
                 why = "" if error is None else f"; the last error was {error}"

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from deltasync.delta.digests import DigestLedger
+from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.shard import whole
+from deltasync.errors import DigestMismatch
 from deltasync.files.shards import ReadBits, Shard, index_of, shards_of
 from deltasync.store import keys
 from deltasync.store.manifest import StoredFile, Way, sha256_of
@@ -25,8 +26,9 @@ def write_anchor(
     read: ReadBits,
     *,
     max_file_bytes: int,
-) -> tuple[Way, int]:
-    """Write all weights of a version. Returns how to get it, and the state digest of its bytes.
+    digest: int,
+) -> Way:
+    """Write all weights of a version.
 
     Args:
         objects: Of the run.
@@ -34,9 +36,11 @@ def write_anchor(
         specs: The layout.
         read: Reads the weights, which must not change meanwhile.
         max_file_bytes: Tensors of one file, in bytes.
+        digest: State digest of the version.
 
     Raises:
         StoreError: It was not written as a whole. What was written of it is no part of a version.
+        DigestMismatch: What was written has another digest; likewise.
     """
     folder = keys.anchor_folder(version)
     shards = shards_of(specs, max_bytes=max_file_bytes)
@@ -54,9 +58,12 @@ def write_anchor(
         objects.put(f"{folder}/{name}", data)
         files.append(StoredFile(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_of(data)))
     payload_bytes = sum(shard.num_bytes for shard in shards)
-    codecs = {"safetensors": payload_bytes}
-    way = Way(kind="anchor", base=None, files=tuple(files), codecs=codecs)
-    return way, sum(digests) & MASK
+    if (found := sum(digests) & MASK) != digest:
+        raise DigestMismatch(
+            f"the snapshot has the digest {digest_text(found)}, v{version} has "
+            f"{digest_text(digest)}: memory was altered; the next version is all weights"
+        )
+    return Way(kind="anchor", base=None, files=tuple(files), codecs={"safetensors": payload_bytes})
 
 
 def _write(

@@ -11,7 +11,6 @@ from pydantic import Field
 from deltasync.delta.backend import Plan
 from deltasync.delta.bits import Live
 from deltasync.delta.codecs.coding import Coding
-from deltasync.delta.digests import digest_text
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import DigestMismatch, StoreError
 from deltasync.store import keys
@@ -161,22 +160,16 @@ class BesidesWriter:
     def write_anchor(
         self, version: int, layout: SentLayout, flats: Mapping[int, Live], *, digest: int
     ) -> Way:
-        """Write the objects of an anchor. Raises DigestMismatch if they have another digest."""
+        """Write the objects of an anchor. Arguments as of `write_anchor`."""
         self._writer.put_layout(layout)
-        way, found = write_anchor(
+        return write_anchor(
             self._writer.run.objects,
             version,
             layout.specs,
             lambda parameter, start, stop: flats[parameter].read(start, stop),
             max_file_bytes=self._options.anchor_file_bytes,
+            digest=digest,
         )
-        if found != digest:
-            self._writer.discard(way.files)
-            raise DigestMismatch(
-                f"the snapshot has the digest {digest_text(found)}, v{version} has "
-                f"{digest_text(digest)}: memory was altered; the next version is all weights"
-            )
-        return way
 
     def _is_anchor_due(self, layout: SentLayout) -> bool:
         if not self._has_anchor or self._versions >= self._options.anchor_every:

@@ -14,6 +14,7 @@ from deltasync.errors import (
     ManifestInvalid,
     ObjectDamaged,
     RunUnknown,
+    SeveralRuns,
     UnknownDtype,
     VersionMissing,
 )
@@ -84,7 +85,8 @@ class Run:
         """The run that a URL names, or `run` below it, or the only one below it.
 
         Raises:
-            RunUnknown: There is no such run, or there are several and none is named.
+            RunUnknown: There is no such run.
+            SeveralRuns: There are several, and none is named.
             StoreError: The store cannot be read.
         """
         objects = Objects(url, options)
@@ -100,7 +102,7 @@ class Run:
             return cls(objects, found.run)
         runs = runs_below(objects)
         if len(runs) != 1:
-            raise RunUnknown(f"{url}: {_listed(runs)}")
+            raise (SeveralRuns if runs else RunUnknown)(f"{url}: {_listed(runs)}")
         return cls(objects.under(runs[0]), runs[0])
 
     def published(self, version: int) -> Published | None:

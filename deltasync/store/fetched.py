@@ -6,12 +6,11 @@ import hashlib
 import logging
 import shutil
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.delta.bits import Flat, Live
@@ -42,8 +41,7 @@ logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16  # of a part, while the link is not known
-_SOON_S, _LATE_S = 1.0, 4.0  # how long a part should take
-_LOOK_S = 0.1
+_SOON_S, _LATE_S, _LOOK_S = 1.0, 4.0, 0.1  # how long a part should take, and between two looks
 
 
 @dataclass(slots=True)
@@ -64,21 +62,18 @@ class Progress:
     advanced: Advance = lambda num_bytes: None
     _began: float = 0.0
     _kept_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def begin(self, version: int, total_bytes: int) -> None:
         """Count from 0."""
-        with self._lock:
-            self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
-            self.bytes_per_s, self._began, self._kept_bytes = 0.0, time.monotonic(), 0
+        self.version, self.fetched_bytes, self.total_bytes = version, 0, total_bytes
+        self.bytes_per_s, self._began, self._kept_bytes = 0.0, time.monotonic(), 0
 
     def advance(self, num_bytes: int, *, kept_bytes: int = 0) -> None:
         """So many bytes have come; and so many more were kept of an earlier attempt."""
-        with self._lock:
-            self.fetched_bytes += num_bytes + kept_bytes
-            self._kept_bytes += kept_bytes
-            came = self.fetched_bytes - self._kept_bytes
-            self.bytes_per_s = came / max(time.monotonic() - self._began, 1e-6)
+        self.fetched_bytes += num_bytes + kept_bytes
+        self._kept_bytes += kept_bytes
+        took_s = max(time.monotonic() - self._began, 1e-6)
+        self.bytes_per_s = (self.fetched_bytes - self._kept_bytes) / took_s
         self.advanced(num_bytes + kept_bytes)
 
     def __str__(self) -> str:
@@ -195,19 +190,16 @@ class Fetched:
                 self._check()
                 wait((flying[0],), _LOOK_S)
             part, took_s = flying.popleft().result()
-            self._fit(took_s)
+            # Parts take a while, and not so long that much is lost with them.
+            if took_s < _SOON_S:
+                self._step = min(2 * self._step, self._objects.options.part_bytes)
+            elif took_s > _LATE_S:
+                self._step = max(self._step // 2, _LEAST_BYTES)
             yield part
 
     def _timed_range(self, key: str, start: int, stop: int) -> tuple[memoryview, float]:
         began = time.monotonic()
         return self._objects.get_range(key, start, stop), time.monotonic() - began
-
-    def _fit(self, took_s: float) -> None:
-        """Ask for parts that take a while, and not so long that little is lost with them."""
-        if took_s < _SOON_S:
-            self._step = min(2 * self._step, self._objects.options.part_bytes)
-        elif took_s > _LATE_S:
-            self._step = max(self._step // 2, _LEAST_BYTES)
 
 
 class FetchedRoute:

@@ -12,6 +12,7 @@ from deltasync.errors import (
     StoreUnavailable,
     TransportTimeout,
     VersionMissing,
+    is_permanent,
 )
 
 _FIRST_S, _LONGEST_S = 0.1, 5.0
@@ -63,6 +64,8 @@ class Poll:
                     self._pause_s, self._next_s = _FIRST_S, 0.0
                     return found
             except (RunUnknown, StoreUnavailable) as error:
+                if is_permanent(error):
+                    raise
                 fault = error
             self._next_s = time.monotonic() + self._pause_s
             if self._next_s >= deadline:

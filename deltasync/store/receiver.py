@@ -231,8 +231,7 @@ class StoreReceiver(Closing):
         """Forget what is staged. Nothing was written."""
         with self._caller.call(), self._lock:
             if self._staged is not None:
-                self._session.on("lost")
-            self._drop()
+                self._leave()
             self._forget()
 
     def follow(self, *, pause: Pause | None = None) -> StagingThread:
@@ -286,8 +285,7 @@ class StoreReceiver(Closing):
         self._is_closed = True
         self._attached.set()
         with self._lock:
-            self._session.on("lost")
-            self._drop()
+            self._leave()
             if self._objects is not None:
                 self._objects.close()
         self._record.flush()
@@ -308,9 +306,10 @@ class StoreReceiver(Closing):
             if to in (None, self._staged.route.target.version):
                 return True
             raise CallOrderError("another version is staged: commit or discard it first")
-        self._drop()
+        self._weights.staging = self._staged = None
         deadline = time.monotonic() + timeout_s
-        self._wait_attached(deadline)
+        self._attached.wait(max(0.0, deadline - time.monotonic()))
+        self._check_wanted()
         self._scrub_after_commit()
         find = partial(self._found, to, wants_newer=wants_newer)
         sought = f"nothing newer than v{self.version}" if to is None else f"no v{to}"
@@ -327,12 +326,6 @@ class StoreReceiver(Closing):
                 if newest is None or newest.version <= target.version:
                     raise
                 target = newest
-
-    def _wait_attached(self, deadline: float) -> None:
-        self._attached.wait(max(0.0, deadline - time.monotonic()))
-        self._check_open()
-        if self._session.detached:
-            raise TransportTimeout("the weights are detached: nothing is fetched before `attach`")
 
     def _found(self, to: int | None, *, wants_newer: bool) -> Published | None:
         """The version that is asked for, if it is there and not the one known to be held."""
@@ -438,7 +431,7 @@ class StoreReceiver(Closing):
 
     def _check_attached(self) -> None:
         if self._session.detached:
-            raise TransportTimeout("the weights were detached while a version was fetched")
+            raise TransportTimeout("the weights are detached: nothing is fetched before `attach`")
 
     def _replay(self, sync: StoredSync) -> None:
         """Stage each bucket; in place, write it. Then compare what comes of it."""
@@ -471,7 +464,7 @@ class StoreReceiver(Closing):
                 self._record.committed(commit_s, self._weights.staging)
                 self._weights.staging, self._held = None, sync.route.target
                 self._scrub_is_due = True
-        self._drop()
+        self._weights.staging = self._staged = None
         self._forget()
         what = (self.name, version := sync.route.target.version, sync.route.num_bytes)
         logger.info("%s wrote v%d: %d bytes fetched, %.1f ms", *what, commit_s * 1e3)
@@ -486,9 +479,6 @@ class StoreReceiver(Closing):
                 self._session.on("corrupted")
                 self._bound = None
                 raise self._record.corrupted(name, "fetch to heal")
-
-    def _drop(self) -> None:
-        self._weights.staging = self._staged = None
 
     def _forget(self) -> None:
         """Remove what was fetched."""
@@ -518,6 +508,6 @@ class StoreReceiver(Closing):
                 self._session.on("lost")
                 if has_begun or self._session.dirty:
                     self._bound = self._held = None
-                self._drop()
+                self._weights.staging = self._staged = None
             self._check_open()
             raise

@@ -29,26 +29,27 @@ class ScratchFolder:
     """
 
     def __init__(self, parent: str | Path | None = None, label: str | None = None) -> None:
-        prefix, lock = _PREFIX if label is None else f"{_KEPT}{label}-", None
+        is_kept, lock = label is not None, None
+        prefix = f"{_KEPT}{label}-" if is_kept else _PREFIX
         others = list(Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"))
         while lock is None:  # until it was locked before another process took it
-            if label is not None and others:
+            if is_kept and others:
                 self.path = others.pop()
                 lock = _locked(self.path, is_ours=True)
             else:
                 self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
                 lock = _locked(self.path)
         for other in others:
-            _remove_abandoned(other)
-        is_kept = label is not None
-        self._give_up = weakref.finalize(self, _closed, self.path, lock, os.getpid(), is_kept)
+            if (left := _locked(other, is_ours=True)) is not None:  # by a process that is gone
+                _close(other, left, os.getpid(), False)
+        self._give_up = weakref.finalize(self, _close, self.path, lock, os.getpid(), is_kept)
 
     def close(self) -> None:
         """Give it up. It is removed with all that is in it, unless it has a label. Idempotent."""
         self._give_up()
 
 
-def _closed(folder: Path, lock: int, process: int, is_kept: bool) -> None:
+def _close(folder: Path, lock: int, process: int, is_kept: bool) -> None:
     if os.getpid() == process:  # to a child of it the folder does not belong
         if not is_kept or not any(folder.glob("*")):
             shutil.rmtree(folder, ignore_errors=True)
@@ -76,11 +77,3 @@ def _locked(folder: Path, *, is_ours: bool = False) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that no process has locked, if this user may."""
-    descriptor = _locked(folder, is_ours=True)
-    if descriptor is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)

@@ -34,7 +34,6 @@ from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
-from deltasync.sync.target.base import some_of
 from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
@@ -162,7 +161,7 @@ class StoreSender(Closing):
         asked = self._weights.options.compression
         self._coding: Coding = "gap" if asked == "auto" else asked
         self._besides = BesidesWriter(self._writer, self.publishing)
-        self._watch = DeltaWatch()
+        self._watch, self._is_hinted = DeltaWatch(), False
 
     @property
     def run(self) -> str:
@@ -266,10 +265,10 @@ class StoreSender(Closing):
         Kernels on GPUs take the digests of what they pack.
         """
         if isinstance(delta, DeltaPlan) and (moved := delta.moved()).size:
-            names = some_of([self._layout.specs[number].name for number in moved.tolist()])
+            name, version = self._layout.specs[int(moved[0])].name, self._writer.next_version
             raise SyncAborted(
-                f"v{self._writer.next_version} was not published, as the source changed meanwhile: "
-                f"{names}. Let nothing write it during `publish`, and publish again"
+                f"v{version} was not published, as the source changed meanwhile: {name!r} and "
+                f"{len(moved) - 1} more. Let nothing write it during `publish`, and publish again"
             )
 
     def _begin(self, began: float) -> PublishStats:
@@ -397,8 +396,23 @@ class StoreSender(Closing):
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
             density_by=noticed.density_by,
-            warnings=noticed.warnings,
+            warnings=(*noticed.warnings, *self._hint(found)),
         )
+
+    def _hint(self, found: Delta | None) -> tuple[str, ...]:
+        """Say once that of a narrower dtype less would change."""
+        numels = (s.numel for s in self._layout.specs if s.dtype.name in ("float32", "float64"))
+        numel = self._layout.numel
+        if found is None or self._is_hinted or min(found.nnz, sum(numels)) <= numel / 2:
+            return ()
+        self._is_hinted = True
+        text = (
+            f"{found.nnz / numel:.2%} of the elements changed, and most are float32: if engines "
+            "hold bfloat16, publish that, which steps change less: "
+            "SenderOptions(wire_dtypes={'*': 'bfloat16'})"
+        )
+        logger.warning("v%d: %s", self.version, text)
+        return (text,)
 
 
 def _weights_of(source: WeightSource | LocalWeights, options: SenderOptions | None) -> LocalWeights:

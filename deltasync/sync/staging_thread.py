@@ -16,6 +16,7 @@ from deltasync.errors import (
     DeltaSyncError,
     TransportClosed,
     TransportTimeout,
+    is_permanent,
 )
 from deltasync.sync.protocol.links import check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverState
@@ -43,6 +44,9 @@ class Staging(Protocol):
     @property
     def is_detached(self) -> bool: ...
 
+    @property
+    def version(self) -> int | None: ...
+
     def stage(self, *, timeout_s: float) -> bool:
         """As `WeightReceiver.stage`."""
         ...
@@ -67,7 +71,9 @@ class StagingThread:
     Use it as a context manager. The engine's thread calls `is_staged` (free) or `wait_staged`,
     pauses, calls `commit`, and resumes; or the engine offers a `pause`, and this thread commits in
     it. If a sync fails, its error is kept in `last_error` and the receiver rejoins; the engine
-    serves its old version meanwhile.
+    serves its old version meanwhile. An error that `is_permanent`, such as LayoutMismatch, ends the
+    thread, and every call here raises it from then on; but not over a link to an engine that holds
+    a version, since another trainer may come.
 
     Leaving the context waits for the current `stage`, at most until the sender ends it or its
     silence times out; a fetch from a store is broken off. A version that is staged by then can
@@ -129,7 +135,7 @@ class StagingThread:
         return self.wait_staged(timeout_s=0)
 
     def wait_staged(self, *, timeout_s: float) -> bool:
-        """Wait for `is_staged`. Returns False after the timeout."""
+        """Wait for `is_staged`. Returns False after the timeout. Raises as `is_staged`."""
         check_seconds("timeout_s", timeout_s)
         if self._thread.ident is None:
             raise ConfigError("a StagingThread that does not run: use it as a context manager")
@@ -146,7 +152,7 @@ class StagingThread:
         """
         with self._turn:
             if self._is_committing:
-                raise ConfigError("a commit is under way; a StagingThread has one thread commit")
+                raise CallOrderError("a commit is under way, and only one thread may commit")
             if not self.is_staged():
                 raise CallOrderError("nothing is staged; ask is_staged first")
             self._is_committing = True
@@ -180,7 +186,7 @@ class StagingThread:
 
     def _end(self, error: Exception) -> None:
         with self._turn:
-            self._crash = error
+            self._crash, self._is_stopping = error, True
             self._turn.notify_all()
 
     def _take_turn(self) -> None:
@@ -222,16 +228,23 @@ class StagingThread:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Keep an error after which the receiver tries again, soon."""
-        self._log(error)
+        """Keep an error after which the receiver tries again, soon, unless that is of no use.
+
+        Over a link, with a version to serve, it may be of use: another trainer may come.
+        """
+        is_alone = self._receiver.version is None or isinstance(self._receiver, Resumable)
+        is_final = is_alone and is_permanent(error)
+        self._log(error, "ends" if is_final else "rejoins")
         self.last_error = error
+        if is_final:
+            self._end(error)
         with self._turn:
             self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
 
-    def _log(self, error: Exception) -> None:
+    def _log(self, error: Exception, what: str) -> None:
         """Once until a sync succeeds: a sender that stays away is one line."""
         why = f"{type(error).__name__}: {error}"
         if why != self._logged:
-            what = "rejoins, after a sync that failed" if self._has_joined else "has not joined yet"
+            what = f"{what}, after a sync that failed" if self._has_joined else "has not joined yet"
             logger.warning("%s %s: %s", self._receiver.name, what, why)
         self._logged = why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,10 @@ def step(model: nn.Module) -> None:
             parameter += 1
 
 
-def add(tensor: Tensor, at: tuple[int, ...]) -> None:
+def add(tensor: Tensor, *places: tuple[int, ...]) -> None:
     with torch.no_grad():
-        tensor[at] += 1
+        for place in places:
+            tensor[place].add_(1)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -87,8 +89,7 @@ def test_a_version_that_something_wrote_into_is_not_published(
         model(torch.randn(9, 100))  # which moves the statistics
         if turn in (2, 3, 5):
             tensor = model.state_dict()[name]
-            at = [(n,) * tensor.dim() for n in range(writes)]
-            sender.write = lambda tensor=tensor, at=at: [add(tensor, one) for one in at]
+            sender.write = partial(add, tensor, *((n,) * tensor.dim() for n in range(writes)))
             with pytest.raises(SyncAborted, match=rf"was not published.*{name}"):
                 sender.publish()
             sender.write = lambda: None

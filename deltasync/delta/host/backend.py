@@ -318,14 +318,14 @@ class DeltaPlan:
         The source was written meanwhile. Ask when everything is packed: what was read twice is in
         the snapshot then.
         """
-        chunks, ledger = list[Ints](), self.ledger
+        ledger, step = self.ledger, self.ledger.chunk_numel
+        is_written = np.zeros(len(ledger.sums), np.bool_)
         for change in self.changes:
-            first, step = ledger.first[change.parameter], ledger.chunk_numel
-            everything = Run(0, ledger.shares[change.parameter].numel)
-            for run in [everything] if change.runs is None else change.runs:
-                if run.bits is None:
-                    chunks.append(first + np.arange(run.start // step, -(-run.stop // step)))
-        written = np.concatenate([np.empty(0, np.int64), *chunks])
+            first, numel = ledger.first[change.parameter], ledger.shares[change.parameter].numel
+            for run in change.runs or [Run(0, numel)]:
+                chunks = slice(first + run.start // step, first - (-run.stop // step))
+                is_written[chunks] |= run.bits is None
+        written = np.flatnonzero(is_written)
         differs = self._snapshot.measure(written) != ledger.sums[written]
         return np.unique(ledger.table.parameter[written[differs]])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltasync.errors import (
+    CallOrderError,
     ConfigError,
     DeltaSyncError,
     ProtocolViolation,
@@ -37,7 +38,7 @@ class OneCaller:
     """Lets one call in at a time, and refuses others, of whichever thread.
 
     Args:
-        refusal: What a refused call raises as ConfigError.
+        refusal: What a refused call raises as CallOrderError.
     """
 
     def __init__(self, refusal: str) -> None:
@@ -46,12 +47,12 @@ class OneCaller:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """While a call is under way, in a plain mode of torch. Raises ConfigError if one is."""
+        """While a call is under way, in a plain mode of torch. Raises CallOrderError if one is."""
         mine = object()
         try:
             self._calls.append(mine)
             if self._calls[0] is not mine:
-                raise ConfigError(self._refusal)
+                raise CallOrderError(self._refusal)
             with torch.inference_mode(mode=False), torch.no_grad():
                 yield
         finally:
