@@ -41,16 +41,6 @@ logger = logging.getLogger(__name__)
 _RESUMED = 0  # no version
 
 
-# As what a trainer raises the errors for which workers do not connect; others are EngineFailed.
-_DECLINED: dict[str, type[ConfigError | DirtyReceiver | EngineTaken]] = {
-    "ConfigError": ConfigError,
-    "LayoutMismatch": ConfigError,
-    "UnknownDtype": ConfigError,
-    "DirtyReceiver": DirtyReceiver,
-    "EngineTaken": EngineTaken,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What workers are told when they connect; attributes as the arguments of `EngineSync`.
@@ -192,8 +182,8 @@ class Engine:
     def typed(self, told: EngineFailed) -> DeltaSyncError:
         """Why workers cannot take part, as the type that they raised if that is known."""
         text = str(told).replace(f": {self.name}: ", ": ")
-        for name, kind in _DECLINED.items():
-            if told.error == name:
+        for kind in (ConfigError, DirtyReceiver, EngineTaken):
+            if told.error == kind.__name__:
                 return kind(text.removeprefix(f"{told.error}: "))
         return EngineFailed(text, error=told.error)
 
