@@ -11,7 +11,7 @@ from deltasync.errors import ConfigError
 from deltasync.sync.options import ReceiverOptions, SenderOptions
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
-from deltasync.wire.messages import MAX_ENGINE
+from deltasync.wire.messages import MAX_ENGINE, is_unicode
 
 
 def check_source(source: object) -> None:
@@ -74,10 +74,8 @@ def _check_end(transport: object, end: str, *, has: str, other: str, other_has: 
 
 
 def _is_name(engine: object) -> bool:
-    """Whether messages can carry it: without surrogates, as bytes of a command line become."""
-    if not isinstance(engine, str) or not 0 < len(engine) <= MAX_ENGINE:
-        return False
-    return not any("\ud800" <= character <= "\udfff" for character in engine)
+    """Whether messages can carry it."""
+    return isinstance(engine, str) and 0 < len(engine) <= MAX_ENGINE and is_unicode(engine)
 
 
 def _kind(value: object) -> str:

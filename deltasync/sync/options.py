@@ -16,6 +16,7 @@ from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError
 from deltasync.transports.control.connection import LONGEST_S
 from deltasync.wire.frame import MAX_PAYLOAD_BYTES
+from deltasync.wire.messages import StreamId
 
 
 class SenderOptions(OptionsModel):
@@ -31,7 +32,7 @@ class SenderOptions(OptionsModel):
     max_inflight_bytes: int | None = Field(
         default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
-    compression: Coding | Literal["auto"] = Field(
+    compression: Literal[Coding, "auto"] = Field(
         default="none",
         description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
         "more time: gap, block without an entropy coder, class with one that knows the old "
@@ -61,7 +62,7 @@ class SenderOptions(OptionsModel):
         default="auto",
         description="what compares: Triton on GPUs, torch elsewhere, or one of them always",
     )
-    stream_id: str | None = Field(
+    stream_id: StreamId | None = Field(
         default=None, description="names the training run; None for a new one"
     )
     report_density: Literal["layer", "parameter"] | None = Field(

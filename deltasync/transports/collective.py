@@ -58,7 +58,7 @@ from deltasync.transports.control.connection import (
     failure,
 )
 from deltasync.transports.control.endpoints import Gate, Server
-from deltasync.transports.control.tcp import check_secret, listen_tcp, warn_of_strangers
+from deltasync.transports.control.tcp import check_network, listen_tcp, warn_of_strangers
 from deltasync.transports.process_group import (
     GroupSpec,
     Join,
@@ -117,7 +117,7 @@ class Sender(SendTransport):
             max_payload_bytes: Larger payloads are refused.
             store_port: Of the rendezvous store, which receivers reach too; 0 chooses a free port.
         """
-        check_secret(secret)
+        check_network(host, secret)
         self._backend = backend
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)

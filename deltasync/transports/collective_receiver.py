@@ -38,7 +38,7 @@ from deltasync.transports.control.connection import (
     busy_s,
 )
 from deltasync.transports.control.endpoints import Client, Gate
-from deltasync.transports.control.tcp import check_secret, dial_tcp
+from deltasync.transports.control.tcp import check_network, dial_tcp
 from deltasync.transports.process_group import (
     Broadcast,
     GroupSpec,
@@ -117,7 +117,7 @@ class Receiver(ReceiveTransport):
         """Connect to the sender at `host`:`port`; arguments as there. No memory is
         allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
         """
-        check_secret(secret)
+        check_network(host, secret)
         self._backend = backend
         device = device_of(backend, device)
         self._capabilities = Capabilities((device.type,), max_payload_bytes)

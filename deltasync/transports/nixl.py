@@ -40,7 +40,7 @@ from deltasync.transports.control.connection import (
     Pace,
     busy_s,
 )
-from deltasync.transports.control.tcp import check_secret, dial_tcp, listen_tcp, warn_of_strangers
+from deltasync.transports.control.tcp import check_network, dial_tcp, listen_tcp, warn_of_strangers
 from deltasync.transports.nixl_agent import (
     MEMORY_TYPES,
     Agent,
@@ -156,7 +156,7 @@ class Sender(SlotSender):
 
         Raises TransportUnavailable without NIXL, or where UCX cannot run.
         """
-        check_secret(secret)
+        check_network(host, secret)
         device = device_of(device)
         self._agent = Agent(device, serves=True)
         listener = listen_tcp(host, port)
@@ -274,7 +274,7 @@ class Receiver(SlotReceiver):
         """Connect to the sender at `host`:`port`; arguments as there. No memory is
         allocated for payloads larger than `max_payload_bytes`, whatever the sender declares.
         """
-        check_secret(secret)
+        check_network(host, secret)
         load_library()
         self._address = host, port
         self._device = device_of(device)

@@ -78,11 +78,18 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a message can carry it: bytes of a command line or file name become surrogates."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def limit_broken(spec: ParameterSpec) -> str | None:
     """Return which limit of messages a parameter exceeds; None if it exceeds none."""
     for length in map(len, spec.names):
         if not 0 < length <= MAX_NAME:
             return f"its name has {length} characters, 1 to {MAX_NAME} can be sent"
+    if not all(map(is_unicode, spec.names)):
+        return "its name is no Unicode, since it has surrogates, and cannot be sent"
     if len(spec.shape) > MAX_DIMENSIONS:
         return f"{len(spec.shape)} dimensions, {MAX_DIMENSIONS} at most can be sent"
     if _extent(spec.shape) > MAX_NUMEL:

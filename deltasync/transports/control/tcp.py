@@ -11,8 +11,14 @@ from deltasync.transports import forks
 from deltasync.transports.control.connection import Deadline
 
 
-def check_secret(secret: bytes | None) -> None:
-    """Raise ConfigError for a secret that is none."""
+def check_network(host: str, secret: bytes | None) -> None:
+    """Raise ConfigError for what is no name of a host, and for a secret that is none."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ConfigError(f"{host[:80]!r} is no name or address of a host") from None
+    if not isinstance(secret, bytes | None):
+        raise ConfigError(f"secret is a {type(secret).__name__}: give bytes")
     if secret is not None and not secret:
         raise ConfigError("an empty secret protects nothing; leave it out or set one")
 
