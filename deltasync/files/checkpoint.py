@@ -25,6 +25,7 @@ from deltasync.wire.messages import ParameterSpec, limit_broken
 INDEX = "model.safetensors.index.json"
 _SHOWN = 80  # characters of a name that may be of any length
 _PICKLED, _ZIP = {".bin", ".pt", ".pth", ".ckpt"}, b"PK\x03\x04"
+_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # of pickles, after "\x80"
 _CONVERT = (
     "deltasync unpickles nothing, convert it: "
     "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
@@ -280,9 +281,7 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
-        raise ConfigError(
-            "checkpoints are read by safetensors: pip install deltasync[files]"
-        ) from None
+        raise ConfigError("checkpoints are read by safetensors: pip install safetensors") from None
     try:
         with safe_open(file, "np") as opened:  # torch would map it once more
             for name in opened.offset_keys():
@@ -297,8 +296,11 @@ def _header(file: Path) -> Iterable[tuple[str, Dtype, tuple[int, ...]]]:
 def _is_pickle(file: Path) -> bool:
     """Whether a file that is not safetensors looks like, or is named like, one of torch.save."""
     with file.open("rb") as opened:
-        begin = opened.read(4)
-    return file.suffix in _PICKLED or begin == _ZIP or begin[:1] == b"\x80"
+        begin = opened.read(_LENGTH_BYTES + 1)
+    if begin[_LENGTH_BYTES:] == b"{":  # a damaged header of safetensors
+        return False
+    is_protocol = begin[:1] == b"\x80" and begin[1:2] in _PROTOCOLS
+    return file.suffix in _PICKLED or begin.startswith(_ZIP) or is_protocol
 
 
 def _known(file: Path, name: str, dtype: str) -> Dtype:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from deltasync.delta.backend import Backend
-from deltasync.delta.bits import Live, integer_dtype, torch_dtype
+from deltasync.delta.bits import Live
 from deltasync.delta.digests import digest_text
 from deltasync.errors import ConfigError, DigestMismatch, LayoutMismatch
-from deltasync.files.checkpoint import INDEX, Checkpoint
+from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.output import appearing, refuse_existing
 from deltasync.files.patch_file import Phase, no_phase
+from deltasync.files.shards import index_of, shards_of
 from deltasync.sync.held import proved
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.target.base import some_of
 from deltasync.wire.messages import ParameterSpec
 
-_SHARD_BYTES = 1 << 30  # of a file, and of host memory
-_STEP = 1 << 22  # elements read at once
+_SHARD_BYTES = 1 << 30  # of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +57,8 @@ def export_weights(
     the receiver has proved. A tied tensor is written once, under its first name; the metadata of
     its file has the others, as `safetensors.torch.load_model` reads them.
 
-    Syncs wait while the weights are read, not while the files are checked. Host memory beyond the
-    weights is one file's.
+    Syncs wait while the weights are read, not while the files are checked. It takes no host memory
+    but for a piece of a tensor.
 
     Args:
         receiver: Of an engine of one rank that holds all that is sent. It may be in use by another
@@ -88,7 +83,7 @@ def export_weights(
             check_whole(specs, flats)
             digest = held.backend.ledger.total
             advance = phase("writing")
-            files = _write(specs, held.backend, made, shard_bytes=shard_bytes, advance=advance)
+            files = _write(specs, flats, made, shard_bytes=shard_bytes, advance=advance)
             stream_id, version = held.stream_id, held.version
         _check(made, digest, advance=phase("verifying"))
     return Exported(
@@ -113,74 +108,32 @@ def check_whole(specs: Sequence[ParameterSpec], flats: Mapping[int, Live]) -> No
 
 def _write(
     specs: Sequence[ParameterSpec],
-    backend: Backend,
+    flats: Mapping[int, Live],
     folder: Path,
     *,
     shard_bytes: int,
     advance: Advance,
 ) -> list[str]:
-    """Write the files of a checkpoint. Returns their names."""
-    save_file, error_type = _library()
-    shards = _shards(specs, shard_bytes)
-    names, weight_map = list[str](), dict[str, str]()
-    for number, shard in enumerate(shards, start=1):
-        of_all = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-        names.append(f"model{of_all}.safetensors")
-        tensors: dict[str, Tensor] = {}
-        for n in shard:
-            weight_map[specs[n].name] = names[-1]
-            tensors[specs[n].name] = _read(specs[n], backend.flats[n])
-            advance(specs[n].numel * specs[n].dtype.item_size)
-        tied = {other: specs[n].name for n in shard for other in specs[n].names[1:]}
-        try:
-            save_file(tensors, folder / names[-1], metadata={"format": "pt"} | tied)
-        except error_type as error:  # of the system's own errors too
-            raise ConfigError(f"{names[-1]} cannot be written: {error}") from error
-        _sync(folder / names[-1])
-    if len(shards) > 1:
-        num_bytes = sum(spec.numel * spec.dtype.item_size for spec in specs)
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        _sync(folder / INDEX)
-    _sync(folder)
-    return names
-
-
-def _library() -> tuple[Callable[..., None], type[Exception]]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "checkpoints are written by safetensors: pip install deltasync[files]"
-        ) from None
-    return save_file, SafetensorError
-
-
-def _shards(specs: Sequence[ParameterSpec], shard_bytes: int) -> list[list[int]]:
-    """Numbers of the parameters of each file, in order of the layout."""
+    """Write the files of a checkpoint. Returns the names of those that hold tensors."""
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes is {shard_bytes}: give at least 1")
-    if odd := [spec.name for spec in specs if _RESERVED in spec.names]:
-        raise ConfigError(f"no safetensors file can hold a tensor that is named {odd[0]!r}")
-    shards, size = [list[int]()], 0
-    for number, spec in enumerate(specs):
-        num_bytes = spec.numel * spec.dtype.item_size
-        if shards[-1] and size + num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(number)
-        size += num_bytes
-    return shards
+    shards = shards_of(specs, max_bytes=shard_bytes)
+    for shard in shards:
+        pieces = shard.pieces(specs, lambda number, start, stop: flats[number].read(start, stop))
+        _write_file(folder / shard.name, pieces, advance)
+    if (index := index_of(shards, specs)) is not None:
+        name, data = index
+        _write_file(folder / name, [memoryview(data)], lambda num_bytes: None)
+    _sync(folder)
+    return [shard.name for shard in shards]
 
 
-def _read(spec: ParameterSpec, flat: Live) -> Tensor:
-    """A copy of a whole parameter in host memory."""
-    bits = torch.empty(spec.numel, dtype=integer_dtype(spec.dtype))
-    for start in range(0, spec.numel, _STEP):
-        stop = min(start + _STEP, spec.numel)
-        bits[start:stop].copy_(flat.read(start, stop))
-    return bits.view(torch_dtype(spec.dtype)).view(spec.shape)
+def _write_file(path: Path, pieces: Iterable[memoryview], advance: Advance) -> None:
+    with path.open("xb") as file:
+        for piece in pieces:
+            file.write(piece)
+            advance(len(piece))
+    _sync(path)
 
 
 def _check(made: Path, digest: int, *, advance: Advance) -> None:
@@ -204,4 +157,3 @@ def _sync(path: Path) -> None:
 
 
 _ELSEWHERE = "export from an engine of one rank, or with deltasync export --connect"
-_RESERVED = "__metadata__"

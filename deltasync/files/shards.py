@@ -52,7 +52,8 @@ def shards_of(specs: Sequence[ParameterSpec], *, max_bytes: int) -> list[Shard]:
     """Split a model into files. Names are those that transformers writes.
 
     Args:
-        specs: The layout; a tied tensor is written once, by its canonical name.
+        specs: The layout; a tied tensor is written once, by its canonical name. The metadata of
+            its file has the others, as `safetensors.torch.load_model` reads them.
         max_bytes: Of the tensors in a file. A larger tensor has a file of its own.
 
     Raises ConfigError for a name that safetensors reserves.
@@ -60,7 +61,7 @@ def shards_of(specs: Sequence[ParameterSpec], *, max_bytes: int) -> list[Shard]:
     groups: list[list[int]] = [[]]
     room = max_bytes
     for number, spec in enumerate(specs):
-        if spec.name == _METADATA:
+        if _METADATA in spec.names:
             raise ConfigError(f"{_METADATA!r} cannot be the name of a tensor in safetensors")
         num_bytes = _bytes_of(spec)
         if num_bytes > room and groups[-1]:
@@ -87,7 +88,8 @@ def index_of(shards: Sequence[Shard], specs: Sequence[ParameterSpec]) -> tuple[s
 def _shard(name: str, numbers: list[int], specs: Sequence[ParameterSpec]) -> Shard:
     # Larger elements first, so that each tensor is aligned.
     ordered = sorted(numbers, key=lambda number: -specs[number].dtype.item_size)
-    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    tied = {other: specs[number].name for number in ordered for other in specs[number].names[1:]}
+    entries: dict[str, object] = {_METADATA: {"format": "pt"} | tied}
     end = 0
     for number in ordered:
         spec = specs[number]

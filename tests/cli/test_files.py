@@ -316,7 +316,7 @@ def test_without_safetensors_it_says_what_to_install(old: Path) -> None:
     code = "import sys; sys.modules['safetensors'] = None; from deltasync.cli import main; main()"
     done = run_program(code, "verify", old, old, environment=ENVIRONMENT)
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("pip install deltasync[files]")
+    assert done.stderr.strip().endswith("pip install safetensors")
     assert len(done.stderr.splitlines()) == 1
 
 
