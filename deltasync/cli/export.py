@@ -17,7 +17,6 @@ from deltasync.cli.terminal import (
     make_console,
     phases,
     print_json,
-    secret_of,
     size,
 )
 
@@ -30,7 +29,7 @@ def export(
     url: Annotated[
         str | None,
         typer.Argument(
-            metavar="[URL]", show_default=False, help="A folder, s3://bucket/prefix, ...; of a run."
+            metavar="URL", show_default=False, help="A folder, s3://bucket/prefix, ...; of a run."
         ),
     ] = None,
     to: To = None,
@@ -61,7 +60,7 @@ def export(
     secret: Secret = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version as a checkpoint that a trainer can be restored from.
+    """Write a version as a checkpoint that restores a trainer.
 
     It comes from a store, or with --connect from a living sender, which answers when it sends next.
     Tensors are bit for bit what the trainer had, in the dtypes that it sent.
@@ -124,10 +123,12 @@ def _write_live(
 
 
 def _links_to(addresses: list[str], secret: Path | None) -> list[ReceiveTransport]:
-    """Receivers' ends, in host memory. Raises ConfigError, BadParameter."""
+    """Receivers' ends, in host memory. Raises ConfigError."""
     import torch
 
+    from deltasync.config import read_secret
     from deltasync.transports.address import Address
 
-    parsed, shared = [Address.parse(text) for text in addresses], secret_of(secret)
+    parsed = [Address.parse(text) for text in addresses]
+    shared = None if secret is None else read_secret(secret)
     return [address.receiver(torch.device("cpu"), secret=shared) for address in parsed]

@@ -33,7 +33,8 @@ KeyFile: TypeAlias = Annotated[
 
 
 def store_options(config: list[str] | None, key_file: Path | None) -> StoreOptions:
-    """Parse the options with these names. Raises BadParameter, OSError."""
+    """Parse the options with these names. Raises BadParameter, ConfigError."""
+    from deltasync.config import read_secret
     from deltasync.store.objects import StoreOptions
 
     pairs = [text.partition("=") for text in config or ()]
@@ -43,7 +44,4 @@ def store_options(config: list[str] | None, key_file: Path | None) -> StoreOptio
     known = {key: value for key, _, value in pairs}
     if key_file is None:
         return StoreOptions(config=known)
-    key_bytes = key_file.read_bytes()
-    if not key_bytes:
-        raise typer.BadParameter(f"{key_file} is empty", param_hint="--key-file")
-    return StoreOptions.model_validate({"config": known, "mac_key": key_bytes})
+    return StoreOptions.model_validate({"config": known, "mac_key": read_secret(key_file)})

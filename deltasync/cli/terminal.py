@@ -38,7 +38,11 @@ AsJson: TypeAlias = Annotated[
 ]
 Only: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--only", help="Only tensors whose names match, such as '*.mlp.*'; repeatable."),
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Only tensors whose names match, such as '*.mlp.*'; repeatable.",
+    ),
 ]
 Rename: TypeAlias = Annotated[
     list[str] | None,
@@ -56,19 +60,6 @@ Secret: TypeAlias = Annotated[
     typer.Option(help="A file with the secret that both ends of a network link share."),
 ]
 FilePath: TypeAlias = Annotated[Path, typer.Argument(show_default=False)]
-
-
-def secret_of(path: Path | None) -> bytes | None:
-    """What a file of `--secret` holds, without white space around it. Raises BadParameter."""
-    if path is None:
-        return None
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--secret") from error
-    if not secret:
-        raise typer.BadParameter(f"{path} is empty", param_hint="--secret")
-    return secret
 
 
 def selection(only: list[str] | None, rename: list[str] | None, ignore: bool) -> Selection:
