@@ -137,14 +137,17 @@ _HOMES = {
     for name in names.split()
 }
 _MODULES = {
+    "config",
     "delta",
     "dtypes",
     "errors",
     "files",
     "integrations",
     "observe",
+    "quant",
     "store",
     "sync",
+    "testing",
     "transports",
     "wire",
 }
