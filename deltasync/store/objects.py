@@ -88,8 +88,9 @@ class Objects:
     """The objects under a prefix.
 
     Args:
-        url: A local path, `file:///path`, `memory://name` (within this process), or what obstore
-            knows: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
+        url: A local path, in which a leading ~ is the home folder, `file:///path`, `memory://name`
+            (within this process), or what obstore knows: `s3://bucket/prefix`,
+            `gs://bucket/prefix`, `az://container/prefix`.
         options: Limits, and how to reach the store.
         make: Whether a local folder is made if it does not exist.
 
@@ -439,7 +440,7 @@ def _folder_of(url: str) -> Path | None:
         if not url.startswith("file:///"):
             raise ConfigError(f"{url!r} names no folder: give a path, or file:///path")
         return Path(url.removeprefix("file://"))
-    return None if _SCHEME.match(url) else Path(url).absolute()
+    return None if _SCHEME.match(url) else Path(os.path.expanduser(url)).absolute()
 
 
 def _load() -> ModuleType:
@@ -448,5 +449,5 @@ def _load() -> ModuleType:
         import obstore.exceptions
         import obstore.store
     except ModuleNotFoundError:
-        raise ConfigError("stores need obstore: pip install deltasync[store]") from None
+        raise ConfigError("stores need obstore: pip install obstore") from None
     return obstore
