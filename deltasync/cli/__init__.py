@@ -81,7 +81,7 @@ def _run() -> int:
     except ModuleNotFoundError as error:
         if error.name not in {"rich", "typer"}:
             raise
-        return _refuse("the command line needs typer and rich: pip install deltasync[cli]")
+        return _refuse("the command line needs typer and rich: pip install typer rich")
     from deltasync.cli.app import make_app
     from deltasync.cli.terminal import printable
 

@@ -40,7 +40,7 @@ def demo(
     ] = None,
     quick: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Train a small policy by GRPO; a second process generates the rollouts.
+    """Train a small policy by GRPO, with rollouts in another process.
 
     Only the weights that changed travel between the two, after every optimizer step.
     """
@@ -73,7 +73,7 @@ def _check(lr: float, out: Path | None) -> None:
     if out is None:
         return
     if not (find_spec("matplotlib") and find_spec("safetensors")):
-        raise typer.BadParameter("needs pip install deltasync[cli,plot]", param_hint="--out")
+        raise typer.BadParameter("needs pip install matplotlib safetensors", param_hint="--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +82,7 @@ def _check(lr: float, out: Path | None) -> None:
 
 def _check_store(store: Path | None) -> None:
     if store is not None and not find_spec("obstore"):
-        raise typer.BadParameter("needs pip install deltasync[cli,store]", param_hint="--store")
+        raise typer.BadParameter("needs pip install obstore", param_hint="--store")
 
 
 def _run(config: DemoConfig, *, as_json: bool, out: Path | None) -> bool:

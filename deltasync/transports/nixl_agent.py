@@ -34,7 +34,7 @@ def load_library() -> Any:
         import nixl
     except (ImportError, OSError) as error:
         raise TransportUnavailable(
-            f"NIXL cannot be imported: {error}; pip install 'deltasync[nixl]', {_INSTEAD}"
+            f"NIXL cannot be imported: {error}; pip install nixl, {_INSTEAD}"
         ) from error
     if not hasattr(nixl, "nixlAgent"):
         raise TransportUnavailable(f"this NIXL is too old: install nixl>=1.5, {_INSTEAD}")

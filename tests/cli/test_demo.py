@@ -93,7 +93,7 @@ def test_without_typer_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; from deltasync.cli import main; main()"
     done = run(sys.executable, "-c", code)
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("pip install deltasync[cli]")
+    assert done.stderr.strip().endswith("pip install typer rich")
     assert len(done.stderr.splitlines()) == 1
 
 

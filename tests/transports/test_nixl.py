@@ -39,7 +39,7 @@ from deltasync.testing.transport import TransportContract
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.transports.control.connection import Connection, Kind
 
-pytest.importorskip("nixl", reason="needs NIXL: pip install 'deltasync[nixl]'")
+pytest.importorskip("nixl", reason="needs NIXL: pip install nixl")
 
 from deltasync.transports.nixl import Receiver, Sender
 from deltasync.transports.nixl_agent import Agent, Place

@@ -159,7 +159,7 @@ def _allocator() -> Check:
 
 
 def _triton(num_gpus: int, problems: dict[str, str | None]) -> Check:
-    advice = "pip install deltasync[triton]; without it GPUs are slower"
+    advice = "pip install triton; without it GPUs are slower"
     if find_spec("triton") is None:
         return Check("Triton", False if num_gpus else None, "not installed", advice)
     found = f"{version('triton')}"
@@ -181,7 +181,7 @@ def _kernels(num_gpus: int, problems: dict[str, str | None]) -> Check:
 
 def _link(link: str, num_gpus: int, problems: dict[str, str | None]) -> Check:
     if link not in problems:
-        needs = {"nccl": "two GPUs", "nixl": "pip install 'deltasync[nixl]'"}.get(link, "a GPU")
+        needs = {"nccl": "two GPUs", "nixl": "pip install nixl"}.get(link, "a GPU")
         return Check(link, None, f"not tried: it needs {needs}")
     problem = problems[link]
     if problem is None:
@@ -216,7 +216,7 @@ def _plugin() -> Check:
     if find_spec("vllm") is None:
         return Check(name, None, "vLLM is not installed")
     if not entry_points(group=group, name="deltasync"):
-        advice = "pip install deltasync where vLLM is: PYTHONPATH alone registers nothing"
+        advice = "pip install deltasync's clone where vLLM is: PYTHONPATH alone registers nothing"
         return Check(name, False, "vLLM does not see deltasync's entry point", advice)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "deltasync" not in allowed.split(","):
