@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from deltasync import __version__
 from deltasync.cli.ending import with_exit_codes
+
+
+class _Command(TyperCommand):
+    """A command whose arguments are called in capitals, as its help and errors call them."""
+
+    def __init__(self, *words: Any, params: list[Any], **options: Any) -> None:
+        for one in params:
+            if one.param_type_name == "argument" and one.metavar is None and one.name:
+                one.metavar = one.name.upper()
+        super().__init__(*words, params=params, **options)
 
 
 def make_app(commands: Mapping[str, Iterable[str]]) -> typer.Typer:
@@ -18,7 +29,7 @@ def make_app(commands: Mapping[str, Iterable[str]]) -> typer.Typer:
     app.callback(help="Push only the changed weights from a trainer into inference engines.")(_root)
     for name, needed in commands.items():
         command = getattr(import_module(f"deltasync.cli.{name}"), name)
-        app.command()(with_exit_codes(command, needed))
+        app.command(cls=_Command)(with_exit_codes(command, needed))
     return app
 
 

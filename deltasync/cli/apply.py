@@ -16,7 +16,7 @@ def apply(
     out: Annotated[Path, typer.Option(help="The new file or folder.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Write a new checkpoint: CHECKPOINT with PATCH applied, bit for bit what it was made from.
+    """Apply PATCH to CHECKPOINT, and write what it was made from.
 
     CHECKPOINT is a safetensors file, or a folder of them: then its other files are copied too.
     Whether it is what the patch fits on is checked first, and what was written at the end.

@@ -31,7 +31,7 @@ def bench(
     ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Sync a model to a second process, and compare that with sending all of it.
+    """Time syncs of what changes, and compare with sending all of it.
 
     Both take turns, and every sync is verified. Other work on the machine blurs the times.
     """

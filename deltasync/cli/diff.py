@@ -75,7 +75,7 @@ def diff(
     ignore_missing: IgnoreMissing = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how two checkpoints differ: by layer, by tensor, in ULPs and in bytes.
+    """Show how two checkpoints differ, by layer, tensor, ULP and byte.
 
     OLD and NEW are safetensors files, or folders of them.
     """

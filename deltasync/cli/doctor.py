@@ -24,9 +24,10 @@ _STYLES = {True: "green", False: "red", None: "dim"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Try what deltasync can use here: links between processes, GPUs, kernels, engines.
+    """Try what works here: links, GPUs, kernels, engines.
 
-    The exit code is 1 if something that it cannot do without is broken.
+    Links are tried between two new processes. The exit code is 1 if something that deltasync cannot
+    do without is broken.
     """
     from deltasync.cli.probes.checks import all_checks, works
 

@@ -35,9 +35,10 @@ def fetch(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version of a store as a checkpoint in safetensors, over the fewest bytes.
+    """Write a version of a store as a checkpoint in safetensors.
 
-    What is fetched is checked against the manifests, and what was written is read again.
+    It comes over the fewest bytes. What is fetched is checked against the manifests, and what was
+    written is read again.
     """
     write(url, out, to, base, run, options=store_options(config, key_file), as_json=as_json)
 

@@ -29,7 +29,7 @@ def gc(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old versions of a run, and uploads that were never finished.
+    """Delete old versions of a run, and uploads left unfinished.
 
     What the newest versions need stays, and what readers with a lease need.
     """

@@ -35,7 +35,7 @@ def inspect(
     ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the parts of a frame or a patch file, and what is wrong with it, and where.
+    """Show the parts of a frame or patch file, and what is wrong where.
 
     Exits with 1 if it is damaged. Rules are those of docs/wire-format.md.
     """

@@ -33,9 +33,10 @@ def log(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the versions of a run: how each can be fetched, its size, and who wrote it when.
+    """Show the versions of a run, and how each can be fetched.
 
-    Manifests are checked, and that each names the one before; objects are not read.
+    Also its size, and who wrote it when. Manifests are checked, and that each names the one before;
+    objects are not read.
     """
     from deltasync.store.history import history_of
 

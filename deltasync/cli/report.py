@@ -24,10 +24,10 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the log of a run: bytes, density by layer, pauses and failures, on one page of HTML.
+    """Draw the log of a run as one page of HTML.
 
-    The page needs no network, and nothing beside it. An existing page is replaced; a device or pipe
-    is written into.
+    It shows bytes, density by layer, pauses and failures. The page needs no network, and nothing
+    beside it. An existing page is replaced; a device or pipe is written into.
     """
     from deltasync.errors import ConfigError
     from deltasync.files.output import write_output

@@ -47,10 +47,11 @@ def verify(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether two checkpoints are equal bit for bit; exit with 1 if they are not.
+    """Check whether two checkpoints are equal, or a store is intact.
 
-    FIRST and SECOND are safetensors files, or folders of them. Without SECOND, FIRST is the URL of
-    a store: then all of its manifests and objects are read, and each version is put together.
+    Exits with 1 if a bit differs. FIRST and SECOND are safetensors files, or folders of them.
+    Without SECOND, FIRST is the URL of a store: then all of its manifests and objects are read, and
+    each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
