@@ -79,6 +79,13 @@ def test_a_target_follows_names_of_a_checkpoint(
     found("transformers", architecture, "1", "routed")
 
 
+def test_what_is_trained_is_known_by_names_of_the_checkpoint(tmp_path: Path) -> None:
+    model = model_of("Qwen3MoeForCausalLM", tmp_path, 0)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    trained = {one.name: one.tensor.requires_grad for one in TransformersSource(model).tensors()}
+    assert trained == {name: "embed_tokens" not in name for name in trained}
+
+
 def test_a_model_that_moved_is_followed(tmp_path: Path) -> None:
     model = model_of("Qwen3MoeForCausalLM", tmp_path, 0)
     source = TransformersSource(model)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.errors import ConfigError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.fleet import EngineFleet
 from deltasync.quant.fp8 import Fp8
 from deltasync.quant.served import ServedSource
+from deltasync.transports import shared_memory
 from tests.sync.groups import Trainer as SourcesOfRanks
 from tests.sync.harness import bits_equal, fleet
 
@@ -215,6 +219,31 @@ def test_one_of_several_hooks_of_a_sender_needs_to_step_a_part_only(
         for part in model.children():
             sync_after_step(adamw(part.parameters()), here.sender)
     assert "not sent" not in caplog.text
+
+
+def engine_sync(source: WeightSource, folder: Path) -> EngineSync:
+    return EngineSync(source, object(), shared_memory.Sender(folder / "socket"))  # type: ignore[arg-type]
+
+
+def engine_fleet(source: WeightSource, folder: Path) -> EngineFleet:
+    return EngineFleet(source, shared_memory.Sender(folder / "socket"))
+
+
+@pytest.mark.parametrize("make", [engine_sync, engine_fleet])
+def test_senders_to_running_engines_look_as_well(
+    make: Callable[[WeightSource, Path], EngineSync | EngineFleet], tmp_path: Path
+) -> None:
+    model = network()
+    with make(ModuleSource(model), tmp_path) as sender:
+        sync_after_step(adamw(model.parameters()), sender)
+        with pytest.raises(ConfigError, match="none of the 6"):
+            sync_after_step(adamw(network().parameters()), sender)
+
+
+def test_parameters_without_memory_are_not_judged() -> None:
+    with fleet(network()) as here:
+        for strange in (nn.LazyLinear(4), network().to("meta")):
+            sync_after_step(adamw(strange.parameters()), here.sender)
 
 
 @pytest.fixture

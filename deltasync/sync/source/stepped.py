@@ -55,7 +55,7 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str,
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         for place, one in zip(group.get("param_names", count()), group["params"], strict=False):
-            if one.requires_grad:
+            if one.requires_grad and (is_sharded(one) or has_storage(one)):
                 yield f"{place} of group {number}, of shape {tuple(one.shape)}", one
 
 
