@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16  # of a part, while the link is not known
-_SOON_S, _LATE_S, _LOOK_S = 1.0, 4.0, 0.1  # how long a part should take, and between two looks
+_SOON_S, _LATE_S, _LOOK_S = 0.5, 2.0, 0.1  # how long a part should take, and between two looks
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Fetched:
             kept_bytes = out.tell()
             if kept_bytes:
                 progress.advance(0, kept_bytes=kept_bytes)
-            for part in self._parts(file, kept_bytes):
+            for part in self._parts(file, kept_bytes) if kept_bytes < file.bytes else ():
                 out.write(part)
                 sha256.update(part)
                 progress.advance(len(part))

@@ -50,7 +50,7 @@ def raced(model: nn.Module, folder: Path) -> Raced:
 def step(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 1
+            parameter.add_(1)
 
 
 def add(tensor: Tensor, *places: tuple[int, ...]) -> None:

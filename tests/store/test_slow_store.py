@@ -165,3 +165,27 @@ def test_a_follower_that_ends_does_not_wait_for_all_bytes(slow: Slow) -> None:
         with receiver.follow() as follower:
             assert follower.wait_staged(timeout_s=60)
             follower.commit()
+
+
+@pytest.mark.timeout(300)
+def test_attempts_that_the_store_ends_do_not_begin_again(slow: Slow) -> None:
+    slow.faults.bytes_per_s = None
+    few = slow.place.options.model_copy(update={"retries": 0, "parallel": 1})
+    engine = model()
+    receiver = StoreReceiver(ModuleTarget(engine), slow.place.url, store=few)
+    parts: list[str] = []
+
+    def choose(method: str, path: str) -> str | None:
+        if method != "GET" or "-anchor-" not in path:
+            return None
+        parts.append(path)
+        return "error" if len(parts) % 2 == 0 else None
+
+    slow.faults.choose = choose
+    with receiver, receiver.follow() as follower:
+        while not follower.wait_staged(timeout_s=60):
+            pass
+        follower.commit()
+    assert torch.equal(engine.weight, slow.trainer.weight)
+    assert slow.faults.down_bytes < 1.1 * NUM_BYTES
+    assert slow.faults.met["error"] > 2
