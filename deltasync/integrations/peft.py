@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain
 from deltasync.delta.modes import in_plain_mode
+from deltasync.delta.routes.naming import unwrapped
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.module import ModuleWatch, named_tensors, tied_tensors
+from deltasync.sync.module import (
+    ModuleWatch,
+    named_tensors,
+    renamed,
+    tied_tensors,
+    unwrapped_module,
+)
 from deltasync.sync.source.tensors import NamedTensor
 
 _PREFIX = "base_model.model."
@@ -62,11 +69,19 @@ class MergedSource:
     merging and unmerging in place would round its weights each time.
 
     Args:
-        model: The trainer's PeftModel; read at every sync, never written.
+        model: The trainer's PeftModel, or what torch.compile or DDP makes of one; read at every
+            sync, never written. What such wrappers put into names is left out.
+        rename: Maps a name in the base model to the one that receivers know. If it returns None,
+            the tensor is left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, *, rename: Callable[[str], str | None] | None = None
+    ) -> None:
+        from peft import PeftModel
+
+        self._model: nn.Module = unwrapped_module(model, PeftModel, of="MergedSource")
+        self._rename = rename
         self._watch: ModuleWatch | None = None
         self._layers: dict[str, tuple[Any, Tensor]] = {}
         self._tensors: list[NamedTensor] = []
@@ -84,7 +99,8 @@ class MergedSource:
             self._layers = {
                 name: (layer, _room(name, layer)) for name, layer in _layers(self._model)
             }
-            self._tensors = tied_tensors(_named(self._model, self._layers))
+            named = _named(self._model, self._layers)
+            self._tensors = tied_tensors(renamed(named, self._rename))
             self._watch, self._active = watch, list(active)
         for name, (layer, merged) in self._layers.items():
             _merge(name, layer, merged)
@@ -148,7 +164,7 @@ def _named(model: nn.Module, layers: dict[str, tuple[Any, Tensor]]) -> Iterator[
             if adapter not in active:
                 continue
             name = f"{owner}.{leaf}"
-        name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        name = unwrapped(name).removeprefix(_PREFIX).replace(".base_layer.", ".")
         yield name, merged.get(id(tensor), tensor)
 
 

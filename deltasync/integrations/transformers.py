@@ -14,11 +14,18 @@ from torch import Tensor, nn
 
 from deltasync.delta.modes import writable
 from deltasync.delta.region import Region, ordered
+from deltasync.delta.routes.naming import unwrapped
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.delta.routes.route import Piece
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
-from deltasync.sync.module import ModuleSource, named_tensors, tied_tensors
+from deltasync.sync.module import (
+    ModuleSource,
+    named_tensors,
+    renamed,
+    tied_tensors,
+    unwrapped_module,
+)
 from deltasync.sync.source.tensors import NamedTensor
 from deltasync.sync.target.routed import RoutedTarget
 
@@ -27,18 +34,27 @@ class TransformersSource(ModuleSource):
     """A transformers model's weights, with the names and shapes of its checkpoint.
 
     Args:
-        model: The trainer's model; read at every sync, never written.
+        model: The trainer's PreTrainedModel, or what torch.compile or DDP makes of one; read at
+            every sync, never written. What such wrappers put into names is left out.
+        rename: Maps a checkpoint name to the one that receivers know. If it returns None, the
+            tensor is left out.
 
     Attributes:
-        module: The same.
+        module: The PreTrainedModel.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: nn.Module, *, rename: Callable[[str], str | None] | None = None
+    ) -> None:
+        from transformers import PreTrainedModel
+
+        super().__init__(
+            unwrapped_module(model, PreTrainedModel, of="TransformersSource"), rename=rename
+        )
 
     def _listed(self) -> list[NamedTensor]:
         """Raises ConfigError with the name of a tensor that transformers computes."""
-        return tied_tensors(iter(_views_of(self.module).items()))
+        return tied_tensors(renamed(_views_of(self.module).items(), self._rename))
 
 
 def transformers_target(model: nn.Module) -> RoutedTarget:
@@ -63,7 +79,8 @@ def transformers_target(model: nn.Module) -> RoutedTarget:
 
 def _views_of(model: nn.Module) -> dict[str, Tensor]:
     """Raises ConfigError for checkpoint tensors that are not a view of one parameter."""
-    live = {n: one.tensor for one in tied_tensors(named_tensors(model)) for n in one.names}
+    tensors = tied_tensors(named_tensors(model))
+    live = {unwrapped(name): one.tensor for one in tensors for name in one.names}
     parts, recording = _converted(model, live)
     refused = recording.refused | recording.uncovered
     views: dict[str, Tensor] = {}

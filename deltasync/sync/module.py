@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity, refuse_part
+from deltasync.delta.routes.naming import is_wrapper
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.tensors import NamedTensor, NameMap, parts_of
@@ -280,13 +281,34 @@ def named_tensors(
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is None or key in transient:
                 continue
-            name: str | None = f"{prefix}.{key}" if prefix else key
-            if rename is not None and name is not None:
-                name = rename(name)
-            if name is not None:
-                if hasattr(tensor, "_fsdp_flattened") and id(tensor) not in gathered:
-                    refuse_part(name, tensor.shape)
-                yield name, tensor
+            name = f"{prefix}.{key}" if prefix else key
+            for given, one in renamed([(name, tensor)], rename):
+                if hasattr(one, "_fsdp_flattened") and id(one) not in gathered:
+                    refuse_part(given, one.shape)
+                yield given, one
+
+
+def renamed(
+    named: Iterable[tuple[str, Tensor]], rename: Callable[[str], str | None] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors under other names, without those that `rename` returns None for."""
+    for name, tensor in named:
+        given = name if rename is None else rename(name)
+        if given is not None:
+            yield given, tensor
+
+
+def unwrapped_module(module: object, kind: type[nn.Module], *, of: str) -> nn.Module:
+    """The `kind` that torch.compile or DDP has wrapped. Raises ConfigError if there is none."""
+    inside = module
+    while not isinstance(inside, kind):
+        children = inside._modules if isinstance(inside, nn.Module) else {}
+        inside = next((child for name, child in children.items() if is_wrapper(name)), None)
+        if inside is None:
+            raise ConfigError(
+                f"{of} takes a {kind.__name__}, and this is a {type(module).__name__}"
+            )
+    return inside
 
 
 def _gathered(module: nn.Module) -> set[int]:

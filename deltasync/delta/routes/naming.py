@@ -46,6 +46,11 @@ def unwrapped(name: str) -> str:
     return ".".join(parts)
 
 
+def is_wrapper(part: str) -> bool:
+    """Whether a wrapper calls the module so that it wraps."""
+    return part == "module" or part in _WRAPPERS
+
+
 def _core(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _OFTEN)
 

@@ -1,0 +1,85 @@
+"""Trainers' models in wrappers, and objects that are no such models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from deltasync.errors import ConfigError
+from deltasync.integrations.peft import MergedSource
+from deltasync.integrations.transformers import TransformersSource, transformers_target
+from tests.sync.harness import bits_equal, fleet
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+class Distributed(nn.Module):
+    """Holds a model as DDP does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def llama(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIG)
+
+
+def adapted() -> Any:
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def by_layer(model: Any) -> Any:
+    """With its layer compiled, as regional compilation does."""
+    layers = (model.get_base_model() if hasattr(model, "peft_config") else model).model.layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    return model
+
+
+def whole(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [by_layer, whole, Distributed, lambda m: Distributed(whole(m))])
+def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
+    engine, names = llama(1), set(llama().state_dict())
+    with fleet(TransformersSource(wrap(llama(0)))) as made:
+        made.add(transformers_target(engine))
+        made.wait(1)
+        made.sender.send_weights(timeout_s=30)
+        assert bits_equal(engine, llama(0))
+    merged = MergedSource(wrap(adapted())).tensors()
+    assert {name for one in merged for name in one.names} == names
+
+
+def test_names_are_changed_by_rename() -> None:
+    for source in (
+        TransformersSource(llama(), rename=lambda name: name.removeprefix("model.")),
+        MergedSource(adapted(), rename=lambda name: name.removeprefix("model.")),
+    ):
+        names = {name for one in source.tensors() for name in one.names}
+        assert names == {name.removeprefix("model.") for name in llama().state_dict()}
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), Distributed(nn.Linear(2, 2)), {}, None])
+def test_what_is_no_such_model_is_refused_by_its_type(given: Any) -> None:
+    for make, kind in ((TransformersSource, "PreTrainedModel"), (MergedSource, "PeftModel")):
+        with pytest.raises(ConfigError, match=f"takes a {kind}, and this is a"):
+            make(given)
+    with pytest.raises(ConfigError, match="takes a PeftModel, and this is a Llama"):
+        MergedSource(llama())
+    with pytest.raises(ConfigError, match="takes a PreTrainedModel, and this is a PeftModel"):
+        TransformersSource(adapted())
