@@ -7,7 +7,7 @@ parameter that contains it, found by recording transformers' own conversion once
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
