@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deltasync import config as config
+    from deltasync import quant as quant
+    from deltasync import transports as transports
     from deltasync.delta.bits import Flat, Live
     from deltasync.delta.diff import apply_patch, diff
     from deltasync.delta.fold import fold

@@ -68,7 +68,7 @@ def appearing(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """
     _check_place(path, replaces=replaces)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent))
     except OSError as error:
         raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
     made = folder / path.name

@@ -78,9 +78,11 @@ class MergedSource:
     def __init__(
         self, model: nn.Module, *, rename: Callable[[str], str | None] | None = None
     ) -> None:
-        from peft import PeftModel
+        from peft import PeftMixedModel, PeftModel
 
-        self._model: nn.Module = unwrapped_module(model, PeftModel, of="MergedSource")
+        self._model: nn.Module = unwrapped_module(
+            model, PeftModel, PeftMixedModel, of="MergedSource"
+        )
         self._rename = rename
         self._watch: ModuleWatch | None = None
         self._layers: dict[str, tuple[Any, Tensor]] = {}

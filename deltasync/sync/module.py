@@ -298,15 +298,15 @@ def renamed(
             yield given, tensor
 
 
-def unwrapped_module(module: object, kind: type[nn.Module], *, of: str) -> nn.Module:
-    """The `kind` that torch.compile or DDP has wrapped. Raises ConfigError if there is none."""
+def unwrapped_module(module: object, *kinds: type[nn.Module], of: str) -> nn.Module:
+    """The first of `kinds` inside what torch.compile or DDP makes of it. Raises ConfigError."""
     inside = module
-    while not isinstance(inside, kind):
+    while not isinstance(inside, kinds):
         children = inside._modules if isinstance(inside, nn.Module) else {}
         inside = next((child for name, child in children.items() if is_wrapper(name)), None)
         if inside is None:
             raise ConfigError(
-                f"{of} takes a {kind.__name__}, and this is a {type(module).__name__}"
+                f"{of} takes a {kinds[0].__name__}, and this is a {type(module).__name__}"
             )
     return inside
 
