@@ -277,9 +277,19 @@ def sync_after_step(
     Works with any torch optimizer. Nothing is lost by steps between two syncs, by a failed sync, or
     by a step that a GradScaler skipped: each sync compares with what receivers are known to hold.
 
+    What changes after `step` is sent one step late: masters that a wrapper copies into the model,
+    router biases, averages of weights (EMA), and what hooks do that were registered later. If
+    something changes there, call `sender.send_weights` after it instead.
+
+    Raises ConfigError if the source has none of the parameters that the optimizers step. Logs a
+    warning that names those which are not sent, if others are. A source without a `module`, such as
+    one that computes what it sends, is not looked at.
+
     Args:
         optimizer: The optimizer whose steps are counted. If several train the model, pass them in
-            the order in which they step; the steps of the last one are counted.
+            the order in which they step; the steps of the last one are counted. If a wrapper has
+            no step hooks, as accelerate's, pass the optimizer within it, provided that this one
+            steps the model's own parameters.
         sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training or "raise" StepApplied (the step itself
@@ -291,8 +301,9 @@ def sync_after_step(
             only until the weights have been read. Until then nothing else may change them: neither
             step hooks that were registered earlier, nor forward passes that keep statistics in
             buffers that are sent. If receivers still stage or write when the next sync is due,
-            "wait" for them, or "skip" that sync: the one after covers both. The first sync, and one
-            after a failure, run within the step; so does one for which no thread can start, as
+            "wait" for them, or "skip" that sync: the one after covers both. After the last step
+            none may come: call `wait`, then `sender.send_weights`. The first sync, and one after
+            a failure, run within the step; so does one for which no thread can start, as
             within `atexit`. If a background sync raises, a later step or `wait` raises its error.
         on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` names
             them, and each is logged) or "raise" StepApplied, with the ReceiversLost as its cause.

@@ -717,3 +717,19 @@ def test_on_gpus_a_step_comes_after_what_was_read(opened: Open) -> None:
     training.hook.wait()
     assert training.holds(-1)
     assert not any(one.lost for one in told)
+
+
+def test_a_last_step_that_was_skipped_is_sent_by_a_call_after_the_hook_has_ended(
+    opened: Open,
+) -> None:
+    training = opened("skip")
+    [gate] = training.gates
+    training.step()
+    gate.is_open.clear()
+    training.step()
+    training.step()  # the last one
+    gate.is_open.set()
+    training.hook.wait()
+    assert (training.hook.skipped, training.holds(2)) == (1, False)
+    training.sender.send_weights(timeout_s=20)
+    assert training.holds(2)

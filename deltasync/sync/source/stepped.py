@@ -39,7 +39,7 @@ def check_stepped(optimizers: Sequence[torch.optim.Optimizer], source: WeightSou
         raise ConfigError(
             f"none of the {len(stepped)} parameters that the optimizer steps are in the source, so "
             "engines would be stale, or one step late: give the source the model that is trained; "
-            "if masters are copied into it, call sender.send_weights() after that, without a hook"
+            "if masters are copied into it, call sender.send_weights() after that instead"
         )
     if lacking:
         known = {span: name for name, span in _placed(named_tensors(module))}
