@@ -94,7 +94,7 @@ class Engine:
         self.name, self.pause = "", Pause(paused)
         self.outcome: Future[object] = Future()
         self.is_whole = self._was_whole = True
-        self.is_spoiled = self.is_taken = self._has_left = False
+        self.is_spoiled = self.is_taken = self._is_given_up = False
         self._updates: dict[int, Future[None]] = {}
         self._one_call: OneCallServer | None = None  # if that reaches all workers
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="deltasync-engine")
@@ -270,7 +270,7 @@ class Engine:
 
     def leave(self) -> None:
         """Resume generation if it is paused and the weights are whole; else log why not."""
-        if self._is_parents or self._has_left or not self.pause.is_on:
+        if self._is_parents or self._is_given_up or not self.pause.is_on:
             return
         why = "was closed after an update that failed: its weights may mix two versions"
         if self.is_whole or (self.outcome.done() and self.outcome.exception() is None):
@@ -285,7 +285,7 @@ class Engine:
             self,
             why,
         )
-        self._has_left = True  # log this once
+        self._is_given_up = True  # which is said once
 
     def _switch(
         self, server: OneCallServer, version: int, work: Work, outcome: Future[object]

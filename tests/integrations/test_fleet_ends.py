@@ -60,8 +60,9 @@ def test_a_server_that_joined_first_and_then_mixes_versions_stays_paused(
         back = here.servers["1"]
         engine = here.fleet._engines["1"]
         here.fleet.close() if end == "close" else here.fleet.remove("1")
-        until(lambda: not engine.pause.is_on)  # it has been given up
+        until(lambda: engine._is_given_up)
         assert back.is_paused, back.calls
+        assert engine.pause.is_on
 
 
 def test_a_server_that_joined_first_and_then_mixes_versions_is_repaired(tmp_path: Path) -> None:
