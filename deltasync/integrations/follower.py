@@ -48,10 +48,12 @@ class Follower(Closing):
         Any number of threads may be in it, and may enter it again. A version that waits to be
         written goes before those that enter: leave it often, as after each batch.
 
-        Raises DirtyReceiver while the weights must not serve, and what has ended the thread.
+        Raises DirtyReceiver while the weights must not serve, and what has ended the thread, unless
+        that is a trainer that does not fit: `last_error` and `wait_joined` say so.
         """
         with self._turns.serving():
-            self._thread.is_staged()  # raises if it has ended
+            if not is_permanent(self.last_error):  # of a trainer that does not fit
+                self._thread.is_staged()  # raises if it has ended
             self._receiver.check_serving()
             yield
 

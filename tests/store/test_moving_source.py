@@ -43,7 +43,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def raced(model: nn.Module, folder: Path) -> Raced:
-    publishing = PublishOptions(anchor_every=3)
+    publishing = PublishOptions(anchor_every=3, fold_every=2)
     return Raced(ModuleSource(model), folder, options=OPTIONS, publishing=publishing)
 
 
