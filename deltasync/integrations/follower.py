@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deltasync.errors import TransportTimeout, is_permanent
+from deltasync.errors import DeltaSyncError, TransportTimeout, is_permanent
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.transports import forks
@@ -52,8 +52,11 @@ class Follower(Closing):
         that is a trainer that does not fit: `last_error` and `wait_joined` say so.
         """
         with self._turns.serving():
-            if not is_permanent(self.last_error):  # of a trainer that does not fit
+            try:
                 self._thread.is_staged()  # raises if it has ended
+            except DeltaSyncError as error:
+                if not is_permanent(error):  # else a trainer does not fit
+                    raise
             self._receiver.check_serving()
             yield
 
@@ -67,8 +70,6 @@ class Follower(Closing):
         while self.version is None or self._receiver.is_dirty:
             self._thread.is_staged()  # raises if it has ended
             error = self.last_error
-            if error is not None and is_permanent(error):
-                raise error
             if end is not None and time.monotonic() > end:
                 why = "" if error is None else f"; the last error was {error}"
                 raise TransportTimeout(f"no version came in {timeout_s} s{why}") from error

@@ -251,8 +251,8 @@ class StoreSender(Closing):
         )
         with Spool() as spool:
             spool.take(frames)
-            self._check_still(delta)
             self._weights.release()
+            self._check_still(delta)
             self._writer.put_layout(self._layout)
             began = time.perf_counter()
             file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
