@@ -128,9 +128,9 @@ def _room(name: str, layer: Any) -> Tensor:
         why = "only plain LoRA is merged here, without variants such as DoRA and without biases"
     elif is_sharded(layer.get_base_layer().weight):
         why = "it is sharded: each rank would need all of the adapters"
-    check_plain(layer.get_base_layer().weight, name)
     if why:
         raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
+    check_plain(layer.get_base_layer().weight, name)
     return torch.empty_like(layer.get_base_layer().weight).requires_grad_()
 
 

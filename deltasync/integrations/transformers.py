@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.modes import writable
+from deltasync.delta.modes import in_plain_mode, writable
 from deltasync.delta.region import Region, ordered
 from deltasync.delta.routes.naming import unwrapped
 from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
@@ -52,6 +52,7 @@ class TransformersSource(ModuleSource):
             unwrapped_module(model, PreTrainedModel, of="TransformersSource"), rename=rename
         )
 
+    @in_plain_mode
     def _listed(self) -> list[NamedTensor]:
         """Raises ConfigError with the name of a tensor that transformers computes."""
         return tied_tensors(renamed(_views_of(self.module).items(), self._rename))

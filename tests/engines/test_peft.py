@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 from warnings import catch_warnings
@@ -273,3 +274,28 @@ def test_a_prompt_that_peft_computes_is_refused_by_name() -> None:
     model = get_peft_model(GPT2LMHeadModel(config), settings)
     with pytest.raises(ConfigError, match="prompt_embeddings: PEFT computes"):
         ModuleSource(model, rename=adapter_only())
+
+
+@pytest.mark.parametrize("schedule", [(True, False, False), (False, True, False)])
+def test_merged_weights_are_sent_in_any_mode(schedule: tuple[bool, ...]) -> None:
+    model, engine = model_of(torch.float32), Base()
+    source = MergedSource(model)
+    with fleet(source) as here:
+        here.add(engine)
+        for seed, is_inside in enumerate(schedule):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.add_(seed * ("lora_" in name))
+            with torch.inference_mode() if is_inside else nullcontext():
+                assert_merged(source, model)  # which asks for the tensors itself
+                here.wait(1)
+                here.sender.send_weights()
+            assert bits_equal(engine, deepcopy(model).merge_and_unload())
+
+
+def test_base_weights_that_zero_3_has_partitioned_are_refused_by_name() -> None:
+    model = model_of(torch.float32)
+    weight = model.base_model.model.up.base_layer.weight  # others are small, and stay whole
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    with pytest.raises(ConfigError, match=r"up: \(0,\) is held here.*GatheredParameters"):
+        MergedSource(model).tensors()

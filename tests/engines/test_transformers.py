@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deltasync import WeightSource
+from deltasync.errors import ConfigError
 from deltasync.integrations.transformers import TransformersSource, transformers_target
 from tests.engines.checkpoints import Weights, write_config
 from tests.engines.environment import ROOT
@@ -140,3 +142,30 @@ def test_models_of_from_pretrained_with_tied_weights(
         step(trainer, torch.Generator().manual_seed(2), 0.01)
         assert here.sender.send_weights().kind == "delta"
         assert bits_equal(trainer, engine)
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("schedule", [(True, False, False), (False, True, False)])
+def test_models_sync_in_any_mode(schedule: tuple[bool, ...], made: bool, tmp_path: Path) -> None:
+    with torch.inference_mode() if made else nullcontext():
+        model, engine = (model_of("Qwen3MoeForCausalLM", tmp_path, seed) for seed in (0, 1))
+    with torch.inference_mode() if schedule[0] else nullcontext():
+        source, target = TransformersSource(model), transformers_target(engine)
+    with fleet(source) as here:
+        here.add(target)
+        for seed, is_inside in enumerate(schedule):
+            with torch.inference_mode():
+                step(model, torch.Generator().manual_seed(seed), 0.3)
+            with torch.inference_mode() if is_inside else nullcontext():
+                source.tensors()
+                here.wait(1)
+                here.sender.send_weights()
+            assert bits_equal(model, engine)
+
+
+def test_parameters_that_zero_3_has_partitioned_are_refused_by_name(tmp_path: Path) -> None:
+    model = model_of("Qwen3ForCausalLM", tmp_path, 0)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0, dtype=weight.dtype)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.up_proj.weight: \(0,\) is held here"):
+        TransformersSource(model).tensors()

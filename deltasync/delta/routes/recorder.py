@@ -167,7 +167,7 @@ def _watch(
     """Raises ConfigError if the loader does."""
     before = {name: tensor.detach() for name, tensor in live.items()}
     try:
-        with torch.no_grad(), recorder:
+        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
             for names in calls:
                 load(recorder.give(names))
     except ConfigError:

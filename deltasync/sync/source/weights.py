@@ -419,7 +419,7 @@ class SourceLayout(SentLayout):
             if box.numel < prod(box.shape):
                 raise ConfigError(
                     f"this rank holds {box.numel} of {prod(box.shape)} elements of {entry.name!r}: "
-                    "give WeightSenders of all ranks a `group`; for a store, gather it whole"
+                    "give the senders of all ranks a `group`; for a store, gather it whole"
                 )
         return whole(self.specs)
 
