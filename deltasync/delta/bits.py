@@ -61,9 +61,8 @@ def dtype_of(tensor: Tensor, *, name: str = "tensor") -> Dtype:
 def refuse_part(name: str, held: Sequence[int]) -> NoReturn:
     """Raise ConfigError for a parameter of which a rank holds what is no part of its shape."""
     raise ConfigError(
-        f"{name}: {tuple(held)} is held here, which is what ZeRO-3 or FSDP1 leaves of a parameter: "
-        "gather it whole (deepspeed.zero.GatheredParameters, FSDP.summon_full_params; tensor by "
-        "tensor for StreamedWeights), or shard with FSDP2, whose ranks send what they hold"
+        f"{name}: {tuple(held)} is held here, which ZeRO-3 or FSDP1 leaves of a parameter: gather "
+        "all (deepspeed.zero.GatheredParameters, FSDP.summon_full_params), or shard with FSDP2"
     )
 
 

@@ -325,7 +325,6 @@ class Worker:
             time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 
-    @in_plain_mode
     def discard(self, model: nn.Module, loaded: Collection[int] | None = None) -> None:
         """Like `sleep`, when the engine keeps no copy of its weights: the next sync is a full one.
 
@@ -364,7 +363,6 @@ class Worker:
                 self.wake()
             raise
 
-    @in_plain_mode
     def wake(self) -> None:
         """Use the weights again. If they have not changed, they take the next delta."""
         if self._unwritten is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from deltasync.delta.modes import in_plain_mode
 from deltasync.delta.shard import ShardSpec
 from deltasync.errors import ConfigError
 from deltasync.quant.block_fp8 import BlockFp8
@@ -59,7 +58,6 @@ class ServedSource:
         self._shared: dict[tuple[tuple[str, ...], Form], Shared] = {}
         self._kept: set[Shared] = set()
 
-    @in_plain_mode
     def tensors(self) -> list[NamedTensor]:
         """Raises ConfigError, by name, for a tensor that cannot be served in its form."""
         tensors = self._source.tensors()
@@ -101,7 +99,6 @@ class ServedSource:
             yield NamedTensor(names, local, matrix.shards.get(suffix), computed=reader)
 
 
-@in_plain_mode
 def served_weights(
     weights: Iterable[tuple[str, Tensor]], forms: Forms, *, fused: Fused = FUSED
 ) -> Iterator[tuple[str, Tensor]]:

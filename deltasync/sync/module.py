@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltasync.delta.bits import Flat, check_plain, dtype_of, has_storage, identity, refuse_part
+from deltasync.delta.bits import Flat, check_plain, has_storage, identity, refuse_part
 from deltasync.delta.routes.naming import is_wrapper
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, NameMap, parts_of
 from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_overlap, some_of
 from deltasync.wire.messages import ParameterSpec
@@ -91,12 +92,12 @@ class ModuleTarget(WeightTarget):
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the module's tensors as they are now."""
-        return tuple(_spec(tensor) for tensor in self._tensors())
+        return source_specs(tied_tensors(named_tensors(self._module, self._rename)))
 
     def bind(self, layout: Sequence[ParameterSpec]) -> dict[int, Flat]:
         """Find each parameter of the layout in the module."""
-        tensors = self._tensors()
-        held = tuple(_spec(tensor) for tensor in tensors)
+        tensors = tied_tensors(named_tensors(self._module, self._rename))
+        held = source_specs(tensors)
         numbers = match_parameters(held, layout)
         live = [Flat.of(tensor.tensor, name=tensor.name) for tensor in tensors]
         refuse_overlap(held, live)
@@ -116,9 +117,6 @@ class ModuleTarget(WeightTarget):
 
     def finish(self, changed: Collection[int] | None = None) -> None:
         """Do nothing: nothing is derived."""
-
-    def _tensors(self) -> list[NamedTensor]:
-        return tied_tensors(named_tensors(self._module, self._rename))
 
 
 # What must not change in a tensor, besides its identity and address. Reading sizes is slow: they
@@ -315,11 +313,8 @@ def _gathered(module: nn.Module) -> set[int]:
     """Parameters that FSDP1 flattens, by id. Raises ConfigError, by name, unless they are whole."""
     found, fsdp = set[int](), sys.modules.get("torch.distributed.fsdp")
     kind: Any = () if fsdp is None else fsdp.FullyShardedDataParallel
-    for one in module.modules():
-        handle: Any = one._handle if isinstance(one, kind) else None
-        if handle is None:
-            continue
-        flat = handle.flat_param
+    handles: list[Any] = [one._handle for one in module.modules() if isinstance(one, kind)]
+    for flat in (handle.flat_param for handle in handles if handle is not None):
         for (key, owner, path), shape in zip(flat._param_infos, flat._shapes, strict=True):
             held = owner._parameters.get(key)
             if held is None or held.shape != shape:
@@ -359,8 +354,3 @@ def tied_tensors(named: Iterator[tuple[str, Tensor]]) -> list[NamedTensor]:
         NamedTensor(tuple(dict.fromkeys(names)), tensor)
         for names, tensor in zip(groups.values(), tensors, strict=True)
     ]
-
-
-def _spec(tensor: NamedTensor) -> ParameterSpec:
-    dtype = dtype_of(tensor.tensor, name=tensor.name)
-    return ParameterSpec(tensor.names, tuple(tensor.tensor.shape), dtype)

@@ -81,7 +81,7 @@ def check(trainer: Trainer, name: str, ranks: str) -> None:
     """Sync in vain: rank 0 names the parameter and the ranks, and the others say so."""
     first, *others = trainer.outcomes()
     assert isinstance(first, ReplicasDiffer)
-    assert re.search(rf"^{ranks} of the trainer .* of '{name}' at least", str(first))
+    assert re.search(rf"^{ranks} have drifted apart, in '{name}' at least", str(first))
     for other in others:
         assert isinstance(other, SyncAborted)
         assert "ReplicasDiffer" in str(other)

@@ -1,7 +1,11 @@
-"""Largest magnitudes that ranks agree on before they quantize blocks of which several hold parts.
+"""What ranks agree on before they send: largest magnitudes, and what several of them hold alike.
 
-Magnitudes of bfloat16 are ordered as their bits are, with NaN above infinity, so that ranks take
-the largest of 16-bit words.
+Blocks of which several ranks hold parts are quantized by the largest magnitudes of all. Magnitudes
+of bfloat16 are ordered as their bits are, with NaN above infinity, so that ranks take the largest
+of 16-bit words.
+
+What ranks hold alike is sent in parts, each by one of them: engines would get a mixture if ranks
+drifted apart.
 """
 
 from __future__ import annotations
@@ -16,13 +20,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.errors import ConfigError, MalformedMessage, SourceChanged
+from deltasync.sync.group import orders
+from deltasync.sync.group.model import Declaration, share_of_rank
 from deltasync.sync.source.tensors import Maxima, Place
+from deltasync.sync.source.weights import Agree, OwnWeights, SourceLayout
+from deltasync.wire.digest import MASK
 
 Words: TypeAlias = NDArray[np.uint16]
 """Bits of bfloat16 that are not negative."""
 
 NOTHING = np.zeros(0, np.uint16)
+
+_CHUNK_NUMEL = 1 << 22
+_CHUNKS_AT_ONCE = 16  # about, of a warm sync
 
 
 class Agreement:
@@ -104,6 +116,48 @@ class Agreement:
             if (one := now.get(name)) is not None:
                 begin = start + one.place.begin
                 one.agree(there[one.device][begin : begin + one.place.count])
+
+
+class Replicas:
+    """What a rank has captured, and what others hold of the same parameters.
+
+    Args:
+        weights: What the rank compares and sends; captured here.
+        order: Of the capture.
+        rank: Which rank this is.
+        declared: What it holds.
+        agreement: Given what all have agreed on before anything is read.
+    """
+
+    def __init__(
+        self,
+        weights: OwnWeights,
+        order: orders.Capture,
+        rank: int,
+        declared: Declaration,
+        agreement: Agreement,
+    ) -> None:
+        specs, boxes = share_of_rank(order, rank, declared)
+        agreed = words_of(order.agreed)
+        agree: Agree = lambda now: agreement.give(agreed, now)  # noqa: E731
+        self._sent = weights.capture_as(specs, boxes, agree)
+        numbers = np.flatnonzero(orders.copies_of(order.alike[rank]))
+        alike = {name: declared.boxes[name] for name in (specs[n].name for n in numbers)}
+        self._alike = SourceLayout(weights.source, specs, alike, agree)
+        self._ledger = DigestLedger(self._alike.sent, chunk_numel=_CHUNK_NUMEL)
+        chunks = sum(-(-spec.numel // _CHUNK_NUMEL) for spec in specs)  # the same on all ranks
+        self._parts = -(-chunks // _CHUNKS_AT_ONCE)
+
+    def digests(self, part: int | None = None) -> orders.Alike:
+        """Of what was looked up last: of all, or of a part that is another one for each `part`."""
+        self._alike.read(self._sent.tensors)
+        ledger, table, found = self._ledger, self._ledger.table, Counter[str]()
+        turns = ledger.numbers[table.parameter] + table.start // _CHUNK_NUMEL - (part or 0)
+        for chunk in np.flatnonzero(turns % (1 if part is None else self._parts) == 0).tolist():
+            place, start = int(table.parameter[chunk]), int(table.start[chunk])
+            bits = self._alike.readers[place].read(start, start + int(table.numel[chunk]))
+            found[ledger.specs[place].name] += ledger.digest_run(place, bits, start)
+        return tuple((name, digest_text(digest & MASK)) for name, digest in found.items())
 
 
 def text_of(words: Words) -> str:

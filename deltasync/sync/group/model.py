@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,12 +11,13 @@ import numpy as np
 from deltasync.delta.backend import Digests
 from deltasync.delta.digests import digest_text
 from deltasync.delta.shard import ShardSpec, share_out
-from deltasync.errors import SyncAborted
+from deltasync.errors import ReplicasDiffer, SyncAborted
 from deltasync.sync.group import orders
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import source_specs
 from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
+from deltasync.sync.target.base import some_of
 from deltasync.wire.digest import MASK
 from deltasync.wire.messages import ParameterSpec, entries, parameter_specs
 
@@ -124,6 +125,21 @@ def share_of_rank(
         name = specs[number].name
         boxes[name] = ShardSpec(boxes[name].shape, offset, size)
     return specs, boxes
+
+
+def refuse_drifted(declared: Sequence[Declaration], found: Sequence[orders.Alike]) -> None:
+    """Raise ReplicasDiffer, by name, if ranks have found other digests of what they hold alike."""
+    holders = defaultdict[tuple[str, ShardSpec], dict[str, list[int]]](dict)
+    for rank, digests in enumerate(found):
+        for name, digest in digests:
+            holders[name, declared[rank].boxes[name]].setdefault(digest, []).append(rank)
+    differ = {box[0]: list(ranks.values()) for box, ranks in holders.items() if len(ranks) > 1}
+    if differ:
+        apart = " and ".join(map(str, next(iter(differ.values()))))
+        raise ReplicasDiffer(
+            f"ranks {apart} have drifted apart, in {some_of(list(differ))} at least: seeds differ, "
+            "or an all-reduce is missing; nothing was sent; broadcast the weights from one rank"
+        )
 
 
 def digests_told(held: Digests, asked: Sequence[orders.CopyRuns]) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ Dims = Annotated[tuple[Count, ...], FailFast()]
 CopyRuns = Annotated[tuple[tuple[Count, Count], ...], FailFast()]
 """(number of parameters, copies of each): runs of parameters that follow each other."""
 
-Alike = Annotated[tuple[tuple[Count, Digest], ...], FailFast()]
-"""(number of a parameter, digest of what a rank holds of it)."""
+Alike = Annotated[tuple[tuple[str, Digest], ...], FailFast()]
+"""(name of a parameter, digest of what a rank holds of it)."""
 
 
 class _Said(BaseModel):

@@ -18,14 +18,13 @@ from deltasync.errors import (
     VersionGap,
 )
 from deltasync.sync.group import orders
-from deltasync.sync.group.agreement import Agreement, text_of, words_of
+from deltasync.sync.group.agreement import Agreement, Replicas, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
-from deltasync.sync.group.model import Declaration, digests_told, share_of_rank
-from deltasync.sync.group.replicas import Replicas
+from deltasync.sync.group.model import Declaration, digests_told
 from deltasync.sync.options import SenderOptions, check_group
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.source.tensors import WeightSource, maxima_of
-from deltasync.sync.source.weights import Agree, OwnWeights
+from deltasync.sync.source.weights import OwnWeights
 from deltasync.sync.stats import OnLost, SyncStats, judged
 from deltasync.transports.address import Address
 from deltasync.transports.base import Closing, ReceiveTransport, SendTransport
@@ -59,6 +58,8 @@ class TrainerRank(Closing):
         version: The last version that this rank knows to be decided.
     """
 
+    _replicas: Replicas  # once it has captured
+
     def __init__(
         self,
         source: WeightSource,
@@ -84,7 +85,6 @@ class TrainerRank(Closing):
         self._declared: Declaration | None = None
         self._agreement = Agreement()
         self._captured: str | None = None
-        self._replicas: Replicas | None = None
         self._base: int | None = None  # version of the snapshot; None right after a capture
         self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
@@ -228,12 +228,13 @@ class TrainerRank(Closing):
             case orders.Measure():
                 return self._measure(order)
             case orders.Capture():
-                alike = self._capture(order)
-                return self._holding(()).model_copy(update={"alike": alike})
+                self._capture(order)
+                return self._holding(())
             case orders.Ask():
                 return self._holding(order.copies)
             case orders.Compare():
-                self._agree(order)
+                if self._agreement.runs:
+                    self._agreement.give(words_of(order.agreed), self._weights.maxima())
                 return self._compare(order.base_version)
             case orders.Send():
                 return self._send(order)
@@ -262,22 +263,12 @@ class TrainerRank(Closing):
             now = maxima_of(self._weights.source.tensors())
         return orders.Measured(found=text_of(self._agreement.found(self._declared.maxima, now)))
 
-    def _agree(self, order: orders.Compare) -> None:
-        if self._agreement.runs:
-            self._agreement.give(words_of(order.agreed), self._weights.maxima())
-
-    def _capture(self, order: orders.Capture) -> orders.Alike:
-        """Returns what others hold too."""
+    def _capture(self, order: orders.Capture) -> None:
         if self._declared is None:
             raise SyncAborted("this rank was restarted, and has not declared what it holds")
         self._captured = self._delta = self._base = None
-        specs, boxes = share_of_rank(order, self._rank, self._declared)
-        agreed, weights, own = words_of(order.agreed), self._weights, self._declared.boxes
-        agree: Agree = lambda now: self._agreement.give(agreed, now)  # noqa: E731
-        weights.capture_as(specs, boxes, agree)
+        self._replicas = Replicas(self._weights, order, self._rank, self._declared, self._agreement)
         self._captured = order.capture
-        self._replicas = Replicas(weights, own, order.alike[self._rank], agree)
-        return self._replicas.digests()
 
     def _holding(self, copies: Sequence[orders.CopyRuns]) -> orders.SnapshotState:
         plan = self._weights.full()
@@ -286,6 +277,7 @@ class TrainerRank(Closing):
             sparse_bytes=plan.sparse_bytes,
             dense_bytes=plan.dense_bytes,
             snapshot_bytes=self._weights.snapshot_bytes,
+            alike=() if copies else self._replicas.digests(),  # once, after the capture
         )
 
     def _compare(self, base_version: int) -> orders.Compared:
@@ -294,7 +286,6 @@ class TrainerRank(Closing):
             self._base = base_version
         if self._base != base_version:
             raise VersionGap(held=self._base, base=base_version, offered=base_version + 1)
-        assert self._replicas is not None
         self._delta = (base_version + 1, self._weights.delta(base_version))
         delta = self._delta[1]
         counts = self._weights.counts_by(delta).astype(np.uint64)

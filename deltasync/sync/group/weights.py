@@ -14,7 +14,7 @@ from deltasync.delta.backend import Delta, Digests, Payload, Plan
 from deltasync.delta.digests import Ints
 from deltasync.errors import ConfigError, SourceChanged, SyncAborted
 from deltasync.sync.group import orders
-from deltasync.sync.group.agreement import NOTHING, Agreement, Words, text_of, words_of
+from deltasync.sync.group.agreement import NOTHING, Agreement, Replicas, Words, text_of, words_of
 from deltasync.sync.group.group import GroupCalls
 from deltasync.sync.group.model import (
     Declaration,
@@ -22,16 +22,16 @@ from deltasync.sync.group.model import (
     OtherRanks,
     all_specs,
     capture_order,
+    refuse_drifted,
     runs_of,
 )
-from deltasync.sync.group.replicas import Replicas, refuse_drifted
 from deltasync.sync.options import check_group
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, specs_of, with_elements
 from deltasync.sync.source.tensors import Maxima, maxima_of
-from deltasync.sync.source.weights import Agree, LocalWeights, OwnWeights
+from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.wire.messages import ParameterSpec
 
 
@@ -109,6 +109,8 @@ class GroupWeights:
         group: The other ranks.
     """
 
+    _replicas: Replicas  # once it has captured
+
     def __init__(self, own: OwnWeights, group: GroupCalls) -> None:
         self._own, self._group = own, group
         self._layout: SentLayout | None = None
@@ -119,7 +121,6 @@ class GroupWeights:
         self._attempt = self._offered = 0
         self._others = OtherRanks()
         self._agreement = Agreement()
-        self._replicas: Replicas | None = None
 
     @property
     def layout(self) -> SentLayout | None:
@@ -172,7 +173,7 @@ class GroupWeights:
         """Have all ranks take their snapshots."""
         source = self._own.source
         agreed = self._agreed(lambda: maxima_of(source.tensors()), self._agreement.runs)
-        own, order = capture_order(
+        _, order = capture_order(
             self._declared,
             specs,
             call=self._group.call,
@@ -180,23 +181,10 @@ class GroupWeights:
             agreed=text_of(agreed),
         )
         self._group.order(order)
-        agree: Agree = lambda now: self._agreement.give(agreed, now)  # noqa: E731
-        self._own.capture_as(specs, own, agree)
-        held = self._declared[0].boxes
-        self._replicas = Replicas(self._own, held, order.alike[0], agree)
+        self._replicas = Replicas(self._own, order, 0, self._declared[0], self._agreement)
         alike, said = self._replicas.digests(), self._group.answers(orders.SnapshotState)
         self._others.hold([None], said)
-        self._check_replicas(specs, alike, said)
-
-    def _check_replicas(
-        self,
-        specs: Sequence[ParameterSpec],
-        own: orders.Alike,
-        others: Mapping[int, orders.SnapshotState] | Mapping[int, orders.Compared],
-    ) -> None:
-        """Raise ReplicasDiffer if ranks have drifted apart, by what they have answered."""
-        held = [declaration.boxes for declaration in self._declared]
-        refuse_drifted(specs, held, {0: own} | {rank: one.alike for rank, one in others.items()})
+        refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
 
     def learn_digests(self, kinds: Collection[Copies | None]) -> None:
         """Ask the other ranks for digests of these copies, now and in each later answer."""
@@ -215,11 +203,9 @@ class GroupWeights:
             self._agreement.give(agreed, self._own.maxima())
         own = self._own.delta(base_version)
         counts = self._own.counts_by(own)
-        assert self._replicas is not None
-        assert self._layout is not None
         alike = self._replicas.digests(self._group.call)
         said = self._group.answers(orders.Compared)
-        self._check_replicas(self._layout.specs, alike, said)
+        refuse_drifted(self._declared, [alike, *(said[r].alike for r in sorted(said))])
         return GroupDelta(own, counts, self._others, said.values(), self._decided)
 
     def _agreed(

@@ -233,8 +233,8 @@ class OwnWeights(LocalWeights):
         specs: Sequence[ParameterSpec],
         boxes: Mapping[str, ShardSpec] | None = None,
         agree: Agree = lambda maxima: None,
-    ) -> None:
-        """Start from the source as it is. Arguments as of `SourceLayout`."""
+    ) -> SourceLayout:
+        """Start from the source as it is. Arguments as of `SourceLayout`. Returns the layout."""
         self._is_looked_up = False
         layout = SourceLayout(self.source, specs, boxes, agree)
         last, self._snapshot, self.layout = self._snapshot, None, None
@@ -247,6 +247,7 @@ class OwnWeights(LocalWeights):
         self._snapshot, self.layout, self._devices = last, layout, devices
         self.snapshot_bytes = last.num_bytes
         self.stream = own_stream(last.device, self.stream)
+        return layout
 
     def refresh_source(self) -> None:
         if self.layout is not None:
