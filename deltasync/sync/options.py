@@ -73,8 +73,8 @@ class SenderOptions(OptionsModel):
     warn_unchanged_syncs: int | None = Field(
         default=50,
         ge=1,
-        description="warn once of parameters that require grad and have not changed in so many "
-        "deltas; None for never",
+        description="warn once of parameters that should have changed in so many deltas and have "
+        "not, and if nothing has changed in so many; None for never",
     )
     warn_density_factor: float | None = Field(
         default=10.0,
