@@ -19,6 +19,7 @@ from deltasync.errors import (
     DirtyReceiver,
     EngineFailed,
     EngineTaken,
+    SyncAborted,
     TransportTimeout,
 )
 from deltasync.integrations.trainer_info import (
@@ -209,6 +210,11 @@ class Engine:
             in_place = not phase.is_decided
             update = partial(self._update, version, self.outcome, is_in_place=in_place)
         self._updates[version] = self.submit(update)
+
+    def interrupted(self) -> None:
+        """Let an update end of which the call was interrupted: nobody else would tell it."""
+        if not self.outcome.done():
+            self.outcome.set_exception(SyncAborted("the call was interrupted"))
 
     def _expect(self, version: int) -> None:
         """Hear that an update is about to be asked for."""

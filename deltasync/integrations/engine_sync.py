@@ -240,6 +240,7 @@ class EngineSync(Closing):
     def _wait_for_last(self) -> None:
         """Raise TransportTimeout while the last update runs: the next one would collide with it."""
         timeout_s = self._limit.wait_s
+        self._engine.interrupted()
         if wait(self._engine.updates, timeout_s).not_done:
             raise TransportTimeout(
                 f"the engine's last update has not ended in {timeout_s:.4g} s more: nothing was "

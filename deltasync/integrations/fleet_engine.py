@@ -115,8 +115,7 @@ class FleetEngine(Engine):
     def begin_call(self) -> None:
         """Find out anew whether it is here."""
         now = time.monotonic()
-        if not self.outcome.done():  # the last call was interrupted: nobody else would tell it
-            self.outcome.set_exception(SyncAborted("the call was interrupted"))
+        self.interrupted()
         if self._is_leaving:
             self._awaited_until_s = now + min(_GRACE_S, self.terms.timeout_s)
         if self._was_here:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -93,39 +92,41 @@ class _Turns:
     """Many may serve at once, or one writes. Who wants to write goes before those that come."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._serving = Counter[int]()  # by thread: how often it has entered
+        self._lock = threading.RLock()  # whose `with` no interrupt leaves locked
+        self._changed = threading.Condition(self._lock)
+        self._serving: list[tuple[int, object]] = []  # by thread, once for each time it has entered
         self._is_wanted = False  # by the one that writes
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
         """In a forked child nobody serves or writes yet."""
-        self._changed, self._is_wanted = threading.Condition(), False
-        self._serving = Counter()
+        self._lock, self._is_wanted = threading.RLock(), False
+        self._changed, self._serving = threading.Condition(self._lock), []
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        me = threading.get_ident()
-        before = self._serving[me]
+        me = threading.get_ident(), object()
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_wanted or before)
-                self._serving[me] += 1
+            with self._lock:
+                self._changed.wait_for(lambda: not self._is_wanted or self._is_serving(me[0]))
+                self._serving.append(me)
             yield
         finally:
-            with self._changed:
-                self._serving[me] = before  # also if an interrupt came before it was counted
-                self._serving += Counter()  # without threads that do not serve
+            with self._lock:
+                self._serving = [one for one in self._serving if one is not me]
                 self._changed.notify_all()
+
+    def _is_serving(self, thread: int) -> bool:
+        return any(one == thread for one, _ in self._serving)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         try:
-            with self._changed:
+            with self._lock:
                 self._is_wanted = True
-                self._changed.wait_for(lambda: not self._serving.total())
+                self._changed.wait_for(lambda: not self._serving)
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._is_wanted = False
                 self._changed.notify_all()

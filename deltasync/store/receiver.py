@@ -108,7 +108,8 @@ class StoreReceiver(Closing):
         self._stream: OwnStream | None = None
         self._scrub_is_due = self._is_closed = self._is_broken_off = False
         self._poll = Poll(str(url), self._check_wanted)
-        self._caller = OneCaller("a version is being fetched; a StoreReceiver is for one thread")
+        refusal = "a version is being fetched; a StoreReceiver is for one thread"
+        self._caller = OneCaller(refusal, self.invalidate)
         self._attached = threading.Event()
         self._attached.set()
         self._lock = threading.RLock()  # held while weights are looked at or written

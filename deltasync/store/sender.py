@@ -154,13 +154,14 @@ class StoreSender(Closing):
         self._weights = _weights_of(source, options)
         objects, run = _run_of(Objects(url, store, make=True), self._weights.options.stream_id)
         self._writer = RunWriter(objects, run, self.publishing.writer)
-        self._caller = OneCaller("a version is being published; a StoreSender is for one thread")
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
         self._weights.coding.last = "gap"  # until a speed is known
         asked = self._weights.options.compression
         self._coding: Coding = "gap" if asked == "auto" else asked
         self._besides = BesidesWriter(self._writer, self.publishing)
+        refusal = "a version is being published; a StoreSender is for one thread"
+        self._caller = OneCaller(refusal, self._besides.close)
         self._watch, self._is_hinted = DeltaWatch(), False
 
     @property
@@ -233,7 +234,6 @@ class StoreSender(Closing):
         way = self._write_delta(delta, head)
         changed = _digests_of(delta.ledger, delta.changed)
         published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
-        self._besides.add(way)
         more = self._write_besides()
         return self._stats(published, "delta", way, more, began, compared, delta)
 
@@ -294,7 +294,6 @@ class StoreSender(Closing):
         self._weights.coding.took(way.num_bytes, took_s, expected_s=_HASHING_S * way.num_bytes)
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
-        self._besides.restart()
         return self._stats(published, "anchor", None, Besides(anchor=way), began, compared)
 
     def _commit(
@@ -309,8 +308,11 @@ class StoreSender(Closing):
 
     def _finish(self, pending: _Pending) -> Published:
         published = self._committed(pending.manifest)
-        if pending.delta is not None:
+        if pending.delta is None:
+            self._besides.restart()
+        else:
             pending.delta.decided()
+            self._besides.add(pending.manifest.ways[0])
         self._holds_head, self._pending = True, None
         return published
 
@@ -329,10 +331,6 @@ class StoreSender(Closing):
                 self._pending = None
                 return
             self._finish(pending)
-            if pending.delta is None:
-                self._besides.restart()
-            else:
-                self._besides.add(pending.manifest.ways[0])
 
     def _committed(self, manifest: Manifest) -> Published:
         """What exists now. If it never will, its changes are those of the next version."""

@@ -108,6 +108,7 @@ class StepHook:
         self._warned_at, self._quiet_s = -math.inf, 0.0
         self._unmentioned = 0  # failures since the last warning
         self._is_settled = False  # the last sync was one of all receivers
+        self._is_starting = False  # an interrupt may have come between a sync and its future
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         self._handles = [one.register_step_pre_hook(before) for one in optimizers]
         self._handles.append(optimizers[-1].register_step_post_hook(after))
@@ -153,6 +154,9 @@ class StepHook:
     def _ended(self) -> Future[None] | None:
         """Wait for the sync in flight and return it; after an interrupt it is still in flight."""
         self._check_thread("hook.wait()")
+        if self._is_starting:
+            self._thread.shutdown()  # when whatever was submitted has ended
+            self._thread, self._is_starting = _own_thread(), False
         if self._sync_under_way is not None:
             wait([self._sync_under_way])
         ended, self._sync_under_way = self._sync_under_way, None
@@ -161,6 +165,8 @@ class StepHook:
     def _before_step(self, *_: Any) -> None:
         """Wait until the sync has read the weights, which the step changes."""
         self._check_thread("an optimizer step")
+        if self._is_starting:
+            self._ended()
         if self._sync_under_way is not None:
             self._source_read.wait()
 
@@ -190,12 +196,14 @@ class StepHook:
             self._sync()
             return
         self._source_read.clear()
+        self._is_starting = True
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
             self._sync_under_way = self._thread.submit(self._sync_meanwhile, stream)
         except RuntimeError:  # no thread can start: none is left, or the interpreter shuts down
             self._thread = _own_thread()  # the old one may have kept what it did not start
             self._sync()
+        self._is_starting = False
 
     def _sync_meanwhile(self, stream: torch.cuda.Stream | None) -> None:
         """Sync in a thread, after all work that `stream` has now."""

@@ -85,7 +85,8 @@ class WeightReceiver(Closing):
         self._scrub_is_due = False
         self._deadline = 0.0  # of a call, for a sync to begin
         self._silence_s = 0.0  # how long the sender of a sync may be silent
-        self._caller = OneCaller("a sync is under way; a WeightReceiver is used by one thread")
+        refusal = "a sync is under way; a WeightReceiver is used by one thread"
+        self._caller = OneCaller(refusal, lambda: self._fail(PeerLost("interrupted")))
         self._attached = threading.Event()
         self._attached.set()
         self._is_closed = False
@@ -476,9 +477,7 @@ class WeightReceiver(Closing):
     def _fail(self, error: BaseException) -> None:
         self._weights.staging = None
         failed = self._session.fail(error)
-        with suppress(TransportError):
-            try:
-                if not isinstance(error, PeerLost | TransportClosed):
-                    self._reply(failed)
-            finally:
-                self._links.disconnect()
+        if not isinstance(error, PeerLost | TransportClosed):
+            with suppress(TransportError):
+                self._reply(failed)
+        self._links.disconnect()

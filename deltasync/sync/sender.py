@@ -94,19 +94,31 @@ class WeightSender(Closing):
             with_group(own, self._group) if self._group and self._group.world > 1 else None
         )
         self._weights: Weights = self._peer_ranks or own
-        self._caller = OneCaller("a sync is under way; a WeightSender is used by one thread")
+        refusal = "a sync is under way; a WeightSender is used by one thread"
+        self._caller = OneCaller(refusal, self._recover)
+        self._whole_call = OneCaller("", self._group.recover if self._group else lambda: None)
         self.were_asleep = self._is_between = False  # the snapshot: an aborted delta may mix it
         self._lost = dict[str, str]()
         self._lost_between = dict[str, str]()  # syncs: the next one says so
         self._done: SyncStats | None = None
-        self._is_called = False
         self._watch, self._call = DeltaWatch(), SenderCall(self.stream_id, 0)
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
         """The transport refuses all calls in a child."""
         self._caller.forked()
-        self._is_called = False
+        self._whole_call.forked()
+
+    def _recover(self) -> None:
+        """Part with all receivers after an interrupt, and wait a moment until they are back."""
+        members, count = self._session.members.values(), self.num_receivers + len(self._lobby)
+        self._lost_between |= {str(m): "a call was interrupted: it rejoins" for m in members}
+        self._session.reset()
+        self._link.reset()
+        end = time.monotonic() + 1.0  # those that wait for a sync connect again at once
+        self._lobby.listen(timeout_s=1.0)
+        while len(self._lobby) < count and (left_s := end - time.monotonic()) > 0:
+            self._lobby.listen(timeout_s=left_s)
 
     @property
     def world(self) -> int:
@@ -474,20 +486,18 @@ def one_call(sender: WeightSender, limit: CallTimeout) -> Iterator[None]:
     A call inside another one is part of the outer one. The trainer's other ranks take part until
     that ends, and learn how. Raises SyncAborted if one does not come.
     """
-    is_inner = sender._is_called
-    try:
-        sender._is_called = True
-        sender._done, sender._lost, group = None, {}, sender._group
-        sender._call = SenderCall(sender.stream_id, sender.version + 1)
-        outcome = lambda: (sender.version, sender._done)  # noqa: E731
-        with group.one_call(outcome, limit) if group else nullcontext():
-            yield
-    except BaseException as error:
-        if not is_inner:
-            members = [str(member) for member in sender._session.members.values()]
-            report_failure(error, partial(sender._call.failed, members=members))
-        raise
-    finally:
-        sender._is_called = is_inner
+    is_inner = sender._whole_call.is_called
+    with nullcontext() if is_inner else sender._whole_call.call(depth=4):
+        try:
+            sender._done, sender._lost, group = None, {}, sender._group
+            sender._call = SenderCall(sender.stream_id, sender.version + 1)
+            outcome = lambda: (sender.version, sender._done)  # noqa: E731
+            with group.one_call(outcome, limit) if group else nullcontext():
+                yield
+        except BaseException as error:
+            if not is_inner:
+                members = [str(member) for member in sender._session.members.values()]
+                report_failure(error, partial(sender._call.failed, members=members))
+            raise
     if subscriptions and not is_inner and sender._done is not None:
         report(sender._done)

@@ -18,7 +18,7 @@ from deltasync.errors import (
     TransportTimeout,
     is_permanent,
 )
-from deltasync.sync.protocol.links import check_seconds
+from deltasync.sync.protocol.links import OneCaller, check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.transports import forks
 
@@ -95,15 +95,20 @@ class StagingThread:
     def __init__(self, receiver: Staging, pause: Pause | None = None) -> None:
         self.last_error: Exception | None = None
         self._receiver, self._pause, self._logged = receiver, pause, ""
-        self._turn = threading.Condition()
-        self._is_staged = self._is_committing = self._is_stopping = self._has_joined = False
+        self._lock = threading.RLock()  # whose `with` no interrupt leaves locked
+        self._turn = threading.Condition(self._lock)
+        refusal = "a commit is under way; a StagingThread has one thread commit"
+        self._caller = OneCaller(refusal, self._committed)
+        self._is_staged = self._is_stopping = self._has_joined = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-staging", daemon=True)
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
         """The thread is the parent's."""
-        self._turn, self._is_staged = threading.Condition(), False
+        self._lock, self._is_staged = threading.RLock(), False
+        self._turn = threading.Condition(self._lock)
+        self._caller.forked()
         self._crash = TransportClosed(f"nothing is staged here: {forks.PARENTS_OWN}")
 
     def __enter__(self) -> Self:
@@ -118,7 +123,7 @@ class StagingThread:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._turn:
+        with self._lock:
             self._is_stopping = True
             self._turn.notify_all()
         if self._thread.ident is not None:
@@ -139,7 +144,7 @@ class StagingThread:
         check_seconds("timeout_s", timeout_s)
         if self._thread.ident is None:
             raise ConfigError("a StagingThread that does not run: use it as a context manager")
-        with self._turn:
+        with self._lock:
             self._turn.wait_for(lambda: self._has_staged or self._crash, timeout_s)
             if self._crash is not None:
                 raise self._crash
@@ -150,18 +155,19 @@ class StagingThread:
 
         Raises CallOrderError when nothing is staged, ConfigError when another thread commits.
         """
-        with self._turn:
-            if self._is_committing:
-                raise CallOrderError("a commit is under way, and only one thread may commit")
+        with self._caller.call():
             if not self.is_staged():
                 raise CallOrderError("nothing is staged; ask is_staged first")
-            self._is_committing = True
-        try:
-            return self._receiver.commit()
-        finally:
-            with self._turn:
-                self._is_staged = self._is_committing = False
-                self._turn.notify_all()
+            try:
+                return self._receiver.commit()
+            finally:
+                self._committed()
+
+    def _committed(self) -> None:
+        """Let the thread go on."""
+        with self._lock:
+            self._is_staged = False
+            self._turn.notify_all()
 
     @property
     def _turn_s(self) -> float:
@@ -172,7 +178,7 @@ class StagingThread:
     def _has_staged(self) -> bool:
         """Whether there is something to commit: not after `detach` or `invalidate`."""
         is_outside = self._receiver.state is ReceiverState.OUTSIDE
-        return self._is_staged and (self._is_committing or not is_outside)
+        return self._is_staged and (self._caller.is_called or not is_outside)
 
     def _run(self) -> None:
         try:
@@ -185,7 +191,7 @@ class StagingThread:
             raise
 
     def _end(self, error: Exception) -> None:
-        with self._turn:
+        with self._lock:
             self._crash, self._is_stopping = error, True
             self._turn.notify_all()
 
@@ -203,7 +209,7 @@ class StagingThread:
                 return  # no sync came; silence within one, or no sender, leaves it outside
             self._fail(error)
             return
-        with self._turn:
+        with self._lock:
             self._is_staged, self._has_joined, self._logged = staged, True, ""
             self._turn.notify_all()
         if staged and self._pause is not None:
@@ -213,7 +219,7 @@ class StagingThread:
 
     def _await_commit(self) -> None:
         """Let another thread commit."""
-        with self._turn:
+        with self._lock:
             while self._has_staged and not self._is_stopping:
                 self._turn.wait(_TURN_S)
             self._is_staged = self._is_staged and self._is_stopping
@@ -238,7 +244,7 @@ class StagingThread:
         self.last_error = error
         if is_final:
             self._end(error)
-        with self._turn:
+        with self._lock:
             self._turn.wait_for(lambda: self._is_stopping, _RETRY_S)
 
     def _log(self, error: Exception, what: str) -> None:

@@ -149,6 +149,13 @@ class SendTransport(Closing, Protocol):
         """Close the connection to `peer`. Idempotent. What was sent before still arrives."""
         ...
 
+    def reset(self) -> None:
+        """Close every connection, in whatever state an interrupted call has left it. Idempotent.
+
+        Peers may connect again.
+        """
+        ...
+
 
 class ReceiveTransport(Closing, Protocol):
     """The receiver's end. Every timeout is in seconds and covers the whole call."""

@@ -246,6 +246,11 @@ class Sender(SendTransport):
             self._server.drop(peer)
             self._remove([peer])
 
+    def reset(self) -> None:
+        with self._gate.dropping() as is_open:
+            if is_open:
+                self._server.reset()
+
     def close(self) -> None:
         self._gate.close(self._dispose)
 

@@ -41,7 +41,8 @@ class Sender(SendTransport):
         self._capabilities = Capabilities(
             (self._device.type,), max_payload_bytes, in_memory=True, outlives_losses=True
         )
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # whose `with` no interrupt leaves locked
+        self._changed = threading.Condition(self._lock)
         self._closed = ""  # why it is
         self._links: list[_Link] = []
         self._greetings: deque[tuple[int, bytes]] = deque()
@@ -51,7 +52,8 @@ class Sender(SendTransport):
         forks.inert_in_children(self._forked)
 
     def _forked(self) -> None:
-        self._changed, self._closed = threading.Condition(), _PARENTS_OWN
+        self._lock, self._closed = threading.RLock(), _PARENTS_OWN
+        self._changed = threading.Condition(self._lock)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -62,20 +64,20 @@ class Sender(SendTransport):
         return Receiver(self)
 
     def poll(self, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        with self._changed:
+        with self._lock:
             self._wait(lambda: bool(self._greetings), timeout_s)
             greetings = list(self._greetings)
             self._greetings.clear()
             return greetings
 
     def is_connected(self, peer: int) -> bool:
-        with self._changed:
+        with self._lock:
             self._check_open()
             return self._loss(peer) is None
 
     def open_epoch(self, peers: Sequence[int], *, timeout_s: float) -> dict[int, TransportError]:
         """Never waits."""
-        with self._changed:
+        with self._lock:
             self._check_open()
             self._epoch = tuple(peers)
             losses = self._losses(peers)
@@ -93,7 +95,7 @@ class Sender(SendTransport):
         """Never waits: frames queue in memory."""
         check_frame(frame, self._capabilities)
         copy = Frame(frame.header, _clone(frame.payload))
-        with self._changed:
+        with self._lock:
             self._check_open()
             losses = self._losses(self._members)
             self._members -= losses.keys()
@@ -105,7 +107,7 @@ class Sender(SendTransport):
 
     def tell(self, peers: Collection[int], header: bytes, *, timeout_s: float) -> None:
         """Never waits."""
-        with self._changed:
+        with self._lock:
             self._check_open()
             losses = self._losses(set(peers))
             self._members -= losses.keys()
@@ -116,27 +118,31 @@ class Sender(SendTransport):
             raise failure(losses)
 
     def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        with self._changed:
+        with self._lock:
             self._wait(lambda: all(self._is_settled(peer) for peer in self._epoch), timeout_s)
             return {peer: self._reply(peer) for peer in self._epoch}
 
     def some_replies(
         self, peers: Collection[int], *, timeout_s: float
     ) -> dict[int, bytes | TransportError]:
-        with self._changed:
+        with self._lock:
             self._wait(lambda: any(map(self._is_settled, peers)), timeout_s)
             return {peer: self._reply(peer) for peer in peers if self._is_settled(peer)}
 
     def drop(self, peer: int) -> None:
-        with self._changed:
+        with self._lock:
             self._members.discard(peer)
             if self._loss(peer) is None:
                 self._links[peer].lost = PeerLost("was dropped")
                 self._links[peer].replies.clear()
                 self._changed.notify_all()
 
+    def reset(self) -> None:
+        for peer in range(len(self._links)):
+            self.drop(peer)
+
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = self._closed or _CLOSED
             for link in self._links:
                 link.lost = link.lost or PeerLost("the sender closed")
@@ -191,7 +197,7 @@ class Receiver(ReceiveTransport):
 
     def connect(self, greeting: bytes, *, timeout_s: float) -> None:
         """Never waits."""
-        with self._sender._changed:
+        with self._sender._lock:
             self._check_open()
             self._hang_up()
             if self._sender._closed:
@@ -202,7 +208,7 @@ class Receiver(ReceiveTransport):
             self._sender._changed.notify_all()
 
     def receive(self, *, timeout_s: float) -> Frame:
-        with self._sender._changed:
+        with self._sender._lock:
             link = self._current()
             self._sender._changed.wait_for(
                 lambda: self._closed or link.frames or link.lost, timeout_s
@@ -219,7 +225,7 @@ class Receiver(ReceiveTransport):
 
     def reply(self, data: bytes, *, timeout_s: float) -> None:
         """Never waits."""
-        with self._sender._changed:
+        with self._sender._lock:
             link = self._current()
             if link.lost is not None:
                 raise PeerLost(str(link.lost))
@@ -227,12 +233,12 @@ class Receiver(ReceiveTransport):
             self._sender._changed.notify_all()
 
     def disconnect(self) -> None:
-        with self._sender._changed:
+        with self._sender._lock:
             self._hang_up()
             self._link = None
 
     def close(self) -> None:
-        with self._sender._changed:
+        with self._sender._lock:
             self._closed = self._closed or _CLOSED
             self._hang_up()
             self._sender._changed.notify_all()

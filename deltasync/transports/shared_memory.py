@@ -59,9 +59,9 @@ class _Slot(Slot):
         yield _SEGMENT.pack(self.index, self.memory.numel()), self._descriptor
 
     def free(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.known_to.clear()
 

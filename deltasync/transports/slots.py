@@ -186,6 +186,11 @@ class SlotSender(SendTransport):
             self._members.discard(peer)
             self._server.drop(peer)
 
+    def reset(self) -> None:
+        with self._gate.dropping() as is_open:
+            if is_open:
+                self._server.reset()
+
     def close(self) -> None:
         self._gate.close(self._dispose)
 

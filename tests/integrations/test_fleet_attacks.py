@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
-import signal
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from threading import Event, Thread
@@ -291,34 +287,6 @@ def test_an_interrupt_as_the_call_ends_leaves_no_update_that_waits(
         stats = here.send()
         assert (stats.receivers, stats.lost) == (2, {})
         here.check("0", "1")
-
-
-# An interrupt between `accept` and the line after leaves a socket that nobody closes.
-@pytest.mark.filterwarnings("ignore:unclosed <socket.* laddr=[^,]*/socket>:ResourceWarning")
-def test_interrupts_at_any_moment_lose_nothing(tmp_path: Path) -> None:
-    chance = random.Random(4)
-    before = signal.signal(signal.SIGUSR1, lambda *_: interrupt())
-    try:
-        with fleet_of(tmp_path, 3) as here:
-            for _ in range(25):
-                here.step()
-                thread = Thread(target=strike, args=(chance.uniform(0, 0.06),))
-                try:
-                    thread.start()
-                    outcome(here.send)
-                    thread.join()
-                    time.sleep(0.02)
-                except KeyboardInterrupt:
-                    thread.join()
-            here.catch_up()
-            here.check("0", "1", "2")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def strike(after_s: float) -> None:
-    time.sleep(after_s)
-    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def test_one_engine_under_two_names_harms_nobody_else(tmp_path: Path) -> None:

@@ -199,6 +199,9 @@ class ThroughSender(SendTransport):
     def drop(self, peer: int) -> None:
         self._inner.drop(peer)
 
+    def reset(self) -> None:
+        self._inner.reset()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from torch import nn
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
 from deltasync.delta.bits import as_bits
 from deltasync.delta.host.staging import Staging
-from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted, TransportError
+from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
 from deltasync.transports import inprocess, shared_memory
-from deltasync.transports.base import Frame, SendTransport
-from deltasync.wire.frame import decode
-from tests.sync.harness import Model, Serving, ThroughSender, bits_equal, fleet
+from tests.sync.harness import Model, Serving, bits_equal, fleet
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,53 +27,6 @@ def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> Model:
 def change(source: nn.Module) -> None:
     for parameter in source.parameters():
         as_bits(parameter.data)[3] ^= 1
-
-
-class Interrupting(ThroughSender):
-    """A sender's link that is interrupted once, when it looks for answers to one message."""
-
-    def __init__(self, inner: SendTransport, kind: str) -> None:
-        super().__init__(inner)
-        self._kind, self._last = kind, ""
-
-    def send(self, frame: Frame, *, timeout_s: float) -> None:
-        self._last = decode(frame.header)[0].kind
-        self._inner.send(frame, timeout_s=timeout_s)
-
-    def collect_replies(self, *, timeout_s: float) -> dict[int, bytes | TransportError]:
-        self._look()
-        return self._inner.collect_replies(timeout_s=timeout_s)
-
-    def some_replies(
-        self, peers: Collection[int], *, timeout_s: float
-    ) -> dict[int, bytes | TransportError]:
-        self._look()
-        return self._inner.some_replies(peers, timeout_s=timeout_s)
-
-    def _look(self) -> None:
-        if self._last == self._kind:
-            self._kind = ""
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", ["layout", "prepare", "commit"])
-def test_an_interrupted_sender_goes_on_and_nobody_is_left_waiting(kind: str) -> None:
-    source, replica = model(0), model(1)
-    transport = inprocess.Sender()
-    sender = WeightSender(ModuleSource(source), Interrupting(transport, kind))
-    serving = Serving(WeightReceiver(ModuleTarget(replica), transport.receiver())).start()
-    try:
-        sender.wait_for_receivers(1, timeout_s=10)
-        with pytest.raises(KeyboardInterrupt):
-            sender.send_weights(timeout_s=5)
-        for _ in range(2):
-            change(source)
-            sender.wait_for_receivers(1, timeout_s=10)
-            sender.send_weights(timeout_s=5)
-        assert bits_equal(source, replica)
-    finally:
-        serving.stop()
-        sender.close()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -90,7 +90,14 @@ class GroupCalls:
         if self._is_called:
             yield
             return
-        self._begin_call(limit)
+        self.exchanged_bytes = 0
+        try:
+            self.gather(limit)
+        except DeltaSyncError:  # the call has ended
+            self._send_away()
+            self._call += 1
+            raise
+        self._is_called = True
         try:
             yield
         except BaseException as error:
@@ -98,17 +105,6 @@ class GroupCalls:
                 self._end_call(outcome()[0], None, f"{type(error).__name__}: {error}")
             raise
         self._end_call(*outcome(), "")
-
-    def _begin_call(self, limit: CallTimeout) -> None:
-        """Gather the ranks. Raises as `gather`; the call has then ended."""
-        self.exchanged_bytes = 0
-        try:
-            self.gather(limit)
-        except BaseException:
-            self._send_away()
-            self._call += 1
-            raise
-        self._is_called = True
 
     def _end_call(self, version: int, stats: SyncStats | None, why: str) -> None:
         try:
@@ -146,11 +142,9 @@ class GroupCalls:
         self._is_owed = not isinstance(order, orders.Decide | orders.Done)
         try:
             self._link.send(Frame(header), timeout_s=self._limit.wait_s)
-        except BaseException as error:
+        except TransportError as error:
             self._send_away()  # ranks that received the order would answer it
-            if isinstance(error, TransportError):
-                raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
-            raise
+            raise SyncAborted(f"a rank of the trainer is gone: {error}") from error
 
     def answers(self, kind: type[A]) -> dict[int, A]:
         """Return each rank's answer. Raises SyncAborted if one failed or does not answer."""
@@ -166,6 +160,11 @@ class GroupCalls:
         if problems:
             raise SyncAborted(f"{'; '.join(problems)}; nothing is lost, send again")
         return found
+
+    def recover(self) -> None:
+        """No call is under way: an interrupt has ended it. The ranks connect again."""
+        self._send_away()
+        self._is_called = False
 
     def close(self) -> None:
         """End the connections to all ranks."""
@@ -191,8 +190,7 @@ class GroupCalls:
 
     def _send_away(self) -> None:
         """Drop all ranks, so that they reconnect and nothing of the old exchange is left."""
-        for peer in self._peers.values():
-            self._link.drop(peer)
+        self._link.reset()
         self._peers, self._epoch, self._is_owed = {}, (), False
 
     def _open(self, peers: tuple[int, ...]) -> None:
@@ -205,11 +203,7 @@ class GroupCalls:
 
     def _answers(self) -> Mapping[int, orders.Said | DeltaSyncError]:
         """Each rank's answer, or why there is none."""
-        try:
-            replies = self._link.collect_replies(timeout_s=self._limit.wait_s)
-        except BaseException:
-            self._send_away()
-            raise
+        replies = self._link.collect_replies(timeout_s=self._limit.wait_s)
         self._is_owed = False
         found: dict[int, orders.Said | DeltaSyncError] = {}
         for rank, peer in self._peers.items():

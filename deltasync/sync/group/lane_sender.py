@@ -59,6 +59,10 @@ class LaneSender:
             else:
                 self._link.drop(peer)
 
+    def reset(self) -> None:
+        """End every connection, in whatever state an interrupt has left it."""
+        self._link.reset()
+
     def close(self) -> None:
         """End every connection."""
         self._link.close()

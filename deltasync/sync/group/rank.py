@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -88,7 +88,8 @@ class TrainerRank(Closing):
         self._base: int | None = None  # version of the snapshot; None right after a capture
         self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
-        self._caller = OneCaller("a sync is under way; a TrainerRank is used by one thread")
+        refusal = "a sync is under way; a TrainerRank is used by one thread"
+        self._caller = OneCaller(refusal, self._start_over)
 
     def refresh_source(self) -> None:
         """See `WeightSender.refresh_source`."""
@@ -119,24 +120,31 @@ class TrainerRank(Closing):
         check_seconds("timeout_s", timeout_s)
         limit = CallTimeout(min(_PATIENCE * timeout_s, LONGEST_S), total_timeout_s)
         with self._caller.call():
-            return judged(self._send_weights(limit, on_source_read), on_lost)
+            done, error = self._send_weights(limit, on_source_read)
+        if error is not None:
+            raise error
+        if done.stats is None:
+            raise SyncAborted(f"rank 0: {done.error}")
+        return judged(done.stats, on_lost)
 
     def _send_weights(
         self, limit: CallTimeout, on_source_read: Callable[[], None] | None
-    ) -> SyncStats:
+    ) -> tuple[orders.Done, DeltaSyncError | RuntimeError | None]:
+        """How rank 0 has ended the call, and what went wrong here, which rank 0 was told."""
         self._call += 1
         self._trains_meanwhile = on_source_read is not None
-        with self._alone(), self._weights.one_call(on_source_read):
-            error = None
-            while not isinstance(order := self._receive(limit.wait_s), orders.Done):
-                error = self._carry_out(order) or error
-            self._resolve(order.version)
+        try:
+            with self._weights.one_call(on_source_read):
+                error = None
+                while not isinstance(order := self._receive(limit.wait_s), orders.Done):
+                    error = self._carry_out(order) or error
+                self._resolve(order.version)
+        except (DeltaSyncError, RuntimeError) as problem:
+            if not isinstance(problem, SyncAborted):  # rank 0 was not told
+                self._start_over()
+            raise
         self.version = order.version
-        if error is not None:
-            raise error
-        if order.stats is None:
-            raise SyncAborted(f"rank 0: {order.error}")
-        return order.stats
+        return order, error
 
     def close(self) -> None:
         """Close every connection."""
@@ -341,19 +349,9 @@ class TrainerRank(Closing):
         self._is_connected, self._next = False, None
 
     def _start_over(self) -> None:
-        """Give the snapshot up. Rank 0 sees this when this rank reconnects."""
+        """Give the snapshot up. Rank 0 sees this when this rank reconnects; receivers rejoin."""
         self._lose()
         self._captured = None
         with suppress(TransportError):
             self._link.disconnect()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """End the connection after an error that rank 0 was not told about."""
-        try:
-            yield
-        except SyncAborted:
-            raise
-        except BaseException:
-            self._start_over()
-            raise
+            self._lanes.reset()

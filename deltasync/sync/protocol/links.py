@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
+from types import FrameType
 
 import torch
 from torch import Tensor
 
+from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -37,31 +41,61 @@ _CATCH_UP_SHARE = 0.25  # at most, of how long ranks wait for receivers that do 
 class OneCaller:
     """Lets one call in at a time, and refuses others, of whichever thread.
 
+    An interrupt can end a call between any two instructions, also where it begins or cleans up. So
+    a call counts while its function runs, and one that ended neither well nor with an error of
+    ours or a lack of memory has left things in doubt.
+
     Args:
         refusal: What a refused call raises as CallOrderError.
+        recover: Called before the next call then, and again if an interrupt ends that too. It puts
+            in order what was left.
     """
 
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
-        self._calls: list[object] = []  # appending is atomic, and the first one has it
+    def __init__(self, refusal: str, recover: Callable[[], object] = lambda: None) -> None:
+        self._refusal, self._recover = refusal, recover
+        self._calls: list[tuple[int, FrameType]] = []  # thread and function, in order of arrival
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """While a call is under way, in a plain mode of torch. Raises CallOrderError if one is."""
-        mine = object()
+    def call(self, depth: int = 2) -> Iterator[None]:
+        """While a call is under way, in a plain mode of torch. Raises CallOrderError if one is.
+
+        It is the function that enters this, or that of a greater `depth` of frames from here.
+        """
+        mine = threading.get_ident(), sys._getframe(depth)
+        self._calls.append(mine)
+        calls = list(self._calls)
         try:
-            self._calls.append(mine)
-            if self._calls[0] is not mine:
-                raise CallOrderError(self._refusal)
+            for earlier in calls[: calls.index(mine)]:
+                if _is_running(*earlier):
+                    raise CallOrderError(self._refusal)
+                if earlier in self._calls:  # it left it there
+                    with torch.inference_mode(mode=False), torch.no_grad():
+                        self._recover()
+                    self._calls.remove(earlier)
             with torch.inference_mode(mode=False), torch.no_grad():
                 yield
-        finally:
-            if mine in self._calls:  # else it was interrupted before
+        except BaseException as error:
+            if isinstance(error, DeltaSyncError) or is_lack_of_memory(error):
                 self._calls.remove(mine)
+            raise
+        self._calls.remove(mine)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call is under way."""
+        return any(_is_running(*one) for one in list(self._calls))
 
     def forked(self) -> None:
         """No call is under way in a child."""
         self._calls = []
+
+
+def _is_running(thread: int, function: FrameType) -> bool:
+    """Whether a thread is in a function, or in what that has called."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_seconds(name: str, seconds: float, *, may_be_zero: bool = True) -> None:
@@ -225,6 +259,12 @@ class SenderLink:
         if peer in self._epoch:
             self._epoch = ()
         self._transport.drop(peer)
+
+    def reset(self) -> None:
+        """End every connection, in whatever state an interrupt has left it."""
+        self._epoch = ()
+        self._unread.clear()
+        self._transport.reset()
 
     def close(self) -> None:
         self._transport.close()

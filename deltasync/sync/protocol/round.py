@@ -167,11 +167,11 @@ class Round:
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
-        self._session.begin(participants, version=version)
         self._version = version
         self._engines = frozenset(member.engine for member in participants)
         self._is_alone = len(self._engines) == 1  # no other engine can go on without it
         try:
+            self._session.begin(participants, version=version)
             self._stage(stream_id)
             ready = self._ready()
             if not ready:

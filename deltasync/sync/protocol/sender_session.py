@@ -279,6 +279,10 @@ class SenderSession:
         self.members.update({peer: m for peer, m in self.participants.items() if peer not in gone})
         return leaving
 
+    def reset(self) -> None:
+        """Nothing is under way any more, wherever that was, and nobody is a member."""
+        self.phase, self.members, self.participants = SenderPhase.IDLE, {}, {}
+
     def _leave(self, asleep: Collection[int] = ()) -> list[Member]:
         engines = self._failed_engines(asleep)
         leaving = [m for m in self.participants.values() if m.engine in engines]

@@ -103,9 +103,17 @@ class Gate:
 
     def forget(self, source: Connection | socket.socket) -> None:
         """Stop waking for `source`; must be called before it is closed."""
-        self._watched.pop(source, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
+        self._watched.pop(source, None)
+
+    def reset(self, listener: socket.socket) -> None:
+        """Close all that is watched but the listener, also what an interrupt has left to nobody."""
+        for source in list(self._watched):
+            self.forget(source)
+            if source is not listener:
+                source.close()
+        self.watch(listener)
 
     def close(self, dispose: Callable[[], None]) -> None:
         """Wake the call in progress, wait until it has left, then `dispose`, once.
@@ -171,7 +179,6 @@ class Server:
         self._peers: dict[int, Connection] = {}
         self._heard: frozenset[int] = frozenset()
         self._greetings: deque[tuple[int, bytes]] = deque()
-        self._greeting_bytes = 0
         self._gone: dict[int, Connection] = {}  # for what they said last, and why they went
         self._next_peer = 0
 
@@ -189,8 +196,11 @@ class Server:
         greetings: list[tuple[int, bytes]] = []
         while self._greetings and sum(len(data) for _, data in greetings) < MAX_GREETING_BYTES:
             greetings.append(self._greetings.popleft())
-            self._greeting_bytes -= len(greetings[-1][1])
         return greetings
+
+    @property
+    def _greeting_bytes(self) -> int:
+        return sum(len(data) for _, data in self._greetings)
 
     def hear(self, peers: Iterable[int]) -> None:
         """Take what these peers say from now on, and keep nothing that others who are gone said."""
@@ -323,9 +333,15 @@ class Server:
 
     def close(self) -> None:
         """End every connection and stop listening. Idempotent."""
+        self.reset()
+        self._newcomers.close()
+
+    def reset(self) -> None:
+        """End every connection, in whatever state an interrupt has left it."""
         for peer in list(self._peers):
             self.drop(peer)
-        self._newcomers.close()
+        self._greetings.clear()
+        self._newcomers.reset()
 
     def _hears_more(self, moment: Deadline) -> bool:
         """Wait for the rest of greetings of which a part is here, while more of them comes."""
@@ -350,7 +366,6 @@ class Server:
         self._allow(connection, is_heard=False)
         self._peers[self._next_peer] = connection
         self._greetings.append((self._next_peer, greeting))
-        self._greeting_bytes += len(greeting)
         self._next_peer += 1
 
     def _allow(self, connection: Connection, *, is_heard: bool) -> None:

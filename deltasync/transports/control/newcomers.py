@@ -164,11 +164,15 @@ class Newcomers:
         connection.close()
 
     def close(self) -> None:
-        """Turn all away and stop listening. Idempotent."""
-        for connection in list(self._ends_at):
-            self.turn_away(connection)
+        """Stop listening. Idempotent."""
         self._gate.forget(self._listener)
         self._listener.close()
+
+    def reset(self) -> None:
+        """Turn all away."""
+        for connection in list(self._ends_at):
+            self.turn_away(connection)
+        self._gate.reset(self._listener)
 
     def _opened(self, sock: socket.socket) -> Connection | None:
         try:
