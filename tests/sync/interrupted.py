@@ -40,9 +40,9 @@ from tests.sync.groups import Split, rows_of
 from tests.sync.harness import Serving, bits_equal, random_model, until
 from tests.sync.interrupts import World
 
-SHAPES = {"a": (64,), "b": (33,)}
-LARGE = {"a": (4, 1024), "b": (33,)}
-_AT_ONCE = {
+SHAPES: dict[str, tuple[int, ...]] = {"a": (64,), "b": (33,)}
+LARGE: dict[str, tuple[int, ...]] = {"a": (4, 1024), "b": (33,)}
+_AT_ONCE: dict[str, Any] = {
     "sender": SenderOptions(bucket_bytes=MIN_BUCKET_BYTES),
     "receiver": ReceiverOptions(max_staged_bytes=1),
 }

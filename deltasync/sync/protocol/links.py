@@ -15,7 +15,6 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -43,7 +42,7 @@ class OneCaller:
 
     An interrupt can end a call between any two instructions, also where it begins or cleans up. So
     a call counts while its function runs, and one that ended neither well nor with an error of
-    ours or a lack of memory has left things in doubt.
+    ours or of torch has left things in doubt.
 
     Args:
         refusal: What a refused call raises as CallOrderError.
@@ -74,9 +73,8 @@ class OneCaller:
                     self._calls.remove(earlier)
             with torch.inference_mode(mode=False), torch.no_grad():
                 yield
-        except BaseException as error:
-            if isinstance(error, DeltaSyncError) or is_lack_of_memory(error):
-                self._calls.remove(mine)
+        except (DeltaSyncError, RuntimeError, MemoryError):  # ours, and what torch raises
+            self._calls.remove(mine)
             raise
         self._calls.remove(mine)
 
