@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -78,7 +78,7 @@ class Pair:
         count: int,
         *,
         link: str = "inprocess",
-        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        shapes: Mapping[str, tuple[int, ...]] = SHAPES,
         sender: SenderOptions | None = None,
         receiver: ReceiverOptions | None = None,
     ) -> None:
