@@ -240,7 +240,9 @@ class StagingThread:
         """
         is_alone = self._receiver.version is None or isinstance(self._receiver, Resumable)
         is_final = is_alone and is_permanent(error)
-        self._log(error, "ends" if is_final else "rejoins")
+        is_new = not (is_final or self._has_joined)
+        what = "ends" if is_final else "rejoins"
+        self._log(error, "has not joined yet" if is_new else f"{what}, after a sync that failed")
         self.last_error = error
         if is_final:
             self._end(error)
@@ -251,6 +253,5 @@ class StagingThread:
         """Once until a sync succeeds: a sender that stays away is one line."""
         why = f"{type(error).__name__}: {error}"
         if why != self._logged:
-            what = f"{what}, after a sync that failed" if self._has_joined else "has not joined yet"
             logger.warning("%s %s: %s", self._receiver.name, what, why)
         self._logged = why
