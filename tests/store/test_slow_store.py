@@ -59,7 +59,7 @@ class Slow:
 
 @pytest.fixture
 def slow(s3: str) -> Iterator[Slow]:
-    near = s3_place(s3)
+    near = s3_place(s3, part_bytes=5 << 20)  # the least: the anchor has several parts
     with faulty(s3) as (endpoint, faults):
         config = {**near.options.config, "endpoint": endpoint}
         far = Place(near.url, near.options.model_copy(update={"config": config}))
