@@ -340,6 +340,8 @@ class Server:
         """End every connection, in whatever state an interrupt has left it."""
         for peer in list(self._peers):
             self.drop(peer)
+        for connection in self._gone.values():
+            connection.close()
         self._greetings.clear()
         self._newcomers.reset()
 
