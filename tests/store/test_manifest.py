@@ -107,6 +107,7 @@ def test_s01_s09_the_bytes_and_the_mac_are_those_of_the_rules() -> None:
         ({"digest": "0" * 15 + "G"}, "digest"),
         ({"layout_hash": ZEROS + "\n"}, "layout_hash"),
         ({"nnz": 11}, "nnz"),
+        ({"numel": 0, "nnz": 0}, "no elements"),
         ({"numel": -1}, "numel"),
         ({"changed": [[4, "0" * 16], [0, "0" * 16]]}, "order"),
         ({"changed": [[4, "0" * 16], [4, "0" * 16]]}, "order"),
