@@ -58,8 +58,6 @@ class TrainerRank(Closing):
         version: The last version that this rank knows to be decided.
     """
 
-    _replicas: Replicas  # once it has captured
-
     def __init__(
         self,
         source: WeightSource,
@@ -85,6 +83,7 @@ class TrainerRank(Closing):
         self._declared: Declaration | None = None
         self._agreement = Agreement()
         self._captured: str | None = None
+        self._replicas: Replicas  # once it has captured
         self._base: int | None = None  # version of the snapshot; None right after a capture
         self._delta: tuple[int, Delta] | None = None  # (version, delta), not known to be decided
         self._trains_meanwhile = False
