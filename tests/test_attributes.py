@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"\bdeltasync((?:\.[A-Za-z_]\w*)+)")

@@ -12,7 +12,7 @@ from deltasync.config import read_secret
 from deltasync.errors import ConfigError
 from tests.cli.command import call, refused
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 RANDOM = bytes(range(246, 256)) + b"\n"
 

@@ -13,7 +13,7 @@ from benchmarks.runner import GroupFailed
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.runner import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("link", ["local", "collective"])

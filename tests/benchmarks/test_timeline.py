@@ -15,7 +15,7 @@ from benchmarks.gpu.recording import LANES, Span
 from benchmarks.gpu.timeline_plots import draw
 from benchmarks.record import Environment
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("link", ["local", "collective"])

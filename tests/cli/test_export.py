@@ -18,7 +18,7 @@ from deltasync.transports.address import Address
 from tests.cli.command import refused, told
 from tests.sync.harness import Model, random_model, step
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.files.saved import model, save, stepped
 from tests.store.published import Publisher
 from tests.store.stores import local_place
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 
 def _node(kind: int, *numbers: int) -> Callable[[Path], None]:

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.command import call, refused, run_forked, told
 from tests.observe.test_report import Page
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

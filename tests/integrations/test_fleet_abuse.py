@@ -18,7 +18,7 @@ from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
 from tests.programs import run
 from tests.sync.harness import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])

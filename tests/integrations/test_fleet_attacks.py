@@ -30,7 +30,7 @@ from tests.programs import run
 from tests.sync.harness import until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 LARGE = {"a": (64, 1024), "b": (33,)}
 IN_PLACE = {
@@ -190,7 +190,7 @@ def test_an_engine_that_a_proof_has_spoiled_is_paused_until_it_is_restarted(
         here.check("0", "1")
 
 
-@pytest.mark.timeout(120)  # gloo forms groups anew
+@pytest.mark.timeout(300)  # gloo forms groups anew
 @pytest.mark.parametrize("moment", ["prepare", "commit"])
 def test_over_a_link_that_does_not_outlive_losses_the_others_have_the_version(
     moment: str, tmp_path: Path
@@ -216,7 +216,7 @@ def test_over_a_link_that_does_not_outlive_losses_the_others_have_the_version(
         here.check("0", "1", "2")
 
 
-@pytest.mark.timeout(120)  # gloo forms groups anew
+@pytest.mark.timeout(300)  # gloo forms groups anew
 @pytest.mark.parametrize("dies", ["0", "1", "2"])
 def test_who_is_sent_to_by_way_of_one_that_dies_has_the_version(
     dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

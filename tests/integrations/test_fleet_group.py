@@ -19,7 +19,7 @@ from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import step
 from tests.sync.test_parts import SHAPES
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Trainer:

@@ -21,7 +21,7 @@ from tests.integrations import test_checkpoint_engine as stand_ins
 from tests.integrations.test_checkpoint_engine import weights
 from tests.sync.harness import Model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Engine(nn.Module):

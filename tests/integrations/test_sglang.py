@@ -25,7 +25,7 @@ from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
 from tests.sync.harness import bits_equal, random_model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ HOLDS = re.compile(r"rank (\d) holds the trainer's bits")
 Host = Sequence[str]
 """What runs a command on a host."""
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager

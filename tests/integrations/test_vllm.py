@@ -34,7 +34,7 @@ from tests.sync.harness import Model, bits_equal, until
 
 UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def model(seed: int) -> Model:

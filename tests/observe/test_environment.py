@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import run
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 _WORKER = """
 import sys, tempfile

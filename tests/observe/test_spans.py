@@ -29,7 +29,7 @@ from opentelemetry.trace import StatusCode
 
 from deltasync.observe.spans import Spans, id_generator, ids_of, traceparent
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 VERSIONS = 3
 

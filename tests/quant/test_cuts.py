@@ -26,7 +26,7 @@ from deltasync.sync.group.agreement import Agreement
 from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
 from tests.quant.kinds import KINDS, matrix
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS: Mapping[Form, int] = {
     BlockFp8(): 1,

@@ -31,7 +31,7 @@ from tests.quant.kernels import FORMS
 from tests.quant.kinds import KINDS, every_maximum, matrix
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     # The interpreter computes with numpy.
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
 ]

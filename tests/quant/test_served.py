@@ -28,7 +28,7 @@ from deltasync.transports import inprocess
 from tests.sync.harness import Serving
 from tests.sync.lines import Lines
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SHAPES = {"up": (256, 200), "down": (130, 384), "row": (1, 128), "odd": (7, 3)}
 
@@ -92,7 +92,7 @@ def test_an_engine_holds_what_a_cold_load_gives(
     follows(BlockFp8(scale=scale), dtype, kernels)  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(240)  # Triton's interpreter takes long, beside other tests
+@pytest.mark.timeout(300)  # Triton's interpreter takes long, beside other tests
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(
     "form",

@@ -22,7 +22,7 @@ from tests.quant.matrices import matrix
 from tests.quant.test_served import engine
 from tests.sync.harness import Serving
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SHAPES = {
     "attn.q_proj": (48, 64),

@@ -13,7 +13,7 @@ from tests.store.published import Follower, Publisher
 from tests.store.stores import local_place
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_files_are_closed_as_soon_as_a_version_is_written(tmp_path: Path) -> None:
     """In a process of its own, where no other test has files or opens any meanwhile."""
     with Child(follow, tmp_path / "store") as child:

@@ -56,7 +56,7 @@ def step(model: torch.nn.Sequential) -> None:
         model.get_parameter("w")[torch.rand(NUMEL) < 0.05] += 1
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_reader_that_is_killed_leaves_a_version(tmp_path: Path) -> None:
     trainer = Publisher(local_place(tmp_path / "store"), anchor_every=3, model=Weights())
     trainer.publish(6, step=step)

@@ -45,7 +45,7 @@ from tests.sync.harness import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SHAPES = {"first": (40, 30), "second": (700,)}
 

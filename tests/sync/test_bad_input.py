@@ -72,7 +72,7 @@ from tests.sync.by_hand import (
     zipped,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def flipped(message: Message, byte: int) -> Frame:

@@ -33,7 +33,7 @@ from tests.sync.by_hand import (
     welcome,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 versions = st.integers(BASE, BASE + 4)
 PARTS = [(SPARSE,), (DENSE,), (SPARSE, DENSE), (Row(indices=(2, 7), span=12), DENSE)]

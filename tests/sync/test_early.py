@@ -25,7 +25,7 @@ from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal
 from tests.sync.interpreted import one_kernel_at_a_time
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = SenderOptions(

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.sync.harness import fleet
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 FROZEN = """
     import logging, warnings

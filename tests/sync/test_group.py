@@ -39,7 +39,7 @@ from tests.sync.harness import (
 )
 from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
 CODED = SMALL.model_copy(update={"compression": "gap"})

@@ -15,7 +15,7 @@ from tests.sync.groups import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "own_sharding"])

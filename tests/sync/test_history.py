@@ -16,7 +16,7 @@ from deltasync.errors import NoReceivers, SyncAborted, TransportError
 from deltasync.transports.base import Frame, ReceiveTransport
 from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Faulty(ThroughReceiver):

@@ -29,7 +29,7 @@ from tests.sync.harness import bits_equal
 from tests.sync.layers import layers, routed
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),
 ]
 

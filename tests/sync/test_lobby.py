@@ -20,7 +20,7 @@ from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Failed, Hello, Refused
 from tests.sync.harness import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Waiting:

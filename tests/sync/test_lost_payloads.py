@@ -24,7 +24,7 @@ from deltasync.wire.messages import Failed, Prepare
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Model, Receivers, Serving, bits_equal, random_model, step
 
-pytestmark = pytest.mark.timeout(120)  # gloo forms groups anew
+pytestmark = pytest.mark.timeout(300)  # gloo forms groups anew
 
 SHAPES = {"a": (64, 1024), "b": (33,), "c": (64, 512)}
 NAMES = ("0", "1", "2")

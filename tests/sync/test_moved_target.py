@@ -16,7 +16,7 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import inprocess
 from tests.sync.layers import layers, routed
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SIZE = 4
 Move = Callable[[nn.Sequential, int], object]

@@ -26,7 +26,7 @@ from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.testing.target import TargetContract
 from deltasync.transports import inprocess
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class DictSource(WeightSource):

@@ -24,7 +24,7 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.bits import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SHAPES = {
     "embed": (13, 4),

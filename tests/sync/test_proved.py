@@ -31,7 +31,7 @@ from deltasync.sync.target.reloaded import ReloadedTarget
 from deltasync.sync.target.routed import RoutedTarget
 from tests.ranks import free_port, run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Layer(nn.Module):

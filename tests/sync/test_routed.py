@@ -19,7 +19,7 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 EXPERTS = 3
 SHAPES = (

@@ -33,7 +33,7 @@ from deltasync.wire import frame
 from tests.sync.by_hand import JOINED, Hand, begin
 from tests.sync.harness import Serving, bits_equal, random_model, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def next_release(path: str) -> None:

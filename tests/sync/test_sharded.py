@@ -48,7 +48,7 @@ KINDS = {
 }
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("world", [2, 4])

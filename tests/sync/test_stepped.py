@@ -30,7 +30,7 @@ from deltasync.transports import shared_memory
 from tests.sync.groups import Trainer as SourcesOfRanks
 from tests.sync.harness import bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def network() -> nn.Module:

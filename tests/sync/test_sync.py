@@ -51,7 +51,7 @@ from tests.sync.harness import (
     random_model,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Model:

@@ -22,7 +22,7 @@ from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, Model, fleet
 from tests.sync.test_group import change, model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Trained(nn.Module):

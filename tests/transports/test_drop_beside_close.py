@@ -10,7 +10,7 @@ import pytest
 
 from deltasync.transports import collective, shared_memory
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "collective"])

@@ -97,7 +97,7 @@ def test_receivers_that_are_killed_leave_nothing_at_the_others() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_nccl_gives_up_a_member_that_dies_as_it_begins_to_connect() -> None:
     """The interpreter waits for the thread that connects: it would never exit."""
     port, store = serve_store("127.0.0.1", 0)
