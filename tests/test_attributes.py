@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"\bdeltasync((?:\.[A-Za-z_]\w*)+)")
 PROGRAM = """

@@ -10,8 +10,6 @@ import pytest
 
 from tests.programs import Program, completed
 
-pytestmark = pytest.mark.timeout(300)
-
 GUIDE = Path(__file__).parents[1] / "docs/guide.md"
 _BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 TRAINER, RECEIVER, STAGING = _BLOCKS[:3]

@@ -12,8 +12,6 @@ from deltasync.config import read_secret
 from deltasync.errors import ConfigError
 from tests.cli.command import call, refused
 
-pytestmark = pytest.mark.timeout(300)
-
 RANDOM = bytes(range(246, 256)) + b"\n"
 
 

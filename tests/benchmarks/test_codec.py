@@ -24,8 +24,6 @@ from benchmarks.codec.training import SIZES, Training
 from deltasync.delta.bits import as_bits
 from deltasync.delta.codecs.choosing import CODING_COSTS, CodingCosts
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, Pair]:

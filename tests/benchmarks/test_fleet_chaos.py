@@ -11,7 +11,6 @@ from benchmarks.__main__ import app
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "more",
     [[], ["--rolling"], ["--link", "gloo", "--min-engines", "1"]],

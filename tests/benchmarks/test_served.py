@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.served import FORMS, lines, measure, sent
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_served_forms_change_less_than_bfloat16() -> None:

@@ -13,8 +13,6 @@ from benchmarks.runner import GroupFailed
 from benchmarks.sharded.plan import ShardedPlan
 from benchmarks.sharded.runner import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("link", ["local", "collective"])
 def test_every_way_is_measured_and_leaves_engines_with_the_trainers_bits(link: str) -> None:

@@ -47,7 +47,6 @@ def test_engines_are_killed_and_replaced_and_both_ends_stay_equal(tmp_path: Path
     assert not descriptors() - open_before  # fewer if garbage of other tests was collected
 
 
-@pytest.mark.timeout(300)
 def test_ranks_of_an_engine_are_killed_and_the_others_connect_again() -> None:
     options = ["--ranks", "2", "--link", "collective", "--syncs", "12", "--kill-every", "5"]
     done = CliRunner().invoke(app, [*ON_CPU, *options, "--seed", "4"])

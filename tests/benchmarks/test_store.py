@@ -18,8 +18,6 @@ from deltasync.delta.codecs.choosing import CODING_COSTS, Work, predicted_s
 from tests.sync.harness import bits_equal
 from tests.sync.test_coded import model, nudged
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:

@@ -33,7 +33,6 @@ def chaos(versions: int, seed: int, place: Place | None = None) -> dict[str, obj
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_folder_survives_the_death_of_all_who_use_it(seed: int) -> None:
     found = chaos(60, seed)
@@ -45,7 +44,6 @@ def test_a_folder_survives_the_death_of_all_who_use_it(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_bucket_survives_it_too(s3: str) -> None:
     found = chaos(20, 3, s3_place(s3))
     assert found["versions"] == 20

@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize(
     "options",

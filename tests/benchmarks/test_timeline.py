@@ -15,8 +15,6 @@ from benchmarks.gpu.recording import LANES, Span
 from benchmarks.gpu.timeline_plots import draw
 from benchmarks.record import Environment
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("link", ["local", "collective"])
 def test_the_lanes_of_both_hosts_lie_within_the_sync(link: str, tmp_path: Path) -> None:

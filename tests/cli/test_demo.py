@@ -34,7 +34,6 @@ FIELDS = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -59,7 +58,6 @@ def test_json_is_one_object_a_version(transport: str, tmp_path: Path) -> None:
     assert sum(tensor.numel() for tensor in last.values()) == records[0]["numel"]
 
 
-@pytest.mark.timeout(300)
 def test_cpus_without_bf16_compute_in_fp32() -> None:
     done = run(*COMMAND, *QUICK, "--steps", "1", ATEN_CPU_CAPABILITY="avx2")
     assert done.returncode == 0, done.stderr
@@ -97,7 +95,6 @@ def test_without_typer_it_says_what_to_install() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     with running_demo() as (trainer, rollout):
         trainer.stdout.close()
@@ -106,7 +103,6 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
         wait_until_gone(rollout)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_end_both_processes(number: int, code: int) -> None:
     with running_demo() as (trainer, rollout):
@@ -117,7 +113,6 @@ def test_ctrl_c_and_sigterm_end_both_processes(number: int, code: int) -> None:
         wait_until_gone(rollout)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_the_rollout_process_outlives_no_trainer(transport: str) -> None:
     with running_demo(transport) as (trainer, rollout):
@@ -127,7 +122,6 @@ def test_the_rollout_process_outlives_no_trainer(transport: str) -> None:
         wait_until_gone(rollout)
 
 
-@pytest.mark.timeout(300)
 def test_the_trainer_says_when_the_rollout_process_died() -> None:
     with running_demo() as (trainer, rollout):
         os.kill(rollout, signal.SIGKILL)
@@ -156,7 +150,6 @@ def running_demo(transport: str = "shared_memory") -> Iterator[tuple[Program, in
         trainer.close()
 
 
-@pytest.mark.timeout(300)
 def test_a_store_has_every_version_bit_for_bit(tmp_path: Path) -> None:
     """Read in processes of their own; also without the newest delta, and by one who comes late."""
     out, store = tmp_path / "out", tmp_path / "store"

@@ -18,8 +18,6 @@ from deltasync.transports.address import Address
 from tests.cli.command import refused, told
 from tests.sync.harness import Model, random_model, step
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextmanager
 def sending(source: Model, address: str, *, secret: bytes | None = None) -> Iterator[str]:

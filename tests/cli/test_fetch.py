@@ -179,7 +179,6 @@ def test_keys_and_remote_stores(tmp_path: Path) -> None:
         assert "MacMismatch" in line
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("silent", ["", "objects/"])
 def test_ctrl_c_ends_the_wait_for_a_store_that_never_answers(tmp_path: Path, silent: str) -> None:
     with s3_server() as s3, faulty(s3) as (endpoint, faults), hearing_signals():

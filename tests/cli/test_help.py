@@ -9,8 +9,6 @@ import pytest
 from deltasync.cli import COMMANDS
 from tests.cli.command import COMMAND, run
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_no_sentence_is_cut_off() -> None:
     done = run(*COMMAND, "--help", COLUMNS="80")

@@ -58,21 +58,18 @@ def check(folder: Path, kind: int, limits: Iterable[int]) -> set[str]:
     return lines
 
 
-@pytest.mark.timeout(300)
 def test_a_lack_of_descriptors(folder: Path) -> None:
     lines = check(folder, resource.RLIMIT_NOFILE, range(3, 16))
     assert lines
     assert all("Too many open files" in line for line in lines), lines
 
 
-@pytest.mark.timeout(300)
 def test_a_lack_of_memory(folder: Path) -> None:
     lines = check(folder, resource.RLIMIT_AS, [n * MIB for n in (0, 1, 2, 4, 8, 16, 32, 64)])
     assert lines
     assert all("memory" in line.lower() for line in lines), lines
 
 
-@pytest.mark.timeout(300)
 def test_a_disk_that_is_full(folder: Path) -> None:
     lines = check(folder, resource.RLIMIT_FSIZE, [200, MIB, 3 * MIB])
     assert lines

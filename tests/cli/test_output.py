@@ -19,8 +19,6 @@ from tests.files.saved import model, save, stepped
 from tests.store.published import Publisher
 from tests.store.stores import local_place
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def _node(kind: int, *numbers: int) -> Callable[[Path], None]:
     def make(path: Path) -> None:

@@ -9,8 +9,6 @@ import pytest
 from tests.cli.command import call, refused, run_forked, told
 from tests.observe.test_report import Page
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -207,7 +207,6 @@ def test_arbitrary_blocks_are_what_numpy_makes_of_them(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("density", [1e-6, 1e-4, 1e-2])
 def test_large_rows_on_a_gpu(density: float) -> None:
     """Of many lanes, in one of which nothing changes."""

@@ -137,7 +137,6 @@ def find_huge(new: Huge, policy: Policy) -> tuple[list[Run], int]:
     return find_runs(reader, old, policy)
 
 
-@pytest.mark.timeout(300)
 def test_more_than_int32_elements_stay_in_chunks() -> None:
     changed = {0: 1, HUGE_CHUNK: 2, (1 << 31) - 1: 3, 1 << 31: 4, HUGE - 1: 5}
     runs, nnz = find_huge(Huge(changed), Policy(chunk_numel=HUGE_CHUNK, dense_above=0.5))
@@ -147,7 +146,6 @@ def test_more_than_int32_elements_stay_in_chunks() -> None:
     assert [v for run in runs if run.bits is not None for v in run.bits.tolist()] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.timeout(300)
 def test_dense_tail_beyond_int32_is_one_chunk() -> None:
     runs, nnz = find_huge(Huge({HUGE - 1: 9}), Policy(chunk_numel=HUGE_CHUNK, dense_above=0.1))
     assert nnz == 1

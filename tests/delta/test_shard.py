@@ -144,7 +144,6 @@ def test_a_split_of_unknown_origin_is_refused() -> None:
         placed((8,), (2, 2), (0, 0), [(0, 3), (0, 1)])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [2, 4])
 def test_torch_holds_what_is_said_of_it(world: int) -> None:
     run_ranks(look, world, world, free_port(), timeout_s=100)

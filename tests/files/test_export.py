@@ -30,8 +30,6 @@ from deltasync.transports import inprocess
 from tests.sync.harness import Fleet, Model, fleet, random_model, step, until
 from tests.sync.test_routed import CHECKPOINT, Engine, trainer
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def every_dtype() -> dict[str, Tensor]:
     """Random bits of each dtype, in odd shapes."""

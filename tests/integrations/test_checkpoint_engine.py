@@ -27,8 +27,6 @@ from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model
 
-pytestmark = pytest.mark.timeout(300)
-
 CPU = torch.device("cpu")
 
 

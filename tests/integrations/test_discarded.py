@@ -23,7 +23,6 @@ from deltasync.transports import shared_memory
 from tests.integrations.test_vllm import Server
 from tests.sync.harness import Model
 
-pytestmark = pytest.mark.timeout(300)
 _GARBAGE = 7
 
 

@@ -25,8 +25,6 @@ from tests.sync.groups import Boxes, Sharded, rows_of
 from tests.sync.harness import Model, bits_equal, random_model, step
 from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 
-pytestmark = pytest.mark.timeout(300)
-
 CPU = torch.device("cpu")
 # What is raised where an engine does not do what it is asked.
 KINDS = {

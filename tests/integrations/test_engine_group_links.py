@@ -23,8 +23,6 @@ from tests.sync.harness import Model, bits_equal, random_model, step, until
 SHAPES = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 VERSIONS = 4
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize(
     "link",

@@ -13,8 +13,6 @@ from tests.integrations.fleets import SHAPES, OneCall, Server, Split, fleet_of, 
 from tests.sync.harness import until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
-pytestmark = pytest.mark.timeout(300)
-
 ALL = ("0", "1", "2")
 
 

@@ -18,8 +18,6 @@ from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
 from tests.programs import run
 from tests.sync.harness import until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the-server", "its-name"])
 def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(

@@ -30,8 +30,6 @@ from tests.programs import run
 from tests.sync.harness import until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
-pytestmark = pytest.mark.timeout(300)
-
 LARGE = {"a": (64, 1024), "b": (33,)}
 IN_PLACE = {
     "shapes": LARGE,

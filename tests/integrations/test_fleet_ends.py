@@ -17,8 +17,6 @@ from tests.integrations.fleets import SHAPES, Here, OneCall, Server, fleet_of, m
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
 from tests.sync.harness import until
 
-pytestmark = pytest.mark.timeout(300)
-
 MANY_BUCKETS: dict[str, Any] = {
     "shapes": {"a": (512, 1024), "b": (33,)},
     "max_staged_bytes": 1,

@@ -19,8 +19,6 @@ from tests.sync.groups import Sharded, rows_of
 from tests.sync.harness import step
 from tests.sync.test_parts import SHAPES
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Trainer:
     """Two ranks, and a fleet of two servers of two workers each."""

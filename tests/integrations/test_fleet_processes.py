@@ -27,8 +27,6 @@ from deltasync.wire.frame import decode
 from tests.integrations.fleets import Server, model, outcome
 from tests.sync.harness import Model, until
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (64, 1024), "b": (33,)}
 TIMEOUT_S = 3.0
 BUCKETS = SenderOptions(bucket_bytes=1 << 14)

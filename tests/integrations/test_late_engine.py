@@ -30,8 +30,6 @@ from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Derived(ModuleTarget):
     """Weights of which the engine derives others, which fails while `fails`."""

@@ -26,8 +26,6 @@ from tests.integrations.fleets import SHAPES, Server, fleet_of, model, outcome
 from tests.integrations.served import LOST, Engine, served
 from tests.sync.harness import Model, bits_equal, until
 
-pytestmark = pytest.mark.timeout(300)
-
 CALLS = ["connect", "pause_generation", "write", "update_weight_version", "continue_generation"]
 Way = EngineSync | EngineFleet
 

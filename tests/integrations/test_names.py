@@ -23,8 +23,6 @@ from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, random_model
 
-pytestmark = pytest.mark.timeout(300)
-
 CPU = torch.device("cpu")
 
 

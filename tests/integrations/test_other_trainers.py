@@ -21,8 +21,6 @@ from tests.integrations import test_checkpoint_engine as stand_ins
 from tests.integrations.test_checkpoint_engine import weights
 from tests.sync.harness import Model
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Engine(nn.Module):
     """Keeps two tensors of a checkpoint under names of its own."""

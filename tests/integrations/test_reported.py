@@ -18,8 +18,6 @@ from deltasync.sync.options import SenderOptions
 from deltasync.transports import shared_memory
 from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome
 
-pytestmark = pytest.mark.timeout(300)
-
 KINDS = [Server, OneCall]
 
 

@@ -25,8 +25,6 @@ from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.transports import shared_memory
 from tests.sync.harness import bits_equal, random_model
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,6 @@ from deltasync.integrations.sglang import SglangServer
 from deltasync.integrations.vllm import AsyncClient, HttpClient
 from deltasync.transports import forks
 
-pytestmark = pytest.mark.timeout(300)
-
 BEATS = 200  # of 0.05 s: as long as a server drips that nobody hangs up on
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n"
 

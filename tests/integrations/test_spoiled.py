@@ -22,8 +22,6 @@ from deltasync.transports import shared_memory
 from deltasync.transports.address import Address
 from tests.sync.test_proved import Engine, InSet, checkpoint, work_on
 
-pytestmark = pytest.mark.timeout(300)
-
 TEXT = "the engine's weights could not be put back"
 
 

@@ -33,8 +33,6 @@ HOLDS = re.compile(r"rank (\d) holds the trainer's bits")
 Host = Sequence[str]
 """What runs a command on a host."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextmanager
 def ranks(

@@ -23,8 +23,6 @@ from tests.integrations.served import Engine, served
 from tests.sync.harness import Model, bits_equal, until
 from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Trainer:
     """A trainer of its own source, with one engine."""

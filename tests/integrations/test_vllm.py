@@ -34,8 +34,6 @@ from tests.sync.harness import Model, bits_equal, until
 
 UPDATE = ["start", "update", "finish", "clear", "start", "finish"]  # the second names the version
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def model(seed: int) -> Model:
     generator = torch.Generator().manual_seed(seed)

@@ -21,7 +21,6 @@ class TrainerWeightTransferEngine:
 OLD_INIT = "HTTPVLLMWeightSyncClient = WeightTransferTrainerFactory = None"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("init", "base", "problem"),
     [

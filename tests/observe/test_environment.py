@@ -8,8 +8,6 @@ import pytest
 
 from tests.programs import run
 
-pytestmark = pytest.mark.timeout(300)
-
 _WORKER = """
 import sys, tempfile
 from pathlib import Path

@@ -27,8 +27,6 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 from deltasync.observe.metrics import OTHER, Metrics, reason_class
 
-pytestmark = pytest.mark.timeout(300)
-
 PAYLOADS = "deltasync_payload_bytes"  # by codec: of use is its rate
 UNITS = ("_seconds", "_bytes", "_ratio", "_elements")
 

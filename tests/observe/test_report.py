@@ -25,8 +25,6 @@ from deltasync.observe.run_lines import read_run
 from deltasync.observe.run_log import RunLog
 from tests.observe.made import failed, published, received, sync
 
-pytestmark = pytest.mark.timeout(300)
-
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 EVIL = '</script><script>alert(1)</script>"><img src=x onerror=alert(2)>\u202e\x00'
 

@@ -23,8 +23,6 @@ from tests.observe.made import failed, published, received, sync
 from tests.programs import run
 from tests.sync.harness import fleet, random_model
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_every_kind_of_event_is_a_line_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"

@@ -29,8 +29,6 @@ from opentelemetry.trace import StatusCode
 
 from deltasync.observe.spans import Spans, id_generator, ids_of, traceparent
 
-pytestmark = pytest.mark.timeout(300)
-
 VERSIONS = 3
 
 

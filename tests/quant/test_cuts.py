@@ -26,8 +26,6 @@ from deltasync.sync.group.agreement import Agreement
 from deltasync.sync.source.tensors import NamedTensor, Place, held_of, maxima_of
 from tests.quant.kinds import KINDS, matrix
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS: Mapping[Form, int] = {
     BlockFp8(): 1,
     BlockFp8("ue8m0"): 1,

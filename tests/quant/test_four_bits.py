@@ -22,8 +22,6 @@ from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from tests.quant.golden.four_bits import FILE
 from tests.quant.matrices import MATRICES, matrix
 
-pytestmark = pytest.mark.timeout(300)
-
 FORMS: dict[str, Form] = {
     "nvfp4 of compressed-tensors": CompressedNvfp4(),
     "nvfp4 of modelopt": ModelOptNvfp4(),

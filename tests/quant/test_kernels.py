@@ -31,7 +31,6 @@ from tests.quant.kernels import FORMS
 from tests.quant.kinds import KINDS, every_maximum, matrix
 
 pytestmark = [
-    pytest.mark.timeout(300),
     # The interpreter computes with numpy.
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
 ]

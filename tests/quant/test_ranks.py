@@ -47,8 +47,6 @@ FORMS: dict[str, Form] = {
 }
 KINDS = {2: ["fsdp", "tensor"], 3: ["fsdp"], 4: ["both", "replicated"]}
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

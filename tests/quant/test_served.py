@@ -28,8 +28,6 @@ from deltasync.transports import inprocess
 from tests.sync.harness import Serving
 from tests.sync.lines import Lines
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"up": (256, 200), "down": (130, 384), "row": (1, 128), "odd": (7, 3)}
 
 

@@ -22,7 +22,6 @@ from tests.quant.test_two_forms import assert_holds
 from tests.sync.groups import Sharded, Trainer
 from tests.sync.harness import Serving
 
-pytestmark = pytest.mark.timeout(300)
 SHAPES = {"up": (512, 64), "down": (300, 128), "small": (128, 32)}
 
 

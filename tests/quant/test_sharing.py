@@ -22,8 +22,6 @@ from tests.quant.matrices import matrix
 from tests.quant.test_served import engine
 from tests.sync.harness import Serving
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {
     "attn.q_proj": (48, 64),
     "attn.k_proj": (16, 64),

@@ -17,7 +17,6 @@ from deltasync.transports import inprocess
 from tests.quant.test_served import cold, engine, forms, trainer
 from tests.sync.harness import Serving
 
-pytestmark = pytest.mark.timeout(300)
 FORM = BlockFp8()
 
 

@@ -305,7 +305,6 @@ def _start(place: Place, state: Path, seed: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
 def test_a_writer_is_killed_at_random_moments(place: Place, tmp_path: Path) -> None:
     state, chance = tmp_path / "state", random.Random(11)
@@ -336,7 +335,6 @@ def test_a_writer_is_killed_at_random_moments(place: Place, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
 def test_s02_s03_of_writers_at_once_one_goes_on(place: Place, tmp_path: Path) -> None:
     states = [tmp_path / str(number) for number in range(3)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import pytest
-
 from deltasync.testing.processes import Child
 from tests.descriptors import open_links
 from tests.store.published import Follower, Publisher
 from tests.store.stores import local_place
 
 
-@pytest.mark.timeout(300)
 def test_files_are_closed_as_soon_as_a_version_is_written(tmp_path: Path) -> None:
     """In a process of its own, where no other test has files or opens any meanwhile."""
     with Child(follow, tmp_path / "store") as child:

@@ -260,7 +260,6 @@ def world_readable() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes a user that may not write")
 def test_a_store_that_can_only_be_read_is_read(world_readable: Path) -> None:
     publisher = Publisher(local_place(world_readable / "store"))
@@ -280,7 +279,6 @@ def test_a_store_that_can_only_be_read_is_read(world_readable: Path) -> None:
     assert list(spool.iterdir()) == []
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_fork_changes_nothing(publisher: Publisher) -> None:
     follower = Follower(publisher.place)

@@ -55,7 +55,6 @@ def of_several_runs(folder: Path) -> StoreReceiver:
     return StoreReceiver(ModuleTarget(net()), folder)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
@@ -81,7 +80,6 @@ def test_who_waits_for_a_version_is_told_what_is_permanent(
     assert [record.message for record in caplog.records if "ends, after" in record.message]
 
 
-@pytest.mark.timeout(300)
 def test_what_is_permanent_is_told_to_an_engine_that_holds_a_version_and_loses_nothing(
     tmp_path: Path,
 ) -> None:
@@ -105,7 +103,6 @@ def test_what_is_permanent_is_told_to_an_engine_that_holds_a_version_and_loses_n
     assert torch.equal(engine.weight, mended.weight.bfloat16())
 
 
-@pytest.mark.timeout(300)
 def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     engine = net()
     receiver = StoreReceiver(ModuleTarget(engine), tmp_path / "later")

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -56,7 +55,6 @@ def step(model: torch.nn.Sequential) -> None:
         model.get_parameter("w")[torch.rand(NUMEL) < 0.05] += 1
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_that_is_killed_leaves_a_version(tmp_path: Path) -> None:
     trainer = Publisher(local_place(tmp_path / "store"), anchor_every=3, model=Weights())
     trainer.publish(6, step=step)

@@ -22,7 +22,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.timeout(300)
 def test_a_folder_is_kept_while_its_process_lives(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],

@@ -66,7 +66,6 @@ def slow(s3: str) -> Iterator[Slow]:
         yield Slow(far, near, faults)
 
 
-@pytest.mark.timeout(300)
 def test_a_version_that_takes_seconds_to_fetch_is_followed(slow: Slow) -> None:
     engine, receiver = slow.reader()
     told: list[tuple[int, float]] = []
@@ -89,7 +88,6 @@ def test_a_version_that_takes_seconds_to_fetch_is_followed(slow: Slow) -> None:
     assert all(rate > 0 for done, rate in told if done)
 
 
-@pytest.mark.timeout(300)
 def test_calls_that_are_broken_off_go_on_where_the_last_one_ended(slow: Slow) -> None:
     engine, receiver = slow.reader()
     slow.faults.bytes_per_s = 8e6
@@ -110,7 +108,6 @@ def test_calls_that_are_broken_off_go_on_where_the_last_one_ended(slow: Slow) ->
     assert came == sorted(set(came))
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
     slow: Slow, tmp_path: Path
 ) -> None:
@@ -134,7 +131,6 @@ def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.timeout(300)
 def test_what_was_kept_and_is_damaged_is_fetched_again(slow: Slow, tmp_path: Path) -> None:
     _, receiver = slow.reader(tmp_path)
     receiver.progress.advanced = lambda _: receiver.break_off()
@@ -153,7 +149,6 @@ def test_what_was_kept_and_is_damaged_is_fetched_again(slow: Slow, tmp_path: Pat
     assert torch.equal(engine.weight, slow.trainer.weight)
 
 
-@pytest.mark.timeout(300)
 def test_a_follower_that_ends_does_not_wait_for_all_bytes(slow: Slow) -> None:
     slow.faults.bytes_per_s = 200_000
     _, receiver = slow.reader()
@@ -167,7 +162,6 @@ def test_a_follower_that_ends_does_not_wait_for_all_bytes(slow: Slow) -> None:
             follower.commit()
 
 
-@pytest.mark.timeout(300)
 def test_attempts_that_the_store_ends_do_not_begin_again(slow: Slow) -> None:
     slow.faults.bytes_per_s = None
     few = slow.place.options.model_copy(update={"retries": 0, "parallel": 1})

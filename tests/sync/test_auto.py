@@ -25,8 +25,6 @@ from tests.sync.test_coded import model, nudged
 from tests.sync.test_parts import CHECKPOINT, rank_of, trainer
 from tests.sync.thin_links import Process, thin_links
 
-pytestmark = pytest.mark.timeout(300)
-
 CPU = CODING_COSTS["cpu"]
 NUMEL = 4_000_000
 

@@ -45,8 +45,6 @@ from tests.sync.harness import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"first": (40, 30), "second": (700,)}
 
 

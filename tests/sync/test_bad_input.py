@@ -72,8 +72,6 @@ from tests.sync.by_hand import (
     zipped,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def flipped(message: Message, byte: int) -> Frame:
     header = bytearray(encode(message))

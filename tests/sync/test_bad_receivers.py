@@ -30,8 +30,6 @@ from tests.sync.by_hand import (
 )
 from tests.sync.harness import ThroughReceiver, bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 Tamper = Callable[[Any], list[Message | bytes]]
 
 

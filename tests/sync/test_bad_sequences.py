@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,8 +31,6 @@ from tests.sync.by_hand import (
     prepare,
     welcome,
 )
-
-pytestmark = pytest.mark.timeout(300)
 
 versions = st.integers(BASE, BASE + 4)
 PARTS = [(SPARSE,), (DENSE,), (SPARSE, DENSE), (Row(indices=(2, 7), span=12), DENSE)]

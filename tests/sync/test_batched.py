@@ -19,8 +19,6 @@ from tests.sync.harness import Model, Stubborn, bits_equal, fleet, until
 from tests.sync.interpreted import one_kernel_at_a_time
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(300)
-
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
 

@@ -25,8 +25,6 @@ from deltasync.transports.base import ReceiveTransport
 from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet, random_model
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (8, 4), "b": (6,)}
 
 

@@ -17,8 +17,6 @@ from tests.sync.test_coded_kernels import BLOCKS, change
 from tests.sync.test_coded_kernels import model as sized_model
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(300)
-
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
 

@@ -12,8 +12,6 @@ from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
 from tests.sync.harness import Model, bits_equal, fleet, until
 
-pytestmark = pytest.mark.timeout(300)
-
 ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
 
 

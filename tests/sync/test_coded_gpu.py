@@ -26,7 +26,6 @@ from tests.sync.test_parts import CHECKPOINT, Rank, rank_of, trainer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

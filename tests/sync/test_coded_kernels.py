@@ -20,8 +20,6 @@ from tests.sync.test_coded import nudged
 from tests.sync.test_parts import CHECKPOINT, rank_of, trainer
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(300)
-
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: see test_gpu.py", allow_module_level=True)
 

@@ -38,8 +38,6 @@ from tests.sync import asleep
 from tests.sync.by_hand import STAGED, Hand, commit, prepare
 from tests.sync.harness import Serving, bits_equal, random_model, step, until
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (40, 7), "b": (300,)}
 
 

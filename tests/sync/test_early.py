@@ -25,8 +25,6 @@ from tests.sync.harness import Model, Receivers, ThroughSender, bits_equal
 from tests.sync.interpreted import one_kernel_at_a_time
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(300)
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = SenderOptions(
     kernels="triton", max_inflight_bytes=1 << 26, policy=Policy(chunk_numel=256), bucket_bytes=1500

@@ -46,8 +46,6 @@ from tests.sync.harness import Fleet, Stubborn, fleet, random_model, step, until
 from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import Engine, engine, replace_storage
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (8, 4), "b": (6,)}
 T = TypeVar("T", bound=SyncEvent)
 

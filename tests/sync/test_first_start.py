@@ -15,7 +15,6 @@ from tests.sync.harness import bits_equal, random_model, until
 SHAPES = {"w": (8, 4)}
 
 
-@pytest.mark.timeout(300)
 def test_an_engine_rejoins_only_after_it_had_joined(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,8 +16,6 @@ import pytest
 from deltasync.testing.processes import Child, ChildFailed
 from tests.sync.forks import take_part, until
 
-pytestmark = pytest.mark.timeout(300)
-
 KINDS = ["shared_memory", "collective"]
 ENDS = ["train", "serve"]
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from tests.sync.harness import fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 FROZEN = """
     import logging, warnings
     warnings.simplefilter("ignore")

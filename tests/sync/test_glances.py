@@ -15,8 +15,6 @@ from tests.sync.harness import Model, bits_equal, fleet, random_model
 from tests.sync.interpreted import one_kernel_at_a_time
 
 __all__ = ["one_kernel_at_a_time"]  # pytest uses it
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (8, 6), "b": (40,)}
 
 

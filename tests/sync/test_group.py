@@ -39,8 +39,6 @@ from tests.sync.harness import (
 )
 from tests.sync.test_parts import CHECKPOINT, SHAPES, rank_of
 
-pytestmark = pytest.mark.timeout(300)
-
 SMALL = SenderOptions(policy=Policy(chunk_numel=16), bucket_bytes=400, compression="zstd")
 CODED = SMALL.model_copy(update={"compression": "gap"})
 CHOSEN = SMALL.model_copy(update={"compression": "auto", "link_gbit_s": 0.001})

@@ -15,8 +15,6 @@ from tests.sync.groups import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("name", ["fsdp", "own_sharding"])
 def test_it_runs(name: str) -> None:

@@ -22,8 +22,6 @@ TRAINERS, VERSIONS = 2, 6
 SECRET = b"of lanes, which greet twice then"
 SHAPES = {"a": (300, 70), "b": (41, 900), "norm": (64,), "odd": (1, 5)}
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
 def test_receivers_follow_two_ranks(backend: str) -> None:

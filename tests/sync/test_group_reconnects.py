@@ -11,8 +11,6 @@ from deltasync.sync.protocol.links import CallTimeout
 from deltasync.transports import inprocess
 from deltasync.wire.frame import encode
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_a_rank_that_connects_anew_while_an_answer_is_owed_aborts_the_call_and_no_more() -> None:
     hub = inprocess.Sender()

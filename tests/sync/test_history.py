@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -15,8 +14,6 @@ from deltasync.delta.bits import as_bits
 from deltasync.errors import NoReceivers, SyncAborted, TransportError
 from deltasync.transports.base import Frame, ReceiveTransport
 from tests.sync.harness import Fleet, Model, ThroughReceiver, bits_equal, fleet
-
-pytestmark = pytest.mark.timeout(300)
 
 
 class Faulty(ThroughReceiver):

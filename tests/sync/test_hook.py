@@ -12,8 +12,6 @@ from deltasync import DeltaSyncError, SyncStats, sync_after_step
 from deltasync.errors import ConfigError, NoReceivers, StepApplied, SyncAborted
 from tests.sync.harness import Fleet, Model, bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 Optimizer = torch.optim.Optimizer
 
 

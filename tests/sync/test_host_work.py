@@ -18,7 +18,7 @@ from tests.sync.harness import Model, bits_equal, fleet
 from tests.sync.lines import Lines
 from tests.sync.test_batched import one_kernel_at_a_time
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures(one_kernel_at_a_time.__name__)]
+pytestmark = [pytest.mark.usefixtures(one_kernel_at_a_time.__name__)]
 
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here", allow_module_level=True)

@@ -29,7 +29,6 @@ from tests.sync.harness import bits_equal
 from tests.sync.layers import layers, routed
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),
 ]
 

@@ -43,8 +43,6 @@ from deltasync.transports.base import ReceiveTransport, SendTransport
 from tests.sync.groups import Sharded, Trainer
 from tests.sync.harness import random_model
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (40, 16), "b": (16,), "c": (33, 4)}
 SCHEDULES = {
     "first-inside": (True, False, False, False),

@@ -40,8 +40,6 @@ from tests.sync.harness import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (40, 7), "b": (300,), "c": (1,)}
 LARGE = {"a": (64, 512), "b": (64, 512)}
 STAGED, IN_PLACE = (

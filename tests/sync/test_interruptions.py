@@ -16,8 +16,6 @@ from deltasync.errors import DirtyReceiver, NoReceivers, SyncAborted
 from deltasync.transports import inprocess, shared_memory
 from tests.sync.harness import Model, Serving, bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> Model:
     generator = torch.Generator().manual_seed(seed)

@@ -31,7 +31,6 @@ from tests.sync.interrupts import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(300),
     # An interrupt between a descriptor and the line after leaves it to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -17,8 +17,6 @@ from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from deltasync.wire.frame import decode
 from tests.sync.harness import Receivers, ThroughSender, bits_equal, random_model, step, until
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS, RUNS = 3, 3
 
 

@@ -20,8 +20,6 @@ from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.sync.harness import fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 FP8 = torch.float8_e4m3fn
 
 

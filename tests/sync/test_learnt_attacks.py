@@ -35,7 +35,6 @@ from tests.sync.test_recomputed import (
     verified,
 )
 
-pytestmark = pytest.mark.timeout(300)
 _ROOT = str(Path(deltasync.__file__).parent)
 
 

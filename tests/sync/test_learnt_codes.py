@@ -26,8 +26,6 @@ from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin, 
 from tests.sync.harness import Fleet, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, bits_of, proof_of, target_of
 
-pytestmark = pytest.mark.timeout(300)
-
 ROWS, COLS, GROUP = 64, 96, 32  # of each of two fused matrices
 
 

@@ -18,8 +18,6 @@ from tests.sync.test_learnt import Engine, Matrix, checkpoint
 from tests.sync.test_learnt_attacks import reordered
 from tests.sync.test_recomputed import check_is, fixed, followed, is_as, state_of, verified
 
-pytestmark = pytest.mark.timeout(300)
-
 Step = Callable[[Any], None]
 
 

@@ -20,8 +20,6 @@ from deltasync.wire.frame import decode, encode
 from deltasync.wire.messages import Failed, Hello, Refused
 from tests.sync.harness import until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Waiting:
     """A lobby, and receivers that greet it by hand."""

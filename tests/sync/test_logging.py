@@ -15,8 +15,6 @@ from tests.sync.harness import Receivers, Stubborn, fleet, random_model, until
 from tests.sync.test_innocent import Fleet as Watching
 from tests.sync.test_staging_thread import engine, replace_storage
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"a": (8, 4), "b": (6,)}
 
 

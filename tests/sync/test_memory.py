@@ -25,8 +25,6 @@ from deltasync.testing.processes import Child
 from tests.sync.harness import Model
 from tests.sync.processes import connect, fingerprint, listen
 
-pytestmark = pytest.mark.timeout(300)
-
 NUMEL = 24 << 20
 MARGIN_BYTES = 12 << 20
 

@@ -40,7 +40,6 @@ def trainer(path: Path, model: nn.Module) -> Iterator[WeightSender]:
             looking.join()
 
 
-@pytest.mark.timeout(300)
 def test_who_waits_for_a_first_version_is_told_that_none_will_fit(tmp_path: Path) -> None:
     engine = nn.Linear(8, 9)
     with trainer(tmp_path / "link", nn.Linear(8, 8)):
@@ -52,7 +51,6 @@ def test_who_waits_for_a_first_version_is_told_that_none_will_fit(tmp_path: Path
                 staging.commit()
 
 
-@pytest.mark.timeout(300)
 def test_an_engine_serves_its_own_weights_on_beside_a_trainer_that_does_not_fit(
     tmp_path: Path,
 ) -> None:
@@ -66,7 +64,6 @@ def test_an_engine_serves_its_own_weights_on_beside_a_trainer_that_does_not_fit(
                 pass
 
 
-@pytest.mark.timeout(300)
 def test_an_engine_that_holds_a_version_waits_for_a_trainer_that_fits(tmp_path: Path) -> None:
     engine, path = nn.Linear(8, 8), tmp_path / "link"
     first, third = nn.Linear(8, 8), nn.Linear(8, 8)

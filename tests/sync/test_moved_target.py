@@ -16,8 +16,6 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import inprocess
 from tests.sync.layers import layers, routed
 
-pytestmark = pytest.mark.timeout(300)
-
 SIZE = 4
 Move = Callable[[nn.Sequential, int], object]
 

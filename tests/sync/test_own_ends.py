@@ -26,8 +26,6 @@ from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.testing.target import TargetContract
 from deltasync.transports import inprocess
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class DictSource(WeightSource):
     """Named tensors."""

@@ -24,8 +24,6 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.bits import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {
     "embed": (13, 4),
     "q": (8, 4),

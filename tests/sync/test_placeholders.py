@@ -31,8 +31,6 @@ from deltasync.transports import inprocess
 from tests.ranks import free_port, run_ranks
 from tests.sync.harness import bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)

@@ -16,8 +16,6 @@ from deltasync.testing.processes import Child
 from deltasync.transports.base import ReceiveTransport
 from tests.sync.processes import connect, fingerprint, held, listen, model, serve, step, train
 
-pytestmark = pytest.mark.timeout(300)
-
 TRANSPORTS = ["shared_memory", "gloo"]
 RECEIVER_PHASES = ["begin", "bucket", "prepare", "prepared", "commit", "committed", "finish"]
 BEFORE_DECISION = {"begin", "bucket", "prepare", "prepared"}

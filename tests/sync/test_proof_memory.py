@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +14,6 @@ from deltasync.sync.proof.cold import Startup
 from deltasync.sync.proof.proving import Proof
 from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.processes import Child
-
-pytestmark = pytest.mark.timeout(300)
 
 LAYERS, ROWS, COLUMNS = 24, 2048, 2048
 LAYER_BYTES = 2 * ROWS * COLUMNS * 2  # a matrix, and another that is made of it

@@ -31,8 +31,6 @@ from deltasync.sync.target.reloaded import ReloadedTarget
 from deltasync.sync.target.routed import RoutedTarget
 from tests.ranks import free_port, run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Layer(nn.Module):
     """A projection with a bias, and what a kind of engine makes of it."""

@@ -32,8 +32,6 @@ from tests.sync.test_proved import (
     write,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 Kept = Callable[[Tensor], Any]
 """What an engine keeps of float32[6, 4]."""
 

@@ -29,8 +29,6 @@ from tests.sync.harness import Fleet, Serving, StubbornLearnt, fleet, until
 from tests.sync.test_learnt import Engine, Matrix, proof_of
 from tests.sync.test_learnt import checkpoint as matrices
 
-pytestmark = pytest.mark.timeout(300)
-
 FP8 = torch.float8_e4m3fn
 State = dict[str, tuple[int, Tensor]]
 

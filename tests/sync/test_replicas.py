@@ -21,8 +21,6 @@ from tests.ranks import free_port, run_ranks
 from tests.sync.groups import Boxes, Sharded, Trainer
 from tests.sync.harness import Model, Serving, bits_equal, random_model, step
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES: dict[str, tuple[int, ...]] = {"a": (600, 512), "b": (16,), "c": (32, 6)}
 WHOLE = {name: ShardSpec.whole(shape) for name, shape in SHAPES.items()}
 UPPER = ShardSpec((32, 6), (0, 0), (16, 6))

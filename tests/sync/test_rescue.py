@@ -6,13 +6,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from deltasync.files.checkpoint import Checkpoint
 from tests.sync.rescue import NUMEL, fingerprint, model
 from tests.sync.thin_links import Process
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_trainer_is_restored_from_an_engine_and_goes_on(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
 
-pytestmark = pytest.mark.timeout(300)
-
 EXPERTS = 3
 SHAPES = (
     {"embed": (13, 4), "q": (8, 4), "k": (2, 4), "v": (2, 4), "o": (4, 8), "norm": (4,)}

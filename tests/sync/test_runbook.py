@@ -33,8 +33,6 @@ from deltasync.wire import frame
 from tests.sync.by_hand import JOINED, Hand, begin
 from tests.sync.harness import Serving, bits_equal, random_model, until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def next_release(path: str) -> None:
     """A receiver of a release that has another wire format."""

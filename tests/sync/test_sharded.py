@@ -48,8 +48,6 @@ KINDS = {
 }
 OPTIONS = SenderOptions(policy=Policy(chunk_numel=64), bucket_bytes=1024)
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_receivers_hold_what_a_gather_would_give_them(world: int, tmp_path: Path) -> None:

@@ -39,8 +39,6 @@ from deltasync.transports.base import Frame, ReceiveTransport
 from deltasync.wire.frame import decode
 from tests.sync.harness import Model, ThroughReceiver, bits_equal, until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(autouse=True)
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:

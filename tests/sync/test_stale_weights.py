@@ -24,8 +24,6 @@ from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, fleet
 from tests.sync.test_stepped import Rounded, matrices
 
-pytestmark = pytest.mark.timeout(300)
-
 LIMIT = 5
 
 

@@ -30,8 +30,6 @@ from deltasync.transports import shared_memory
 from tests.sync.groups import Trainer as SourcesOfRanks
 from tests.sync.harness import bits_equal, fleet
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))

@@ -51,8 +51,6 @@ from tests.sync.harness import (
     random_model,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def model(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Model:
     generator = torch.Generator().manual_seed(seed)

@@ -15,8 +15,6 @@ from deltasync.delta.routes.recorder import CheckpointTensor, record
 from deltasync.sync.target.routed import RoutedTarget
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 
-pytestmark = pytest.mark.timeout(300)
-
 COUNT = 90  # tensors beside those that are loaded in pairs
 SHAPES = (
     {"a0": (8, 4), "a1": (8, 4)}

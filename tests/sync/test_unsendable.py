@@ -13,8 +13,6 @@ from deltasync.transports import collective, inprocess
 from deltasync.transports.address import Address
 from tests.sync.harness import Model, fleet, until
 
-pytestmark = pytest.mark.timeout(300)
-
 ODD = "a\udc80"  # as a name of a file that is not UTF-8
 
 

@@ -22,8 +22,6 @@ from tests.sync.groups import rows_of, trainer_of
 from tests.sync.harness import Fleet, Model, fleet
 from tests.sync.test_group import change, model
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Trained(nn.Module):
     """Some parameters that are trained, one that is not, and a buffer."""

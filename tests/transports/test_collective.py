@@ -66,7 +66,6 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
         yield Link(ends(request.param), stack)
 
 
-@pytest.mark.timeout(300)
 def test_the_default_group_is_neither_used_nor_made(link: Link) -> None:
     link.add(2)
     link.open()
@@ -75,14 +74,12 @@ def test_the_default_group_is_neither_used_nor_made(link: Link) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.timeout(300)
 def test_the_epoch_may_shrink_and_grow(link: Link) -> None:
     echoes = [link.add_echo() for _ in range(3)]
     for peers in (echoes[:1], echoes, echoes[1:], echoes[:2]):
         link.check(peers)
 
 
-@pytest.mark.timeout(300)
 def test_who_is_not_receiving_is_not_waited_for_inside_the_back_end(link: Link) -> None:
     good = link.add_echo()
     link.add(1)
@@ -93,7 +90,6 @@ def test_who_is_not_receiving_is_not_waited_for_inside_the_back_end(link: Link) 
     link.check([good])
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_that_a_receiver_is_late_for_reaches_nobody(link: Link) -> None:
     link.add(2)
     link.open()
@@ -143,7 +139,6 @@ slow_exit = SlowExit()
 """
 
 
-@pytest.mark.timeout(300)
 def test_a_process_that_left_a_stuck_group_exits_well() -> None:
     port = free_port()
     with Child(stop_while_receiving, partial(Receiver, "127.0.0.1", port)):
@@ -151,7 +146,6 @@ def test_a_process_that_left_a_stuck_group_exits_well() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(300)
 def test_receivers_refuse_payloads_beyond_their_limit() -> None:
     with ExitStack() as stack:
         all_ends = ends()
@@ -254,7 +248,6 @@ def test_nccl_without_gpus_is_unavailable() -> None:
         Sender(backend="nccl")
 
 
-@pytest.mark.timeout(300)
 def test_buffers_are_used_again(link: Link) -> None:
     """By turns at the sender; a receiver takes the first that is free."""
     link.add(1)
@@ -272,7 +265,6 @@ def test_buffers_are_used_again(link: Link) -> None:
     assert received == received[:1] * 6
 
 
-@pytest.mark.timeout(300)
 def test_who_only_polls_leaves_a_group_that_has_lost_a_member_and_tells_of_it_later(
     link: Link,
 ) -> None:
@@ -289,7 +281,6 @@ def test_who_only_polls_leaves_a_group_that_has_lost_a_member_and_tells_of_it_la
     assert isinstance(sender.collect_replies(timeout_s=0)[link.peers[1]], PeerLost)
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_is_not_waited_for_by_the_send_that_started_it(link: Link) -> None:
     """Its receivers may still be busy with it: here one that looks at most every 0.3 s."""
     link.add(1)
@@ -302,7 +293,6 @@ def test_a_payload_is_not_waited_for_by_the_send_that_started_it(link: Link) -> 
     assert all(map(same_frame, received.result(PATIENCE_S), frames))
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_travels_before_the_last_is_handed_out(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +318,6 @@ def test_a_payload_travels_before_the_last_is_handed_out(
     third.result(PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_comes_while_the_last_is_read(link: Link) -> None:
     link.add(1)
     link.open()
@@ -350,7 +339,6 @@ def test_a_payload_comes_while_the_last_is_read(link: Link) -> None:
     last.result(PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_a_frame_is_not_kept_back_for_one_that_never_starts(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,7 +364,6 @@ def test_a_frame_is_not_kept_back_for_one_that_never_starts(
     sent.result(PROMPT_S)
 
 
-@pytest.mark.timeout(300)
 def test_a_frame_is_not_kept_back_for_a_sender_that_is_gone(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +393,6 @@ def test_a_frame_is_not_kept_back_for_a_sender_that_is_gone(
         sent.result(PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_headers_that_follow_an_announcement_arrive_before_the_end(link: Link) -> None:
     link.add(1)
     link.open()
@@ -424,7 +410,6 @@ def test_headers_that_follow_an_announcement_arrive_before_the_end(link: Link) -
         receiver.receive(timeout_s=PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_is_announced_anew_after_a_header(link: Link) -> None:
     link.add(1)
     link.open()
@@ -464,7 +449,6 @@ PHASES = {"before ready": "_on_frame", "after ready": "_on_start", "on its way":
 every_phase = pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES)
 
 
-@pytest.mark.timeout(300)
 @every_phase
 @pytest.mark.parametrize("num_bytes", [100, 8 << 20])
 def test_a_receiver_that_dies_in_a_round_is_lost_and_others_go_on(
@@ -482,7 +466,6 @@ def test_a_receiver_that_dies_in_a_round_is_lost_and_others_go_on(
         link.check([good])
 
 
-@pytest.mark.timeout(300)
 def test_a_receiver_that_cannot_join_is_dropped_and_says_why() -> None:
     with ExitStack() as stack:
         link = Link(ends(), stack)
@@ -576,7 +559,6 @@ def exchange_on_gpu(sender: Sender) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(300)
 @two_gpus
 @every_phase
 def test_nccl_loses_and_regains_a_receiver(phase: str) -> None:
@@ -623,7 +605,6 @@ def add_up_on_gpu(port: int, count: int) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(300)
 @two_gpus
 def test_nccl_orders_payloads_in_flight_after_packing_and_before_reading() -> None:
     count, num_bytes = 8, 32 * MIB
@@ -716,7 +697,6 @@ def sleep_on_gpu(seconds: float) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(300)
 @two_gpus
 @pytest.mark.parametrize(
     ("where", "connections"),
@@ -738,7 +718,6 @@ def echo_on_the_same_gpu(port: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_nccl_on_one_gpu_is_refused_and_the_way_out_named() -> None:
     with (
         closing(Sender(backend="nccl", device="cuda:0")) as sender,

@@ -291,7 +291,6 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 # Memory
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("apart")
 def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     link.add(2)
@@ -313,7 +312,6 @@ def test_memory_is_freed_only_when_nobody_maps_it(link: Link) -> None:
     assert HostGpu.num_allocated == 2
 
 
-@pytest.mark.timeout(300)
 def test_one_piece_of_memory_is_allocated_for_each_slot(link: Link) -> None:
     link.add(1)
     link.open()
@@ -322,7 +320,6 @@ def test_one_piece_of_memory_is_allocated_for_each_slot(link: Link) -> None:
     assert HostGpu.num_allocated == 2
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
     for _ in range(2):
         child, peer = link.add_process()
@@ -335,7 +332,6 @@ def test_a_killed_receiver_leaves_nothing(link: Link) -> None:
     assert HostGpu.num_allocated == 0
 
 
-@pytest.mark.timeout(300)
 def test_memory_that_cannot_be_exported_is_freed(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +347,6 @@ def test_memory_that_cannot_be_exported_is_freed(
 # Events
 
 
-@pytest.mark.timeout(300)
 def test_a_payload_is_handed_out_when_it_is_filled(
     link: Link, stuck: Callable[[bool], None]
 ) -> None:
@@ -372,7 +367,6 @@ def test_a_payload_is_handed_out_when_it_is_filled(
     assert headers == [b"0", b"1", b"2"]
 
 
-@pytest.mark.timeout(300)
 def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
     link: Link, stuck: Callable[[bool], None]
 ) -> None:
@@ -387,7 +381,6 @@ def test_a_sender_that_dies_before_its_stream_has_run_is_lost(
         assert isinstance(received[0].exception(PROMPT_S), PeerLost)
 
 
-@pytest.mark.timeout(300)
 def test_a_slot_is_given_back_when_its_reads_are_done(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +415,6 @@ def run_streams(link: Link) -> None:
 # Where it cannot work
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("apart")
 def test_memory_that_cannot_be_opened_is_said_and_ends_the_connection(
     link: Link, monkeypatch: pytest.MonkeyPatch
@@ -540,7 +532,6 @@ SIZES = [0, 1, 4097, GRANULE_BYTES, 64 << 20, 3]
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_two_processes_share_a_gpu(path: Path) -> None:
     with closing(cuda_ipc.Sender(path)) as sender:
         with Child(echo_on_gpu, path, "cuda:0"), Child(echo_on_gpu, path, "cuda:0"):
@@ -550,7 +541,6 @@ def test_two_processes_share_a_gpu(path: Path) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(300)
 def test_processes_on_two_gpus(path: Path) -> None:
     with (
         closing(cuda_ipc.Sender(path, device="cuda:0")) as sender,
@@ -561,7 +551,6 @@ def test_processes_on_two_gpus(path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_expandable_segments_do_not_matter(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of the children alone: spawned with this environment, in which torch starts anew.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -576,7 +565,6 @@ def send_on_gpu(path: Path, sizes: list[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
     with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
         peers = list(greeted(sender, 1))
@@ -589,7 +577,6 @@ def test_memory_does_not_grow_with_what_is_sent(path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_replaced_memory_is_freed(path: Path) -> None:
     with closing(cuda_ipc.Sender(path)) as sender, Child(echo_on_gpu, path, "cuda:0"):
         peers = list(greeted(sender, 1))
@@ -601,7 +588,6 @@ def test_replaced_memory_is_freed(path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_a_receiver_killed_in_the_middle_is_lost_and_another_takes_its_place(path: Path) -> None:
     with closing(cuda_ipc.Sender(path)) as sender:
         for _ in range(2):
@@ -637,7 +623,6 @@ def send_behind_a_busy_stream(path: Path, busy_s: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_payload_behind_a_busy_stream(path: Path, is_killed: bool) -> None:
     """Comes whole when it comes; a sender killed before leaves no stream that waits."""
@@ -666,7 +651,6 @@ def test_a_payload_behind_a_busy_stream(path: Path, is_killed: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_a_slot_is_not_written_while_a_stream_still_reads_it(path: Path) -> None:
     with (
         closing(cuda_ipc.Sender(path)) as sender,
@@ -701,7 +685,6 @@ def receive_without_seeing_it(path: Path) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(300)
 def test_a_gpu_that_is_not_visible_is_unavailable(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

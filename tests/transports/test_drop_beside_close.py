@@ -10,8 +10,6 @@ import pytest
 
 from deltasync.transports import collective, shared_memory
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("name", ["shared_memory", "collective"])
 def test_dropping_peers_while_the_end_is_closed_raises_nothing(name: str, tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def held(*programs: Program) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_receivers_that_are_killed_leave_nothing_at_the_others() -> None:
     port = free_port()
     with ExitStack() as stack:
@@ -97,7 +96,6 @@ def test_receivers_that_are_killed_leave_nothing_at_the_others() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_nccl_gives_up_a_member_that_dies_as_it_begins_to_connect() -> None:
     """The interpreter waits for the thread that connects: it would never exit."""
     port, store = serve_store("127.0.0.1", 0)

@@ -111,7 +111,6 @@ def test_losses_leave_frames_whole(link: Link) -> None:
     assert not link.sender.capabilities.in_memory
 
 
-@pytest.mark.timeout(300)
 def test_a_shared_secret_is_wanted() -> None:
     with ExitStack() as stack:
         signed = make_ends(secret=b"secret")
@@ -136,7 +135,6 @@ def test_a_network_without_a_secret_is_warned_of() -> None:
 # Ownership
 
 
-@pytest.mark.timeout(300)
 def test_who_reads_too_late_gets_no_other_payload(link: Link) -> None:
     link.add(1)
     assert link.sender.open_epoch(link.peers, timeout_s=1) == {}
@@ -153,7 +151,6 @@ def test_who_reads_too_late_gets_no_other_payload(link: Link) -> None:
         receive_all(link.receivers[0], sent)
 
 
-@pytest.mark.timeout(300)
 def test_reads_that_are_overtaken_are_never_returned(link: Link) -> None:
     """A sender that has no patience overwrites what is being read, again and again."""
     got, stop = [0], threading.Event()
@@ -211,7 +208,6 @@ def sender_that_grows(port: int) -> None:
         assert sender.collect_replies(timeout_s=PATIENCE_S) == {peer: b"yes"}
 
 
-@pytest.mark.timeout(300)
 def test_a_late_read_of_memory_that_was_outgrown_harms_nobody() -> None:
     port = free_port()
     with Child(sender_that_grows, port) as child, closing(Receiver("127.0.0.1", port)) as late:
@@ -226,7 +222,6 @@ def test_a_late_read_of_memory_that_was_outgrown_harms_nobody() -> None:
         child.wait(timeout_s=PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_nothing_grows_over_two_hundred_frames(link: Link) -> None:
     link.add(2)
     link.open()
@@ -242,7 +237,6 @@ def test_nothing_grows_over_two_hundred_frames(link: Link) -> None:
     assert last[2] < resident + (16 << 20)
 
 
-@pytest.mark.timeout(300)
 def test_receivers_that_come_and_go_leave_nothing(link: Link) -> None:
     link.add(1)
     link.open()
@@ -259,7 +253,6 @@ def test_receivers_that_come_and_go_leave_nothing(link: Link) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.timeout(300)
 def test_closing_frees_memory_descriptors_and_threads() -> None:
     with ExitStack() as stack:  # what the library keeps for good
         Link(make_ends(), stack)
@@ -287,7 +280,6 @@ def endless_sender(port: int) -> None:
     send_for_ever(sender)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.3])
 def test_a_sender_killed_while_it_is_read_is_lost(delay_s: float) -> None:
     port = free_port()
@@ -308,7 +300,6 @@ def endless_receiver(make: Callable[[], ReceiveTransport]) -> None:
     receive_for_ever(receiver)
 
 
-@pytest.mark.timeout(300)
 def test_receivers_killed_while_they_read_are_lost_and_others_get_all(link: Link) -> None:
     good = link.add_echo()
     for delay_s in (0.0, 0.02, 0.1):
@@ -343,7 +334,6 @@ def fork_and_check(ends: list[Sender | Receiver]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.timeout(300)
 def test_a_forked_child_leaves_both_ends_alone(link: Link) -> None:
     link.add(1)
     link.open()
@@ -363,7 +353,6 @@ def connect_fork_and_die(port: int) -> None:
         os.kill(os.getpid(), 9)
 
 
-@pytest.mark.timeout(300)
 def test_a_parent_that_dies_is_lost_although_its_child_lives(link: Link) -> None:
     port = link.sender.address[1]  # type: ignore[attr-defined]
     with Child(connect_fork_and_die, port):
@@ -392,7 +381,6 @@ def own_ports() -> set[int]:
     }
 
 
-@pytest.mark.timeout(300)
 def test_strangers_at_the_ports_of_ucx_stop_nothing(link: Link) -> None:
     link.add(1)
     link.open()
@@ -480,7 +468,6 @@ LIES: dict[str, Callable[[Liar], object]] = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_sender_that_lies_is_lost(
     liar: tuple[Liar, Receiver], lie: Callable[[Liar], object]
@@ -491,7 +478,6 @@ def test_a_sender_that_lies_is_lost(
             liar[1].receive(timeout_s=PATIENCE_S)
 
 
-@pytest.mark.timeout(300)
 def test_what_is_no_lie_is_read(liar: tuple[Liar, Receiver]) -> None:
     announced(liar[0], 0, 0, 4096)
     frame = liar[1].receive(timeout_s=PATIENCE_S)
@@ -501,7 +487,6 @@ def test_what_is_no_lie_is_read(liar: tuple[Liar, Receiver]) -> None:
 # Whole syncs
 
 
-@pytest.mark.timeout(300)
 def test_weights_are_synced(link: Link) -> None:
     torch.manual_seed(0)
     trainer, engine = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512).bfloat16()

@@ -29,7 +29,6 @@ def has_parent(process: int, is_so: bool) -> None:
     assert (os.getppid() == process) is is_so
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("chosen", "is_ours"), [(None, True), ("spawn", True), ("forkserver", False)]
 )
@@ -45,18 +44,15 @@ def test_children_are_forked_elsewhere_where_that_was_chosen(
         multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.mark.timeout(300)
 def test_ranks_run_to_their_end() -> None:
     run_ranks(succeed, 2, "argument", timeout_s=40)
 
 
-@pytest.mark.timeout(300)
 def test_the_traceback_of_a_failed_rank_is_told_at_once() -> None:
     with pytest.raises(ChildFailed, match=r"(?s)rank 1 raised.*fail_at_one.*rank one is unwell"):
         run_ranks(fail_at_one, 2, timeout_s=40)
 
 
-@pytest.mark.timeout(300)
 def test_a_child_that_hangs_is_told_and_killed() -> None:
     with Child(sleep) as child:
         assert child.is_alive

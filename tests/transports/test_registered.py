@@ -115,7 +115,6 @@ def _registered() -> None:
     calls.clear()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["wrapped", "extended"])
 def test_payloads_go_over_the_registered_back_end(backend: str) -> None:
     with ExitStack() as stack:
@@ -134,7 +133,6 @@ def test_payloads_go_over_the_registered_back_end(backend: str) -> None:
         assert Address.of(link.sender) is None
 
 
-@pytest.mark.timeout(300)
 def test_a_group_of_which_the_first_broadcast_hangs_is_given_up_in_time() -> None:
     """The interpreter waits for the thread that forms a group: it would never exit."""
     port, store = serve_store("127.0.0.1", 0)
@@ -155,7 +153,6 @@ def test_a_group_of_which_the_first_broadcast_hangs_is_given_up_in_time() -> Non
     del store
 
 
-@pytest.mark.timeout(300)
 def test_who_cannot_connect_is_to_blame_and_not_the_sender_that_gives_up() -> None:
     port = free_port()
     with (
@@ -189,7 +186,6 @@ def test_a_device_of_another_type_is_refused() -> None:
         Receiver("127.0.0.1", 1, backend="elsewhere", device="cpu")
 
 
-@pytest.mark.timeout(300)
 def test_ends_with_different_back_ends_are_told_so() -> None:
     port = free_port()
     with (

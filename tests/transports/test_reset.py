@@ -12,7 +12,6 @@ from deltasync.errors import PeerLost
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import ReceiveTransport, SendTransport
 
-pytestmark = pytest.mark.timeout(300)
 Ends = tuple[SendTransport, Callable[[], ReceiveTransport]]
 
 

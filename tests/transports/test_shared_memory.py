@@ -93,7 +93,6 @@ def test_only_the_user_may_connect(path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.timeout(300)
 def test_the_socket_file_of_a_killed_sender_is_replaced(path: Path) -> None:
     with Child(listen_until_killed, path) as child, closing(Receiver(path)) as receiver:
         receiver.connect(b"hello", timeout_s=PATIENCE_S)

@@ -128,7 +128,6 @@ def resident_bytes() -> int:
 # Time
 
 
-@pytest.mark.timeout(300)
 def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace) -> None:
     place = make_place()
     for _ in range(4):
@@ -142,7 +141,6 @@ def test_a_poll_returns_although_there_are_no_descriptors(make_place: MakePlace)
     place.join(place.client())
 
 
-@pytest.mark.timeout(300)
 def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> None:
     place = make_place()
     for _ in range(200):
@@ -156,7 +154,6 @@ def test_strangers_leave_descriptors_to_the_process(make_place: MakePlace) -> No
             os.close(file)
 
 
-@pytest.mark.timeout(300)
 def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
     place = make_place()
     greeting = message(Kind.GREETING, b"x")
@@ -169,7 +166,6 @@ def test_who_keeps_sending_does_not_hold_a_poll(make_place: MakePlace) -> None:
             place.server.poll(Deadline(0))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
 def test_half_a_message_does_not_slow_each_poll(
     make_place: MakePlace, secret: bytes | None
@@ -182,7 +178,6 @@ def test_half_a_message_does_not_slow_each_poll(
             place.server.poll(Deadline(0))
 
 
-@pytest.mark.timeout(300)
 def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
     place = make_place()
     sock = place.stranger(HEADER.pack(b"dS", Kind.GREETING, 1 << 20))
@@ -199,7 +194,6 @@ def test_trickles_take_a_small_share_of_the_time(make_place: MakePlace) -> None:
             place.server.poll(Deadline(0))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["no secret", "secret"])
 def test_the_honest_come_in_among_strangers(make_place: MakePlace, secret: bytes | None) -> None:
     place = make_place(secret)
@@ -210,7 +204,6 @@ def test_the_honest_come_in_among_strangers(make_place: MakePlace, secret: bytes
     place.join(place.client(secret))
 
 
-@pytest.mark.timeout(300)
 def test_a_large_greeting_comes_in_with_one_poll(make_place: MakePlace) -> None:
     place = make_place()
     client = place.client()
@@ -222,7 +215,6 @@ def test_a_large_greeting_comes_in_with_one_poll(make_place: MakePlace) -> None:
     thread.join(10)
 
 
-@pytest.mark.timeout(300)
 def test_ending_a_connection_does_not_wait_for_who_keeps_sending() -> None:
     near, far = socket.socketpair()
     connection = Connection(far, is_server=True, kinds={Kind.REPLY}, max_message_bytes=1 << 16)
@@ -243,7 +235,6 @@ def test_ending_a_connection_does_not_wait_for_who_keeps_sending() -> None:
     near.close()
 
 
-@pytest.mark.timeout(300)
 def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
@@ -262,7 +253,6 @@ def test_a_sender_that_does_not_accept_does_not_hold_a_receiver(tmp_path: Path) 
             receiver.connect(b"hello", timeout_s=0.3)
 
 
-@pytest.mark.timeout(300)
 def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
     is_over = threading.Event()
     abandon = message(Kind.ABANDON, bytes(8)) * 1000
@@ -291,7 +281,6 @@ def test_a_sender_that_keeps_sending_does_not_hold_a_receiver() -> None:
 # Memory
 
 
-@pytest.mark.timeout(300)
 def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> None:
     place = make_place(SECRET)
     sock = place.stranger(message(Kind.NONCE, bytes(32)) + bytes(32))  # not signed
@@ -301,7 +290,6 @@ def test_who_does_not_know_the_secret_is_not_heard(make_place: MakePlace) -> Non
         pass
 
 
-@pytest.mark.timeout(300)
 def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
     place = make_place()
     half = HEADER.pack(b"dS", Kind.GREETING, 16 << 20) + bytes((16 << 20) - 1)
@@ -321,7 +309,6 @@ def test_half_greetings_are_bounded_together(make_place: MakePlace) -> None:
     place.join(place.client())
 
 
-@pytest.mark.timeout(300)
 def test_peers_that_nobody_listens_to_say_little(make_place: MakePlace) -> None:
     place = make_place()
     peer, sock = place.peer()
@@ -333,7 +320,6 @@ def test_peers_that_nobody_listens_to_say_little(make_place: MakePlace) -> None:
     assert not place.server.is_connected(peer)
 
 
-@pytest.mark.timeout(300)
 def test_of_the_gone_only_the_answers_that_are_waited_for_are_kept(make_place: MakePlace) -> None:
     place = make_place()
     gone, sock = place.peer()
@@ -373,7 +359,6 @@ def test_a_network_without_a_secret_is_warned_of(host: str) -> None:
     collective.Sender("127.0.0.1").close()
 
 
-@pytest.mark.timeout(300)
 def test_addresses_take_a_secret() -> None:
     with closing(collective.Sender(secret=SECRET)) as sender:
         address = Address.of(sender)

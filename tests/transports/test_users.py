@@ -25,7 +25,6 @@ from deltasync.transports.control import socket_file
 from deltasync.transports.control.connection import Kind
 from deltasync.transports.control.socket_file import private_path
 
-pytestmark = pytest.mark.timeout(300)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 SOMEBODY = 65534
 LISTENERS: list[socket.socket] = []
