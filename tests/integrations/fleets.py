@@ -118,7 +118,7 @@ class Server:
             raise RuntimeError("planted")
         if call == self.hangs:
             self.hangs = ""
-            self.goes_on.wait(30)
+            self.goes_on.wait(100)
 
     def holds(self, source: Model) -> bool:
         return bits_equal(source, self.module)
@@ -187,7 +187,7 @@ class Here:
 
     def catch_up(self) -> SyncStats:
         """Sync until no server is behind: calls that were interrupted end when they time out."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while time.monotonic() < end:
             self.step()
             stats = outcome(self.send)
@@ -219,7 +219,7 @@ def fleet_of(
     **options: Any,
 ) -> Iterator[Here]:
     """A fleet of `count` servers named 0, 1 ...; those of `is_same` begin with the source."""
-    options.setdefault("timeout_s", 3.0)
+    options.setdefault("timeout_s", 10.0)
     source = model(0, shapes)
     transport = link(path / "socket")
     with ExitStack() as stack:

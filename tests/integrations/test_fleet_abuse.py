@@ -47,7 +47,7 @@ def test_a_server_that_is_added_as_it_leaves_connects_when_it_has_left(
 
 
 def test_a_server_that_hangs_as_it_leaves_is_not_waited_for_long(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 2, timeout_s=1.5) as here:
+    with fleet_of(tmp_path, 2, timeout_s=6.0) as here:
         here.send()
         here.servers["1"].hangs = "disconnect"
         here.fleet.remove("1")
@@ -98,7 +98,7 @@ def test_a_server_that_joins_and_leaves_again_and_again_leaves_nothing_behind(
 
 
 def test_more_servers_than_ever_come_are_not_waited_for(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 2, min_engines=5, timeout_s=1.0) as here:
+    with fleet_of(tmp_path, 2, min_engines=5, timeout_s=6.0) as here:
         for _ in range(3):
             with pytest.raises(SyncAborted, match="2 of at least 5 servers"):
                 here.send()
@@ -149,7 +149,7 @@ def test_a_server_that_only_says_that_it_has_updated_is_dropped(tmp_path: Path) 
         def reach(self, paused: object, /) -> int:
             return 7
 
-    with fleet_of(tmp_path, 1, timeout_s=1.0) as here:
+    with fleet_of(tmp_path, 1, timeout_s=6.0) as here:
         here.add(Liar(model(8)), "liar")
         here.add(Bragger(model(9)), "bragger")  # is updated in several calls
         for _ in range(3):
@@ -167,7 +167,7 @@ def test_a_server_that_says_it_has_connected_is_not_waited_for_twice(tmp_path: P
         def connect(self, connection: dict[str, Any], /) -> None:
             self.at("connect")
 
-    with fleet_of(tmp_path, 1, timeout_s=1.0) as here:
+    with fleet_of(tmp_path, 1, timeout_s=6.0) as here:
         here.add(Liar(model(8)), "liar")
         for _ in range(4):
             stats = here.send()
@@ -199,7 +199,7 @@ def test_closing_ends_a_sync_of_another_thread(call: str, tmp_path: Path) -> Non
 
 
 def test_closing_resumes_servers_although_another_one_hangs(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 3, timeout_s=1.5) as here:
+    with fleet_of(tmp_path, 3, timeout_s=6.0) as here:
         here.send()
         here.step()
         for server in here.servers.values():
@@ -222,7 +222,7 @@ from deltasync.errors import DeltaSyncError
 from tests.integrations.fleets import Server, fleet_of, model, outcome
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=2) as here:
+with tempfile.TemporaryDirectory() as folder, fleet_of(Path(folder), 3, timeout_s=6) as here:
     here.send()
     held = []
     try:

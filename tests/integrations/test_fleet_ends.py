@@ -13,6 +13,7 @@ import pytest
 from deltasync import SenderOptions
 from deltasync.errors import SyncAborted, TransportError, TransportTimeout
 from deltasync.integrations.fleet import Pauses
+from deltasync.testing.links import PROMPT_S, within
 from tests.integrations.fleets import SHAPES, Here, OneCall, Server, fleet_of, model
 from tests.integrations.test_fleet_attacks import Watched, at, interrupt
 from tests.sync.harness import until
@@ -79,7 +80,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
     is_removed: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Nor does anybody else stay paused, or behind, for it."""
-    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=4.0, **options) as here:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=10.0, **options) as here:
         here.send()
         here.servers["1"].hangs = "resume"
         here.step()
@@ -93,7 +94,7 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
             here.source.get_parameter("a").data.mul_(-2)
             began = time.monotonic()
             here.send()
-            assert time.monotonic() - began < 3.6
+            assert time.monotonic() - began < 9
             for name in ("0", "2"):
                 assert here.fleet.servers()[name].state == "current", here.fleet.servers()
                 assert here.servers[name].holds(here.source)
@@ -101,13 +102,13 @@ def test_a_call_that_hangs_costs_later_syncs_of_a_rolling_fleet_nothing(
 
 
 def test_a_rolling_fleet_waits_once_for_a_server_that_does_not_resume(tmp_path: Path) -> None:
-    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=4.0) as here:
+    with fleet_of(tmp_path, 3, pauses="rolling", timeout_s=10.0) as here:
         here.send()
         here.servers["0"].hangs = "resume"
         here.step()
         began = time.monotonic()
         assert list(here.send().lost) == ["0"]
-        assert 3.7 < time.monotonic() - began < 7.2
+        assert 9.3 < time.monotonic() - began < 18
 
 
 @pytest.mark.parametrize("pauses", ["together", "rolling"])
@@ -151,16 +152,15 @@ def is_busy(here: Here) -> bool:
 
 def test_a_total_that_ends_in_a_full_sync_does_not_hold_up_the_next_call(tmp_path: Path) -> None:
     """Updates end when their workers are dropped, not when they would have given up."""
-    with fleet_of(tmp_path, 3, link=Watched, timeout_s=5.0) as here:
+    with fleet_of(tmp_path, 3, link=Watched, timeout_s=60.0) as here:
         here.fleet.connect()
         here.link.before = at(1, "bucket", lambda: time.sleep(0.4))
         with pytest.raises(TransportTimeout):
             here.send(total_timeout_s=0.3)
-        began = time.monotonic()
-        until(lambda: not is_busy(here))
-        assert here.dirty() == []
-        assert here.send().receivers == 3
-        assert time.monotonic() - began < 4
+        with within(PROMPT_S):
+            until(lambda: not is_busy(here))
+            assert here.dirty() == []
+            assert here.send().receivers == 3
         here.check("0", "1", "2")
 
 
@@ -193,7 +193,7 @@ def test_nothing_is_decided_when_no_time_is_left_to_write_it(
 def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
     is_lost_before: bool, tmp_path: Path
 ) -> None:
-    with fleet_of(tmp_path, 1, timeout_s=20.0) as here:
+    with fleet_of(tmp_path, 1, timeout_s=90.0) as here:
         here.send()
         worker = here.servers["0"].workers[0]
         staging = worker._staging
@@ -206,7 +206,7 @@ def test_a_worker_whose_trainer_is_gone_does_not_wait_for_its_version(
             Timer(0.2, here.fleet.sender.close).start()
         with pytest.raises(TransportError):
             worker.commit(2)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PROMPT_S
 
 
 def test_a_server_that_was_restarted_and_is_current_is_not_lost(tmp_path: Path) -> None:
