@@ -84,9 +84,10 @@ test-engines: $(OLD_SGLANG)
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -m pytest -q -W default \
 	  -o faulthandler_timeout=600 tests/engines --support docs/integrations/support.md
 
-# All text architectures of vLLM, resumed where it was left; some 40 minutes on one core.
+# All text architectures of vLLM, resumed where it was left; over an hour on one core.
 sweep-engines: $(ENGINES)/.installed
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m tests.engines.sweep
+	$(ENGINES)/bin/python -m tests.engines.support
 
 # What a GPU machine without a network needs to run real engines: see tests/engines/gpu/pack.py.
 gpu-engines: $(STAMP)

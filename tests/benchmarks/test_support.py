@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Environment
-from tests.engines import support
+from tests.engines import support, sweep
 
 _PLACES = "a\n<!-- begin cpu -->\n<!-- end cpu -->\nb\n<!-- begin gpu -->\n<!-- end gpu -->\nc\n"
 _FACTS = {"vllm": "0.0", "torch": "0.0", "gpus": {"Toy GPU": 2}}
@@ -87,8 +87,34 @@ def test_each_table_has_its_place(tmp_path: Path) -> None:
     assert text.index("a\n") < text.index("of CPUs") < text.index("b\n") < text.index("| A |")
 
 
-def test_the_page_has_both_places(tmp_path: Path) -> None:
+def swept(name: str, *found: str, **more: Any) -> dict[str, Any]:
+    """What the sweep has recorded of an architecture."""
+    verdict = {"outcome": "equal", "message": "", "wrong": {}, "left_out": []}
+    both = {
+        setup: {"outcome": outcome, "refuse": verdict | more}
+        for setup, outcome in zip(sweep.SETUPS, found, strict=False)
+    }
+    environment = asdict(Environment.here())
+    return {"architecture": name, "checkpoint": "transformers", "environment": environment} | both
+
+
+def test_architectures_are_judged_with_and_without_packing() -> None:
+    rows = {
+        "A": swept("A", "routed", "reloaded", left_out=["bias"]),
+        "B": swept("B") | {"unbuilt": "no | configuration"},
+        "C": swept("C", "refused", "refused", message="stale") | {"checkpoint": "vLLM | why"},
+    }
+    text = sweep.table(rows)
+    assert "Without packing: 1 routed, 1 unbuilt, 1 refused." in text
+    assert "As installed: 1 reloaded, 1 unbuilt, 1 refused." in text
+    assert "| A | transformers | routed | reloaded | leaves out bias |" in text
+    assert r"| B | transformers | unbuilt |  | no \| configuration |" in text
+    assert "| C | made up | refused | refused | stale |" in text
+
+
+def test_the_page_has_all_places(tmp_path: Path) -> None:
     page = tmp_path / "support.md"
     page.write_bytes(support.PAGE.read_bytes())
     support.write_cpu(page, "")
     support.write_gpu(page, [])
+    support.write_swept(page, tmp_path / "none")

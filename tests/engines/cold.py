@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deltasync import SenderOptions
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import WithoutRoutes
 from deltasync.integrations.vllm import VllmServer, register
@@ -130,10 +131,15 @@ class Engine:
 
 
 def synced(
-    weights: dict[str, Tensor], model: Any, config: Any, folder: Path, mode: WithoutRoutes
+    weights: dict[str, Tensor],
+    model: Any,
+    config: Any,
+    folder: Path,
+    mode: WithoutRoutes,
+    options: SenderOptions | None = None,
 ) -> tuple[Weights, EngineSync]:
     """A trainer of these weights, and its hold on the model."""
     source = Weights({name: tensor.clone() for name, tensor in weights.items()})
     transport = shared_memory.Sender(folder / f"{mode}.socket")
     server = VllmServer(Engine(model, config), caches="keep")  # nothing is cached
-    return source, EngineSync(source, server, transport, without_routes=mode)
+    return source, EngineSync(source, server, transport, without_routes=mode, options=options)

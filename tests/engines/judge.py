@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from deltasync import SenderOptions
 from deltasync.errors import ConfigError
 from deltasync.integrations.trainer_info import WithoutRoutes
 from tests.engines.cold import cold, synced, write
@@ -18,6 +21,8 @@ from tests.engines.toys import Specs, random_weights, touched
 Served = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 EQUAL, REFUSED, FAILED, WRONG = "equal", "refused", "failed", "WRONG"
+_LEAVE_OUT = re.compile(r"SenderOptions\(leave_out=\['([^']+)'\]\)")
+_LEFT_OUT = 8  # patterns
 
 
 @dataclass
@@ -31,12 +36,14 @@ class Verdict:
         wrong: Paths of tensors that are not what they should be, and how: "stale" as it was before,
             "different", "missing" here, or "moved": elsewhere, where no captured graph looks.
         derived: Tensors that follow from weights, and are no parameters.
+        left_out: Patterns of tensors that the trainer leaves out, as it was told to.
     """
 
     outcome: str
     message: str = ""
     wrong: dict[str, str] = field(default_factory=dict)
     derived: int = 0
+    left_out: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
         return asdict(self) | {"wrong": dict(sorted(self.wrong.items())[:40])}
@@ -63,7 +70,7 @@ class Versions:
     def _cold(self, weights: dict[str, Tensor]) -> dict[str, Seen]:
         model, _ = cold(self.folder, weights, **self._settings)
         self.names = {f".{name}" for name, _ in model.named_parameters()}
-        return seen(model)
+        return held(model)
 
     def follows(self) -> set[str]:
         """Paths of what is other for other weights."""
@@ -75,11 +82,22 @@ class Versions:
         return {path for path in self.names if path in self.cold[0]} - self.follows() - self.noise
 
     def judge(self, mode: WithoutRoutes) -> Verdict:
-        """Start on the first, and sync all others."""
+        """Start on the first, and sync all others, but for what an error says to leave out."""
+        left_out: tuple[str, ...] = ()
+        while True:
+            verdict = self._judge(mode, left_out)
+            verdict.left_out = left_out
+            told = _LEAVE_OUT.search(verdict.message)
+            if told is None or len(left_out) == _LEFT_OUT:
+                return verdict
+            left_out = *left_out, re.sub(r"\.\d+\.", ".*.", told[1])  # in each layer
+
+    def _judge(self, mode: WithoutRoutes, left_out: tuple[str, ...]) -> Verdict:
         write(self.folder, self.weights[0])
         model, config = cold(self.folder, **self._settings)
-        before = seen(model)
-        source, sync = synced(self.weights[1], model, config, self.folder, mode)
+        before = held(model)
+        options = SenderOptions(leave_out=left_out)
+        source, sync = synced(self.weights[1], model, config, self.folder, mode, options)
         derived = len(self.follows() - self.names)
         with sync:
             try:
@@ -102,14 +120,14 @@ class Versions:
         self, model: Any, before: dict[str, Seen], error: Exception, derived: int
     ) -> Verdict:
         """A refusal leaves everything as it was."""
-        wrong = {p: "changed" for p, one in seen(model).items() if _is_other(before.get(p), one)}
+        wrong = {p: "changed" for p, one in held(model).items() if _is_other(before.get(p), one)}
         moved = self._wrong(model, before, 0)
         wrong |= {path: how for path, how in moved.items() if how == "moved"}
         outcome = WRONG if wrong else REFUSED
         return Verdict(outcome, f"at connect: {_said(error)}", wrong, derived)
 
     def _wrong(self, model: Any, before: dict[str, Seen], number: int) -> dict[str, str]:
-        now, wanted, follows = seen(model), self.cold[number], self.follows()
+        now, wanted, follows = held(model), self.cold[number], self.follows()
         found = {}
         for path, one in wanted.items():
             if path in self.noise:
@@ -122,6 +140,18 @@ class Versions:
             elif path in follows and path in before and now[path].address != before[path].address:
                 found[path] = "moved"
         return found
+
+
+def held(model: Any) -> dict[str, Seen]:
+    """What is seen, but for handles; instead of them, what they make of each unit vector."""
+    found = {path: one for path, one in seen(model).items() if not path.endswith(".handler_tensor")}
+    for name, module in model.named_modules():
+        packed: Any = getattr(module, "cpu_linear", None)
+        for cell in getattr(packed, "__closure__", None) or ():
+            if hasattr(handler := cell.cell_contents, "handler_tensor"):
+                matrix = packed(torch.eye(handler.k, dtype=module.weight.dtype), None, None)
+                found[f".{name}.cpu_linear()"] = replace(Seen.of(matrix), address=0)
+    return found
 
 
 def _is_other(left: Seen | None, right: Seen) -> bool:

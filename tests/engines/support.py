@@ -2,8 +2,9 @@
 
     python -m tests.engines.support [RECORDS ...]
 
-Makes the table of GPUs again, of lines that `python -m tests.engines.gpu.run` wrote. That of CPUs
-is written by `make test-engines`. Needs no engine.
+Makes the table of GPUs again, of lines that `python -m tests.engines.gpu.run` wrote, and that of
+vLLM's architectures, of lines that `make sweep-engines` wrote. That of CPUs is written by `make
+test-engines`. Needs no engine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from benchmarks.gpu.report import insert
 from benchmarks.record import Environment
 from benchmarks.report import describe, row
+from tests.engines import sweep
 from tests.engines.environment import ROOT
 
 PAGE = ROOT / "docs" / "integrations" / "support.md"
@@ -45,6 +47,11 @@ def write_gpu(page: Path, records: Iterable[Path]) -> None:
     """Put the table of GPUs into the page."""
     lines = [line for file in records for line in file.read_text(encoding="utf-8").splitlines()]
     _write(page, "gpu", make_table([json.loads(line) for line in lines]))
+
+
+def write_swept(page: Path, record: Path) -> None:
+    """Put the table of vLLM's architectures into the page."""
+    _write(page, "swept", sweep.table(sweep.read(record)))
 
 
 def _write(page: Path, name: str, text: str) -> None:
@@ -108,3 +115,4 @@ def _short(text: str) -> str:
 
 if __name__ == "__main__":
     write_gpu(PAGE, [Path(name) for name in sys.argv[1:]] or [RECORDS])
+    write_swept(PAGE, sweep.RECORDS)

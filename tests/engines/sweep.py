@@ -1,10 +1,17 @@
 """All text architectures of the installed vLLM, at toy size: is what they hold ever stale?
 
-    python -m tests.engines.sweep [--record FILE] [--table FILE] [--again] [ARCHITECTURE ...]
+Each is judged twice: "without packing", with matrices where they were loaded, as they are on GPUs,
+and "as installed". Either is "routed"; or else, with reloading, "reloaded"; or else "refused".
+
+    python -m tests.engines.sweep [--record FILE] [--again] [ARCHITECTURE ...]
 
 Each is started on random weights, kept in sync with others, and compared with one that is started
 on those: every tensor that Python can reach, bit for bit. Those that the record already has are
-left out, unless --again is given. The exit code is 1 if any is wrong.
+left out, unless --again is given. The exit code is 1 if any is wrong. `python -m
+tests.engines.support` writes the table of the record into docs/integrations/support.md.
+
+Checkpoints are those that transformers saves, if it has the architecture and vLLM loads them. All
+others are made up from vLLM's model, and what is found of them may not hold for a real one.
 """
 
 from __future__ import annotations
@@ -20,20 +27,28 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from dataclasses import asdict
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.record import RESULTS, Environment
+from benchmarks.report import describe
+
+RECORDS = RESULTS / "support-sweep.jsonl"
+
 _MEMORY_BYTES = 12 << 30
 _TIMEOUT_S = 300.0
-_MODES: tuple[Literal["refuse"], Literal["reload"]] = ("refuse", "reload")
+_MODES: dict[Literal["refuse", "reload"], str] = {"refuse": "routed", "reload": "reloaded"}
+SETUPS = ("without packing", "as installed")
+_LONGEST = 240  # characters of a reason
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engines.sweep")
     parser.add_argument("architectures", nargs="*", help="all that vLLM knows, if none is named")
-    parser.add_argument("--record", type=Path, default=Path("sweep.jsonl"), help="JSON lines")
-    parser.add_argument("--table", type=Path, help="Markdown, written at the end")
+    parser.add_argument("--record", type=Path, default=RECORDS, help="JSON lines")
     parser.add_argument("--again", action="store_true", help="also what the record already has")
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, help="seconds for each")
     chosen = parser.parse_args()
@@ -56,19 +71,15 @@ def main() -> int:
         with chosen.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{number}/{len(wanted)} {said(row)}", flush=True)  # noqa: T201 a script
-    text = table({name: rows[name] for name in wanted})
-    if chosen.table is not None:
-        chosen.table.write_text(text, encoding="utf-8")
-    print(text)  # noqa: T201 a script
     return int(any("WRONG" in outcomes(rows[name]) for name in wanted))
 
 
 def use_cpu() -> None:
-    """Set vLLM up for any CPU, with matrices where they were loaded, as they are on GPUs."""
+    """Set vLLM up for any CPU."""
     here = Path(__file__).parent
     sys.path.insert(0, str(here / "plugin"))
     os.environ.update(
-        VLLM_PLUGINS="deltasync,without_tiles,without_packing",
+        VLLM_PLUGINS="deltasync,without_tiles",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_CI_ENV="1",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -100,14 +111,18 @@ def sweep(architecture: str, timeout_s: float) -> dict[str, Any]:
     child = context.Process(target=look, args=(architecture, folder, theirs))
     child.start()
     theirs.close()
-    row: dict[str, Any] = {"architecture": architecture}
+    row: dict[str, Any] = {
+        "architecture": architecture,
+        "vllm": version("vllm-cpu"),
+        "environment": asdict(Environment.here()),
+    }
     try:
         while ours.poll(max(0.0, start + timeout_s - time.monotonic())):
             row |= ours.recv()
         row.setdefault("unbuilt", f"took over {timeout_s:.0f} s")
     except EOFError:
         child.join(10)
-        if not any(key in row for key in ("unbuilt", "reload")):
+        if not any(key in row for key in ("unbuilt", SETUPS[-1])):
             row["unbuilt"] = f"its process ended with {child.exitcode}"
     finally:
         child.kill()
@@ -117,7 +132,7 @@ def sweep(architecture: str, timeout_s: float) -> dict[str, Any]:
 
 
 def look(architecture: str, folder: Path, tell: Connection) -> None:
-    """The child: one architecture, with both answers to weights without routes."""
+    """The child: one architecture, in both setups."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -127,33 +142,52 @@ def look(architecture: str, folder: Path, tell: Connection) -> None:
     except BaseException as error:  # noqa: BLE001 what cannot be built is said
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        tell.send({"unbuilt": said[:2000], "trace": traceback.format_exc()[-6000:]})
+        tell.send({"unbuilt": said[:2000]})
     tell.close()
     os._exit(0)  # engines leave threads behind
 
 
 def judge_all(architecture: str, folder: Path, tell: Connection) -> None:
-    from tests.engines import cold, judge, toys
+    from tests.engines import cold, toys
 
     with cold.alone():
+        pack(False)
         toys.write_toy(architecture, folder)
         how, specs = toys.specs_of(architecture, folder)
         tell.send({"checkpoint": how, "tensors": len(specs)})
-        versions = judge.Versions(folder, specs)
-        tell.send({"idle": sorted(versions.idle())})
-        for mode in _MODES:
-            tell.send({mode: versions.judge(mode).record()})
+        for setup in SETUPS:
+            pack(setup == "as installed")
+            tell.send({setup: judged(folder, specs)})
         tell.send({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10})
 
 
+def pack(packs: bool) -> None:
+    """Whether vLLM packs matrices as it loads them, if it can."""
+    import torch
+    import vllm._custom_ops
+
+    able = hasattr(torch.ops._C, "create_onednn_mm_handler")
+    vllm._custom_ops._supports_onednn = packs and able
+
+
+def judged(folder: Path, specs: Any) -> dict[str, Any]:
+    """By routes, and then, if that is refused, with reloading."""
+    from tests.engines import judge
+
+    versions, record = judge.Versions(folder, specs), dict[str, Any]()
+    for mode, found in _MODES.items():
+        verdict = versions.judge(mode).record()
+        record |= {"outcome": found if verdict["outcome"] == judge.EQUAL else verdict["outcome"]}
+        record[mode] = verdict
+        if verdict["outcome"] != judge.REFUSED:
+            break
+    return record
+
+
 def outcomes(row: dict[str, Any]) -> list[str]:
-    """One for each mode; "unbuilt" alone for what could not be tried."""
-    found = [row[mode]["outcome"] for mode in _MODES if mode in row]
-    if "unbuilt" in row:
-        return [*found, "unbuilt"]
-    if found == ["refused", "equal"]:
-        found = ["refused", "reloaded"]
-    return found
+    """One for each setup; "unbuilt" for what could not be tried."""
+    found = [row[setup]["outcome"] for setup in SETUPS if setup in row]
+    return [*found, "unbuilt"] if "unbuilt" in row else found
 
 
 def said(row: dict[str, Any]) -> str:
@@ -162,25 +196,34 @@ def said(row: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown: totals, and a line for each."""
-    totals = Counter(", then ".join(outcomes(row)) for row in rows.values())
-    counted = "; ".join(f"{count} {what}" for what, count in totals.most_common())
-    lines = [f"{len(rows)} architectures: {counted}.", ""]
-    lines += ["| architecture | refuse | reload | why |", "| --- | --- | --- | --- |"]
+    """Markdown: totals, and a line for each. The latest of an architecture counts."""
+    lines = []
+    for number, setup in enumerate(SETUPS):
+        totals = Counter((outcomes(row) * 2)[number] for row in rows.values())
+        counted = ", ".join(f"{count} {what}" for what, count in totals.most_common())
+        lines += [f"{setup.capitalize()}: {counted}.", ""]
+    head = ("architecture", "checkpoint", *SETUPS, "why")
+    lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, row in sorted(rows.items()):
-        found = [*outcomes(row), "", ""][:2]
-        lines.append(f"| {name} | {' | '.join(found)} | {why(row)} |")
-    return "\n".join(lines) + "\n"
+        found = (*outcomes(row), "", "")[:2]
+        made = row.get("checkpoint", "").partition(" ")[0]
+        cells = (name, "made up" if made == "vLLM" else made, *found, why(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    where = dict.fromkeys(describe(Environment(**row["environment"])) for row in rows.values())
+    return "\n".join([*lines, "", *where]).rstrip()
 
 
 def why(row: dict[str, Any]) -> str:
-    """The first thing that was not equal, on one line."""
+    """Why it is not better, and what the trainer has to leave out, on one line."""
     texts = [row["unbuilt"]] if "unbuilt" in row else []
-    for mode in _MODES:
-        found = row.get(mode, {})
-        wrong = [f"{path} {how}" for path, how in list(found.get("wrong", {}).items())[:3]]
-        texts += [text for text in (found.get("message", ""), *wrong) if text]
-    return " ".join("; ".join(texts).split())[:300].replace("|", "\\|")
+    for setup in SETUPS:
+        tried = [row[setup][mode] for mode in _MODES if mode in row.get(setup, {})]
+        told = tried if setup == "without packing" else tried[-1:]
+        for found in told:
+            wrong = [f"{path} {how}" for path, how in list(found["wrong"].items())[:3]]
+            texts += [text[:_LONGEST] for text in (found["message"], *wrong) if text]
+        texts += [f"leaves out {pattern}" for found in told for pattern in found["left_out"]]
+    return " ".join("; ".join(dict.fromkeys(texts)).split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

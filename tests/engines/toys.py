@@ -191,7 +191,7 @@ _MIMO_V2 = _MOE | {
     "hybrid_layer_pattern": [0, 1],
     "moe_layer_freq": [0, 1],
     "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
+    "swa_num_key_value_heads": 4,  # twice those of full attention, as transformers has it
     "swa_head_dim": 64,
     "swa_v_head_dim": 64,
     "v_head_dim": 64,
@@ -235,6 +235,12 @@ TOYS: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {"head_dim": UNSET, "multi_query": True, "new_decoder_architecture": False}
     | {"alibi": False, "bias": False, "parallel_attn": True, "num_key_value_heads": UNSET},
     "Gemma4ForCausalLM": {"head_dim": UNSET},
+    # Real configurations have these, and vLLM wants them; transformers' own have not.
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 128},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Llama4ForCausalLM": {"model_type": "llama4_text", "intermediate_size_mlp": 512}
+    | {"interleave_moe_layer_step": 2},
+    "MiniMaxM2ForCausalLM": {"use_routing_bias": True},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64, "n_groups": 1},
     "PanguEmbeddedForCausalLM": {k: v for k, v in _PANGU_SINKS.items() if k not in _MOE}
     | {"first_k_dense_replace": 2},
@@ -249,7 +255,7 @@ def toy_config(architecture: str) -> dict[str, Any]:
     import transformers
 
     wanted = dict(TOYS.get(architecture, {}))
-    kind = wanted.pop("model_type", None) or _model_types().get(architecture, "llama")
+    kind = wanted.pop("model_type", None) or _model_types().get(architecture.lower(), "llama")
     if kind in transformers.CONFIG_MAPPING:
         known = transformers.AutoConfig.for_model(kind)
         asked = [key for key in _SMALL if key not in wanted and _has(known, key)]
@@ -284,14 +290,14 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _model_types() -> dict[str, str]:
-    """By the name of transformers' class."""
+    """By the name of transformers' class, in lower case: engines write some names otherwise."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
     for table in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES"):
         for kind, names in getattr(modeling_auto, table).items():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, kind)
+                found.setdefault(name.lower(), kind)
     return found
 
 
@@ -319,7 +325,7 @@ def saved_by_transformers(folder: Path) -> Specs:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    if type(model).__name__ != config.architectures[0]:
+    if type(model).__name__.lower() != config.architectures[0].lower():
         raise TypeError(f"transformers makes a {type(model).__name__} of it")
     model.save_pretrained(folder / "saved")
     with safe_open(folder / "saved" / "model.safetensors", "pt") as file:
