@@ -84,7 +84,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._name = _name_of_engine()
         self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
-        self._reached = _reached_of(self.model)  # before there are caches
+        self._drafter = self._modules_of_drafter()
+        self._reached = _reached_of(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -159,7 +160,17 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _proof(self) -> Proof:
         """Raises ConfigError if there can be no second instance of the model."""
-        return Proof(self.model, Startup(self._make, work_on=self._work_on), self._reached)
+        startup = Startup(self._make, work_on=self._work_on)
+        return Proof(self.model, startup, self._reached, self._drafter)
+
+    def _modules_of_drafter(self) -> list[nn.Module]:
+        """Layers that are not the model's, in the list of layers that vLLM lets each layer hold.
+
+        No sync concerns them: a drafter has weights of its own, or layers that are the model's too.
+        """
+        listed = self.vllm_config.compilation_config.static_forward_context.values()
+        own = set(self.model.modules())
+        return [one for one in listed if isinstance(one, nn.Module) and one not in own]
 
     def _make(self) -> nn.Module:
         """A second model, made as vLLM made its own, and unknown to the engine."""
@@ -284,7 +295,7 @@ def _name_of_engine() -> str:
     return str(store.compare_set("deltasync-engine", "", own).decode())
 
 
-def _reached_of(model: nn.Module) -> set[str]:
+def _reached_of(model: nn.Module, others: Iterable[nn.Module]) -> set[str]:
     """Paths of what is reached from the model, without adapters: syncs do not concern them."""
     adapted = tuple(
         f"{name}.{attribute}" if name else attribute
@@ -293,7 +304,7 @@ def _reached_of(model: nn.Module) -> set[str]:
         for attribute in vars(module)
         if attribute.endswith(_ADAPTERS)
     )
-    return {path for path in reached(model) if not path.startswith(adapted)}
+    return {path for path in reached(model, others) if not path.startswith(adapted)}
 
 
 def _refuse_adapted_experts(model: nn.Module) -> None:

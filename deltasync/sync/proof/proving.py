@@ -41,11 +41,12 @@ class Scopes:
 
     Args:
         model: The model.
+        others: Modules of other models, such as a drafter's, that may be reached from this one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
         self._modules = dict(model.named_modules())
-        self._stop = {id(module) for module in self._modules.values()}
+        self._stop = {id(module) for module in (*self._modules.values(), *others)}
 
     def names(self) -> list[str]:
         """The layers in order, and "" for what is outside all layers."""
@@ -234,18 +235,23 @@ class Proof:
         model: The live model.
         startup: How the engine makes and loads it.
         loaded: Paths of what was reached right after loading; None if that is not known.
+        others: As of `Scopes`.
 
     Raises:
         ConfigError: There is no second instance to compare it with.
     """
 
     def __init__(
-        self, model: nn.Module, startup: Startup, loaded: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        startup: Startup,
+        loaded: Collection[str] | None = None,
+        others: Iterable[nn.Module] = (),
     ) -> None:
         self.model, self.startup, self._loaded = model, startup, loaded
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.cold = ColdModel(startup, device)
-        self.scopes, self._cold_scopes = Scopes(model), Scopes(self.cold.model)
+        self.scopes, self._cold_scopes = Scopes(model, others), Scopes(self.cold.model)
         own = _filled(self.cold.model)
         self._shared = {alias.data_ptr() for alias in own.values()} - {0}
         self._before: dict[str, tuple[object, ...]] = {}
@@ -441,9 +447,12 @@ def _is_address(value: Any) -> bool:
     return isinstance(value, int) and abs(value) >> 32 != 0
 
 
-def reached(model: nn.Module) -> set[str]:
-    """Paths of all values, and all tensors with elements, that are reached from a model now."""
-    scopes = Scopes(model)
+def reached(model: nn.Module, others: Iterable[nn.Module] = ()) -> set[str]:
+    """Paths of all values, and all tensors with elements, that are reached from a model now.
+
+    Not through `others`, as of `Scopes`.
+    """
+    scopes = Scopes(model, others)
     paths: set[str] = set()
     for name in scopes.names():
         reach = scopes.reach((name,))
