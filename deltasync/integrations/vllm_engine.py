@@ -84,6 +84,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._name = _name_of_engine()
         self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
+        self._last: tuple[SentTensors, ReloadedTarget] | None = None  # and what is reloaded
         self._drafter = self._modules_of_drafter()
         self._reached = _reached_of(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
@@ -125,6 +126,8 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _target(self, trainer: TrainerInfo) -> WeightTarget:
         """The weights, written through routes or by a reload. Raises ConfigError."""
+        if trainer.without_routes == "reload" and trainer.sent() in self._reloads:
+            return self._reloaded(trainer)
         try:
             return self._worker.routed(self.model, trainer, self._started_on, self._proof)
         except ConfigError as error:
@@ -136,26 +139,37 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _reloaded(self, trainer: TrainerInfo) -> ReloadedTarget:
         """The weights, written by a reload. Raises ConfigError.
 
-        The worker knows what it holds only if no trainer has written since its start.
+        What the engine holds already is not sent again, and is reloaded once: nothing else shows
+        that the engine still computes with it.
         """
         if any(map(_is_lost_by_reload, self.model.modules())):
             raise ConfigError(
                 "vLLM's reload leaves int8 matrices on CPUs without their scales: weights of such "
                 "engines cannot be replaced"
             )
-        target = ReloadedTarget(trainer.checkpoint(), self._reload, module=self.model)
-        if trainer.sent() not in self._reloads:
-            if self._worker.is_written:
-                raise ConfigError(
-                    "a trainer of other tensors has written this engine, so that nothing shows "
-                    "what it makes of these when it reloads them: restart the engine, and connect "
-                    "first with all tensors that are to be sent"
-                )
-            target.set_loaded_weights(self._started_on())
-            if trainer.unproved == "refuse":
-                with self._worker.proving(), set_current_vllm_config(self.vllm_config):
-                    target.verify_reload(self._proof(), keep=trainer.keep)
-            self._reloads.add(trainer.sent())
+        sent, is_known = trainer.sent(), self._worker.knows_copy
+        is_proved = sent in self._reloads
+        if not (is_known or is_proved):
+            raise ConfigError(
+                "something else than reloads has written this engine, so that nothing shows what "
+                "it makes of these tensors when it reloads them: restart the engine, and connect "
+                "first with all tensors that are to be sent"
+            )
+        if self._last is not None and self._last[0] == sent:
+            target = self._last[1]
+        else:
+            target = ReloadedTarget(trainer.checkpoint(), self._reload, module=self.model)
+            held = self._last[1].held() if is_known and self._last is not None else {}
+            target.set_loaded_weights((name, held.get(name, t)) for name, t in self._started_on())
+        with self._worker.proving(), set_current_vllm_config(self.vllm_config):
+            if not is_known:
+                target.forget()
+            elif is_proved or trainer.unproved == "accept_stale_weights":
+                target.reload()
+            else:
+                target.verify_reload(self._proof(), keep=trainer.keep)
+        self._reloads.add(sent)
+        self._last = sent, target
         return target
 
     def _proof(self) -> Proof:
@@ -263,6 +277,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def leave(self) -> None:
         """Disconnect, because vLLM itself is about to write the weights."""
         self._worker.disconnect()
+        self._worker.knows_copy = False
 
     def come_back(self) -> None:
         """Reconnect to the trainer after `leave`, since the trainer would wait for this worker.

@@ -35,6 +35,7 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.learnt import LearntTarget
+from deltasync.sync.target.reloaded import ReloadedTarget
 from deltasync.sync.target.routed import RoutedTarget, Routes, pieces_of, refuse_parts
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed
@@ -50,6 +51,8 @@ class Worker:
 
     Attributes:
         is_written: Whether a trainer has written the weights, or begun to.
+        knows_copy: Whether the copy of the last `ReloadedTarget`, or before one the checkpoint that
+            the engine was started on, is what the engine holds.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class Worker:
         self._unproved: tuple[SentTensors, RoutedTarget] | None = None  # until it holds a version
         self._routes: dict[str, Routes] = {}  # proved ones, by checkpoint name
         self._beside: dict[str, Tensor] = {}  # what is kept for a `LearntTarget`
-        self._is_as_started, self.is_written = True, False
+        self._is_as_started, self.is_written, self.knows_copy = True, False, True
         self._spoiled: DirtyReceiver | None = None
         self._is_asleep = self._is_half_written = False
         self._unwritten: Unwritten | None = None  # while its memory is given up
@@ -67,6 +70,7 @@ class Worker:
         self._is_lost = False  # what that trainer sent, until it sends it again
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
+        self._is_copy = False  # whether that writes a copy, and reloads it
         self._staging: StagingThread | None = None
         self._timeout_s = 0.0
 
@@ -110,6 +114,7 @@ class Worker:
             half_written=self._is_half_written,
         )
         self._receiver, self._sent = receiver, trainer.sent()
+        self._is_copy = isinstance(target, ReloadedTarget)
         self._filled = target.filled() if isinstance(target, RoutedTarget) else set()
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
@@ -304,6 +309,7 @@ class Worker:
             loaded: As of `Unwritten`.
         """
         self.disconnect()
+        self.knows_copy = False
         if not self._is_asleep:
             self._unwritten = Unwritten(model, self._filled, loaded)
             self._is_lost |= bool(self._filled)
@@ -360,12 +366,17 @@ class Worker:
         self._open.close()
         if receiver is not None:
             self._is_half_written = receiver.is_half_written
+            if self._is_copy:
+                self.knows_copy |= receiver.version is not None
+                self.knows_copy &= not self._is_half_written
+            else:
+                self.knows_copy &= not self.is_written
             self._is_lost &= receiver.version is None or self._is_half_written
 
     def reloaded(self) -> None:
         """End the connection, because something else loads weights that this worker cannot know."""
         self.disconnect()
-        self._is_as_started = self._is_half_written = False
+        self._is_as_started = self._is_half_written = self.knows_copy = False
 
 
 def _routed(

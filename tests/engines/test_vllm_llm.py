@@ -313,8 +313,12 @@ def reloaded(folder: Path, **settings: Any) -> None:
         assert sync.send_weights().kind == "delta"
         assert tokens(llm) == expected
         assert parameters_of(llm) == bits
-        sync.connect()  # nobody may have touched the weights meanwhile, but who knows
-        assert sync.send_weights().full_synced == 1
+        sync.connect()  # which reloads the copy: whoever has touched the weights, they are its
+        assert sync.send_weights().full_synced == 0
+        assert tokens(llm) == expected
+        llm.collective_rpc("reset_weights")
+        assert tokens(llm) != expected
+        assert sync.send_weights().full_synced == 1  # nobody undoes what vLLM was asked for
         assert tokens(llm) == expected
 
 

@@ -152,11 +152,26 @@ def test_what_the_engine_held_before_the_first_sync_cannot_be_put_back() -> None
 
 
 def test_what_is_known_must_be_as_the_trainer_has_it() -> None:
+    """In another dtype that is rounded to, it is: see `test_masters_are_sent_as_was_loaded`."""
     target = target_of(Quantised(), random_model(SHAPES, 0))
-    with pytest.raises(LayoutMismatch, match="a: torch"):
-        target.set_loaded_weights(
-            [("other", torch.zeros(1)), ("a", torch.zeros(40, 16, dtype=torch.float64))]
-        )
+    for odd in (torch.zeros(40, 15), torch.zeros(40, 16, dtype=torch.int32)):
+        with pytest.raises(LayoutMismatch, match="a: torch"):
+            target.set_loaded_weights([("other", torch.zeros(1)), ("a", odd)])
+
+
+def test_masters_are_sent_as_was_loaded() -> None:
+    """Float32 at the trainer, where the engine's checkpoint has bfloat16."""
+    source, engine = random_model(SHAPES, 0).float(), Quantised()
+    rounded = deepcopy(source).bfloat16()
+    target = target_of(engine, source)
+    target.set_loaded_weights((name, tensor.data) for name, tensor in rounded.named_parameters())
+    with fleet(source) as here:
+        here.add(target)
+        here.wait(1)
+        assert here.sender.send_weights().full_synced == 0
+        step(source, torch.Generator().manual_seed(0), 0.3)
+        assert here.sender.send_weights().kind == "delta"
+        assert_as_loaded(engine, deepcopy(source).bfloat16())
 
 
 class TestReloadedTarget(TargetContract):

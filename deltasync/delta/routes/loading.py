@@ -17,8 +17,11 @@ from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import check_indices
 from deltasync.errors import DigestMismatch, InvalidTable
 
-RELOAD = "vLLM can reload all weights in each update instead: EngineSync(without_routes='reload')"
-"""What helps where no route leads."""
+RELOAD = (
+    "for vLLM, EngineSync(without_routes='reload') finds out whether reloading all weights in each "
+    "update will do instead"
+)
+"""What may help where no route leads."""
 
 
 class Loader(Protocol):

@@ -187,6 +187,7 @@ def prove_reload(
     weights: Mapping[str, Tensor],
     given: Mapping[str, tuple[str, ...]],
     reload: Callable[[Iterable[tuple[str, Tensor]]], object],
+    unsent: Sequence[CheckpointTensor] = (),
 ) -> None:
     """Prove that reloading a checkpoint leaves an engine as if it had been started on it.
 
@@ -195,13 +196,16 @@ def prove_reload(
         weights: By name, what the engine was started on.
         given: The names under which its loader takes each of these.
         reload: Reloads the engine.
+        unsent: What it was started on besides, which stays as it is.
 
     Raises:
         ConfigError: Something would be stale, or a reload of the same weights changes it; the
             message names the path.
         DirtyReceiver: The weights could not be restored.
     """
-    groups = groups_of(_recorded(proof, weights, given), proof.scopes.names())
+    checkpoint = _checkpoint(weights, given)
+    groups = groups_of(recorded(proof, checkpoint), proof.scopes.names())
+    staying = _staying(proof, checkpoint, unsent)
     kept = {group: proof.keep(group.scopes) for group in groups}
     with (
         putting_back(*kept.values(), Reach([("", proof.model)])),
@@ -221,6 +225,7 @@ def prove_reload(
                 own=own_weights.items,
                 kept=here,
             )
+            fresh.leave_out(lambda path: proof.scopes.owner(path) in staying)
             stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
             own.append((here, {path: here.values[path] for path in fresh.values}))
         refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
@@ -234,14 +239,34 @@ def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     return ((name, other_bits(tensor, name)) for name, tensor in weights.items())
 
 
-def _recorded(
-    proof: Proof, weights: Mapping[str, Tensor], given: Mapping[str, tuple[str, ...]]
-) -> Recording:
-    checkpoint = [
+def _checkpoint(
+    weights: Mapping[str, Tensor], given: Mapping[str, tuple[str, ...]]
+) -> list[CheckpointTensor]:
+    return [
         CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
         for name, one in weights.items()
     ]
-    return recorded(proof, checkpoint)
+
+
+def _staying(
+    proof: Proof, sent: Sequence[CheckpointTensor], unsent: Sequence[CheckpointTensor]
+) -> set[str]:
+    """Names of modules of which the loader fills all parameters with tensors that are not sent.
+
+    The second instance is not given these, so that it cannot show what such a module holds. No
+    reload may change that.
+    """
+    if not unsent:
+        return set()
+    live = named(proof.cold.model)
+    kept, written = (
+        {storage_of(live[name]) for name in proof.cold.written(some)} for some in (unsent, sent)
+    )
+    own = {
+        name: {storage_of(one) for one in module.parameters(recurse=False)}
+        for name, module in proof.cold.model.named_modules()
+    }
+    return {name for name, held in own.items() if held and held <= kept - written}
 
 
 def recorded(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:

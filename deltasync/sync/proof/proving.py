@@ -64,6 +64,12 @@ class Scopes:
         """The outermost modules of some layers, by name."""
         return [(n, m) for n, m in self._modules.items() if n in scopes]
 
+    def owner(self, path: str) -> str:
+        """The innermost module on a path, by name."""
+        while path not in self._modules:
+            path = path.rpartition(".")[0]
+        return path
+
     def below(self, name: str) -> dict[str, nn.Module]:
         """A module and those below it that are in its layer, by name."""
         inside, above = self.modules((scope_of(name),)), f"{name}." if name else ""
@@ -425,6 +431,12 @@ class Fresh:
     tensors: Bits
     values: dict[str, Any]
     alone: list[str]
+
+    def leave_out(self, is_unknown: Callable[[str], bool]) -> None:
+        """Leave out paths of which this does not say what a fresh engine would hold."""
+        self.tensors = {p: one for p, one in self.tensors.items() if not is_unknown(p)}
+        self.values = {p: one for p, one in self.values.items() if not is_unknown(p)}
+        self.alone = [path for path in self.alone if not is_unknown(path)]
 
 
 def _filled(model: nn.Module) -> dict[str, Tensor]:

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, dtype_of
+from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.errors import DirtyReceiver, LayoutMismatch
-from deltasync.sync.proof.cold import refusing_failures
-from deltasync.sync.proof.proved import in_place, matches, prove_reload, refuse_unsent
-from deltasync.sync.proof.proving import Proof, under
+from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
+from deltasync.sync.proof.cold import FAILURES, refusing_failures
+from deltasync.sync.proof.proved import (
+    in_place,
+    matches,
+    prove_reload,
+    putting_back,
+    refuse_unsent,
+)
+from deltasync.sync.proof.proving import Proof, same_bits, under
+from deltasync.sync.proof.reach import Reach
 from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_missing
 from deltasync.wire.messages import ParameterSpec
 
@@ -51,16 +59,23 @@ class ReloadedTarget(WeightTarget):
         }
         self._names = {one.name: one.names for one in checkpoint}
         self._given = dict(self._names)  # the names by which the engine takes each
-        for tensor in self._copy.values():  # no trainer has these: the first sync is a full one
+        self._loaded: list[CheckpointTensor] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of the engine's weights any more: the next sync is a full one."""
+        for tensor in self._copy.values():  # no trainer has these
             tensor.view(-1).view(torch.uint8).random_(256)
         self._unknown = self._sample()
-        self._loaded: list[CheckpointTensor] = []
 
     def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights that the engine was loaded with; a trainer that holds them sends nothing.
 
-        Raises LayoutMismatch for a tensor whose shape or dtype differs from the trainer's, and
-        ConfigError for tensors that only the trainer has.
+        Trainers send the dtypes that were loaded, as they send those of engines with routes.
+
+        Raises LayoutMismatch for a tensor of another shape than the trainer's, or of a dtype that
+        the trainer's is not rounded to, and ConfigError for tensors that only the trainer has, or
+        has tied.
         """
         own = {name: first for first, names in self._names.items() for name in names}
         found: dict[str, tuple[str, ...]] = {}
@@ -71,13 +86,21 @@ class ReloadedTarget(WeightTarget):
                 others.append(name)
                 continue
             kept = self._copy[first]
-            found[first] = (*found.get(first, ()), name)
-            if (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            if kept.shape != tensor.shape or not _rounds(kept.dtype, tensor.dtype):
                 raise LayoutMismatch(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was loaded, the trainer has "
                     f"{kept.dtype} {tuple(kept.shape)}: start the engine on a checkpoint of the "
-                    "trainer's model in its dtypes, or give SenderOptions(wire_dtypes=...)"
+                    "trainer's model"
                 )
+            if first in found and not same_bits(kept, tensor):
+                raise ConfigError(
+                    f"{found[first][0]!r} and {name!r} are one tensor of the trainer, and the "
+                    "engine was started on two that differ: untie them at the trainer, or start "
+                    "the engine on a checkpoint that the trainer has saved"
+                )
+            found[first] = (*found.get(first, ()), name)
+            if kept.dtype != tensor.dtype:
+                kept = self._copy[first] = torch.empty_like(kept, dtype=tensor.dtype)
             kept.copy_(tensor)
         self._given |= found
         refuse_missing(self._copy.keys() - found.keys(), others)
@@ -100,7 +123,30 @@ class ReloadedTarget(WeightTarget):
         """
         loaded = [one for one in self._loaded if not matches(one.name, keep)]
         refuse_unsent(proof, loaded, {name for names in self._names.values() for name in names})
-        prove_reload(proof, self._copy, self._given, self._reload)
+        kept = [one for one in self._loaded if matches(one.name, keep)]
+        prove_reload(proof, self._copy, self._given, self._tried, kept)
+
+    def reload(self) -> None:
+        """Let the engine load again what it holds, which changes nothing, to see that it can.
+
+        Raises ConfigError if it cannot; the engine is then as it was.
+        """
+        before = [] if self._module is None else [Reach([("", self._module)])]
+        with putting_back(*before), torch.no_grad(), in_place(self._module):
+            self._tried(under(self._given, self._copy.items()))
+
+    def _tried(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        try:
+            self._reload(weights)
+        except FAILURES as error:
+            raise_lack_of_memory(error)
+            raise ConfigError(
+                f"the engine's weights cannot be reloaded, since that raised {error!r}"
+            ) from error
+
+    def held(self) -> dict[str, Tensor]:
+        """What the engine was given last, by each name by which it takes it."""
+        return dict(under(self._given, self._copy.items()))
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Return the checkpoint's tensors."""
@@ -137,3 +183,9 @@ class ReloadedTarget(WeightTarget):
         """A few bytes of every tensor."""
         tensors = self._copy.values()
         return [t.view(-1)[:_SAMPLED].view(torch.uint8).clone() for t in tensors]
+
+
+def _rounds(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether a sender turns one into the other, if they differ."""
+    wide = (one.is_floating_point and one.itemsize > 1 for one in (dtype, to))
+    return dtype == to or all(wide)

@@ -1,0 +1,190 @@
+"""Engines that pack their matrices: trainers that come one after the other, and those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltasync import NamedTensor, SenderOptions, WeightSource
+from deltasync.errors import ConfigError
+from deltasync.integrations.engine_sync import EngineSync
+from deltasync.integrations.vllm import VllmServer
+from deltasync.transports import shared_memory
+from tests.engines import cold, toys
+from tests.engines.checkpoints import Weights
+from tests.engines.environment import use_cpu
+from tests.engines.judge import held
+from tests.ranks import run_ranks
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@contextmanager
+def started(folder: Path, architecture: str) -> Iterator[tuple[dict[str, Tensor], Any, Any]]:
+    """A worker of a small engine that has just started, and what it was started on."""
+    with cold.alone():
+        toys.write_toy(architecture, folder)
+        _, specs = toys.specs_of(architecture, folder)
+        weights = toys.random_weights(specs, 0)
+        model, config = cold.cold(folder, weights)
+        yield weights, model, cold.Engine(model, config)
+
+
+def connecting(source: WeightSource, engine: Any, folder: Path, **settings: Any) -> EngineSync:
+    server = VllmServer(engine, caches="keep")  # nothing is cached
+    settings = {"without_routes": "reload"} | settings
+    return EngineSync(source, server, shared_memory.Sender(folder / "socket"), **settings)
+
+
+def assert_as_started(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
+    fresh, _ = cold.cold(folder, weights)
+    now, wanted = held(model), held(fresh)
+    assert [path for path, one in wanted.items() if not now[path].has_bits_of(one)] == []
+
+
+def as_floats(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Masters that round to these weights."""
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def follow_one_after_the_other(_rank: int, folder: Path) -> None:
+    with started(folder, "LlamaForCausalLM") as (weights, model, engine):
+        masters = Weights(as_floats(weights))
+        with connecting(masters, engine, folder) as sync:
+            assert sync.send_weights().full_synced == 0
+            weights = toys.touched(weights, 5, 1)
+            masters.take(as_floats(weights))
+            assert sync.send_weights().kind == "delta"
+            assert_as_started(model, folder, weights)
+        with connecting(masters, engine, folder) as sync:  # a trainer that was restarted
+            assert sync.send_weights().full_synced == 0
+            assert_as_started(model, folder, weights)
+        rounded = Weights({name: tensor.clone() for name, tensor in weights.items()})
+        with connecting(rounded, engine, folder) as sync:
+            assert sync.send_weights().full_synced == 0
+            weights = toys.touched(weights, 5, 2)
+            rounded.take(weights)
+            assert sync.send_weights().kind == "delta"
+            assert_as_started(model, folder, weights)
+        options = SenderOptions(leave_out=["lm_head.*"])
+        with connecting(rounded, engine, folder, options=options, keep=["lm_head.*"]) as sync:
+            assert sync.send_weights().full_synced == 0
+            new = toys.touched(weights, 5, 3)
+            rounded.take(new)
+            assert sync.send_weights().kind == "delta"
+            assert_as_started(model, folder, new | {HEAD: weights[HEAD]})
+        with connecting(rounded, engine, folder) as sync:
+            sync.send_weights()
+            assert_as_started(model, folder, new)
+
+
+class Tied(WeightSource):
+    """A trainer whose head is its embedding."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+
+    def tensors(self) -> list[NamedTensor]:
+        own = ((EMBEDDING, HEAD) if name == EMBEDDING else (name,) for name in self._weights)
+        pairs = zip(own, self._weights.values(), strict=True)
+        return [NamedTensor(names, tensor) for names, tensor in pairs if names != (HEAD,)]
+
+
+def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
+    with started(folder, "LlamaForCausalLM") as (weights, model, engine):
+        two = f"'{HEAD}'.* are one tensor of the trainer, and the engine .* on two that differ"
+        short = weights | {HEAD: weights[HEAD][:-1]}
+        shape = rf"^{HEAD}: .* was loaded, the trainer has .*checkpoint of the trainer's model"
+        for source, why in ((Tied(weights), two), (Weights(short), shape)):
+            with connecting(source, engine, folder) as sync, pytest.raises(ConfigError, match=why):
+                sync.connect()
+        assert_as_started(model, folder, weights)
+
+
+def refuse_where_reloading_fails(_rank: int, folder: Path) -> None:
+    """No way that an error proposes ends in weights that nobody knows."""
+    with started(folder, "MiniMaxM2ForCausalLM") as (weights, model, engine):
+        ways: list[dict[str, Any]] = [
+            {"without_routes": "refuse"},
+            {"without_routes": "reload"},
+            {"without_routes": "reload", "unproved": "accept_stale_weights"},
+        ]
+        told = []
+        for way in ways:
+            with connecting(Weights(weights), engine, folder, **way) as sync:
+                with pytest.raises(ConfigError) as raised:
+                    sync.connect()
+                told.append(str(raised.value))
+            assert_as_started(model, folder, weights)
+        assert "without_routes='reload') finds out whether" in told[0], told
+        assert all("cannot be reloaded, since that raised" in text for text in told[1:]), told
+        assert not any("accept_stale_weights" in text for text in told), told
+
+
+def keep_a_tower(_rank: int, folder: Path) -> None:
+    """The trainer has frozen its vision tower, which the engine has packed."""
+    weights = write_vision_model(folder)
+    with cold.alone():
+        model, config = cold.cold(folder, weights)
+        engine = cold.Engine(model, config)
+        source = Weights({name: tensor.clone() for name, tensor in weights.items()})
+        frozen = ["*vision_tower.*", "*multi_modal_projector.*"]
+        options = SenderOptions(leave_out=frozen)
+        with connecting(source, engine, folder, options=options, keep=frozen) as sync:
+            assert sync.send_weights().full_synced == 0
+            new = toys.touched(weights, 5, 1)
+            new |= {name: one for name, one in weights.items() if "language_model" not in name}
+            source.take(new)
+            assert sync.send_weights().kind == "delta"
+            assert_as_started(model, folder, new)
+
+
+def write_vision_model(folder: Path) -> dict[str, Tensor]:
+    import transformers
+    from safetensors.torch import load_file
+
+    text = {"model_type": "gemma", "vocab_size": 640, "hidden_size": 128}
+    text |= {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"projection_dim": 128, "vision_use_head": False}
+    config = transformers.AutoConfig.for_model(
+        "paligemma",
+        text_config=text,
+        vision_config=vision,
+        projection_dim=128,
+        hidden_size=128,
+        image_token_index=630,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    renamed = ("vision_tower.", "vision_tower.vision_model.")  # as released checkpoints have it
+    return {name.replace(*renamed): tensor for name, tensor in saved.items()}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "what",
+    [
+        follow_one_after_the_other,
+        refuse_what_does_not_fit,
+        refuse_where_reloading_fails,
+        keep_a_tower,
+    ],
+)
+def test_a_worker_with_packed_matrices(
+    what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM packs no bf16 matrices on CPUs without AVX512: oneDNN refuses them")
+    use_cpu(monkeypatch, packs=True)
+    run_ranks(what, 1, tmp_path, timeout_s=580)
