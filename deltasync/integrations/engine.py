@@ -36,15 +36,6 @@ from deltasync.wire.messages import ParameterSpec
 logger = logging.getLogger(__name__)
 
 
-# As what a trainer raises the errors for which workers do not connect; others are EngineFailed.
-_DECLINED: dict[str, type[ConfigError | DirtyReceiver]] = {
-    "ConfigError": ConfigError,
-    "LayoutMismatch": ConfigError,
-    "UnknownDtype": ConfigError,
-    "DirtyReceiver": DirtyReceiver,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What workers are told when they connect; attributes as the arguments of `EngineSync`.
@@ -169,8 +160,8 @@ class Engine:
     def typed(self, told: EngineFailed) -> DeltaSyncError:
         """Why workers cannot take part, as the type that they raised if that is known."""
         text = str(told).replace(f": {self.name}: ", ": ")
-        for name, kind in _DECLINED.items():
-            if told.error == name:
+        for kind in (ConfigError, DirtyReceiver):
+            if told.error == kind.__name__:
                 return kind(text.removeprefix(f"{told.error}: "))
         return EngineFailed(text, error=told.error)
 

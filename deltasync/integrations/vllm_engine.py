@@ -83,9 +83,10 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._trainer: TrainerInfo | None = None  # to reconnect when the weights are back
         _announce_touches(resolve_obj_by_qualname(self.parallel_config.worker_cls))
         self._name = _name_of_engine()
-        self._reloads: set[SentTensors] = set()  # tensors whose reload is proved
-        self._last: tuple[SentTensors, ReloadedTarget] | None = None  # and what is reloaded
-        self._drafter = self._modules_of_drafter()
+        self._reloads: dict[SentTensors, ReloadedTarget] = {}  # the last, whose reload is proved
+        listed = self.vllm_config.compilation_config.static_forward_context.values()
+        own = set(self.model.modules())  # each layer holds that list, where a drafter's are too
+        self._drafter = [one for one in listed if one not in own]
         self._reached = _reached_of(self.model, self._drafter)  # before there are caches
         self._storages = frozenset(storages(self.model))
 
@@ -148,43 +149,29 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "engines cannot be replaced"
             )
         sent, is_known = trainer.sent(), self._worker.knows_copy
-        is_proved = sent in self._reloads
-        if not (is_known or is_proved):
-            raise ConfigError(
-                "something else than reloads has written this engine, so that nothing shows what "
-                "it makes of these tensors when it reloads them: restart the engine, and connect "
-                "first with all tensors that are to be sent"
-            )
-        if self._last is not None and self._last[0] == sent:
-            target = self._last[1]
-        else:
+        if (target := self._reloads.get(sent)) is None:
+            if not is_known:
+                raise ConfigError(
+                    "something else than reloads has written this engine, so that what it holds "
+                    "is not known: restart it, and connect first with all that is to be sent"
+                )
             target = ReloadedTarget(trainer.checkpoint(), self._reload, module=self.model)
-            held = self._last[1].held() if is_known and self._last is not None else {}
-            target.set_loaded_weights((name, held.get(name, t)) for name, t in self._started_on())
+            held = {n: one for last in self._reloads.values() for n, one in last.held().items()}
+            target.set_loaded_weights((n, held.get(n, one)) for n, one in self._started_on())
         with self._worker.proving(), set_current_vllm_config(self.vllm_config):
             if not is_known:
                 target.forget()
-            elif is_proved or trainer.unproved == "accept_stale_weights":
+            elif sent in self._reloads or trainer.unproved == "accept_stale_weights":
                 target.reload()
             else:
                 target.verify_reload(self._proof(), keep=trainer.keep)
-        self._reloads.add(sent)
-        self._last = sent, target
+        self._reloads = {sent: target}
         return target
 
     def _proof(self) -> Proof:
         """Raises ConfigError if there can be no second instance of the model."""
-        startup = Startup(self._make, work_on=self._work_on)
-        return Proof(self.model, startup, self._reached, self._drafter)
-
-    def _modules_of_drafter(self) -> list[nn.Module]:
-        """Layers that are not the model's, in the list of layers that vLLM lets each layer hold.
-
-        No sync concerns them: a drafter has weights of its own, or layers that are the model's too.
-        """
-        listed = self.vllm_config.compilation_config.static_forward_context.values()
-        own = set(self.model.modules())
-        return [one for one in listed if isinstance(one, nn.Module) and one not in own]
+        startup = Startup(self._make, work_on=self._work_on, others=self._drafter)
+        return Proof(self.model, startup, self._reached)
 
     def _make(self) -> nn.Module:
         """A second model, made as vLLM made its own, and unknown to the engine."""

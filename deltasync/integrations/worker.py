@@ -18,6 +18,7 @@ from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
+    LayoutMismatch,
     ProtocolViolation,
     SyncAborted,
     TransportError,
@@ -35,7 +36,6 @@ from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
 from deltasync.sync.target.learnt import LearntTarget
-from deltasync.sync.target.reloaded import ReloadedTarget
 from deltasync.sync.target.routed import RoutedTarget, Routes, pieces_of, refuse_parts
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed
@@ -62,7 +62,7 @@ class Worker:
         self._beside: dict[str, Tensor] = {}  # what is kept for a `LearntTarget`
         self._is_as_started, self.is_written, self.knows_copy = True, False, True
         self._spoiled: DirtyReceiver | None = None
-        self._is_asleep = self._is_half_written = False
+        self._is_asleep = self._is_half_written = self._is_copy = False
         self._unwritten: Unwritten | None = None  # while its memory is given up
         # What the trainer sends that was let connect last, and which tensors it fills with that.
         self._sent: SentTensors | None = None
@@ -70,7 +70,6 @@ class Worker:
         self._is_lost = False  # what that trainer sent, until it sends it again
         self._open = ExitStack()
         self._receiver: WeightReceiver | None = None
-        self._is_copy = False  # whether that writes a copy, and reloads it
         self._staging: StagingThread | None = None
         self._timeout_s = 0.0
 
@@ -114,7 +113,7 @@ class Worker:
             half_written=self._is_half_written,
         )
         self._receiver, self._sent = receiver, trainer.sent()
-        self._is_copy = isinstance(target, ReloadedTarget)
+        self._is_copy = not isinstance(target, RoutedTarget)
         self._filled = target.filled() if isinstance(target, RoutedTarget) else set()
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
@@ -205,7 +204,8 @@ class Worker:
         worker was asked to connect.
         """
         reason = f"{trainer.engine}: {error}"  # the trainer recognises its engine by the name
-        failed = Failed(version=None, error=type(error).__name__, reason=reason[:4096])
+        kind = ConfigError if isinstance(error, LayoutMismatch) else type(error)
+        failed = Failed(version=None, error=kind.__name__, reason=reason[:4096])
         link = trainer.addresses[0].receiver(device, secret=network_secret())
 
         def tell() -> None:
@@ -366,11 +366,8 @@ class Worker:
         self._open.close()
         if receiver is not None:
             self._is_half_written = receiver.is_half_written
-            if self._is_copy:
-                self.knows_copy |= receiver.version is not None
-                self.knows_copy &= not self._is_half_written
-            else:
-                self.knows_copy &= not self.is_written
+            if receiver.version is not None or self._is_half_written:
+                self.knows_copy = self._is_copy and not self._is_half_written
             self._is_lost &= receiver.version is None or self._is_half_written
 
     def reloaded(self) -> None:

@@ -99,9 +99,9 @@ class Tied(WeightSource):
 
 def refuse_what_does_not_fit(_rank: int, folder: Path) -> None:
     with started(folder, "LlamaForCausalLM") as (weights, model, engine):
-        two = f"'{HEAD}'.* are one tensor of the trainer, and the engine .* on two that differ"
+        two = rf"'{HEAD}'.* are tied at the trainer, and differ in what the engine was started on"
         short = weights | {HEAD: weights[HEAD][:-1]}
-        shape = rf"^{HEAD}: .* was loaded, the trainer has .*checkpoint of the trainer's model"
+        shape = rf"^{HEAD}: .* was loaded, the trainer has .*start on what it saves"
         for source, why in ((Tied(weights), two), (Weights(short), shape)):
             with connecting(source, engine, folder) as sync, pytest.raises(ConfigError, match=why):
                 sync.connect()

@@ -17,10 +17,7 @@ from deltasync.delta.digests import DigestLedger, Measure
 from deltasync.delta.patch import check_indices
 from deltasync.errors import DigestMismatch, InvalidTable
 
-RELOAD = (
-    "for vLLM, EngineSync(without_routes='reload') finds out whether reloading all weights in each "
-    "update will do instead"
-)
+RELOAD = "for vLLM, EngineSync(without_routes='reload') finds out whether reloading will do"
 """What may help where no route leads."""
 
 

@@ -55,6 +55,8 @@ class Startup:
         load: The model's loader: takes some or all (checkpoint name, tensor) pairs.
         work_on: Processes modules as the engine does once they have weights. Takes some modules in
             order, including those with nothing to do; may be called repeatedly.
+        others: Modules of other models of the engine, such as a drafter's, that can be reached from
+            the model. Syncs do not concern them.
     """
 
     make: Callable[[], nn.Module]
@@ -62,6 +64,7 @@ class Startup:
         weights
     )
     work_on: Callable[[Sequence[nn.Module]], object] = lambda modules: None
+    others: Sequence[nn.Module] = ()
 
 
 def with_room(device: torch.device, work: Callable[[torch.device], T]) -> T:

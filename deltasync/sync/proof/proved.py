@@ -203,7 +203,10 @@ def prove_reload(
             message names the path.
         DirtyReceiver: The weights could not be restored.
     """
-    checkpoint = _checkpoint(weights, given)
+    checkpoint = [
+        CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
+        for name, one in weights.items()
+    ]
     groups = groups_of(recorded(proof, checkpoint), proof.scopes.names())
     staying = _staying(proof, checkpoint, unsent)
     kept = {group: proof.keep(group.scopes) for group in groups}
@@ -225,9 +228,9 @@ def prove_reload(
                 own=own_weights.items,
                 kept=here,
             )
-            fresh.leave_out(lambda path: proof.scopes.owner(path) in staying)
             stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
             own.append((here, {path: here.values[path] for path in fresh.values}))
+        stale = [path for path in stale if not path.startswith(staying)]  # `again` has these
         refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
         with in_place(proof.model):
             reload(under(given, weights.items()))
@@ -239,34 +242,23 @@ def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     return ((name, other_bits(tensor, name)) for name, tensor in weights.items())
 
 
-def _checkpoint(
-    weights: Mapping[str, Tensor], given: Mapping[str, tuple[str, ...]]
-) -> list[CheckpointTensor]:
-    return [
-        CheckpointTensor(name, tuple(one.shape), one.dtype, tuple(set(given[name]) - {name}))
-        for name, one in weights.items()
-    ]
-
-
 def _staying(
     proof: Proof, sent: Sequence[CheckpointTensor], unsent: Sequence[CheckpointTensor]
-) -> set[str]:
-    """Names of modules of which the loader fills all parameters with tensors that are not sent.
+) -> tuple[str, ...]:
+    """How paths begin in modules of which all parameters are loaded from tensors that are not sent.
 
-    The second instance is not given these, so that it cannot show what such a module holds. No
-    reload may change that.
+    The second instance is not given these, so that it cannot show what such a module holds.
     """
-    if not unsent:
-        return set()
     live = named(proof.cold.model)
     kept, written = (
         {storage_of(live[name]) for name in proof.cold.written(some)} for some in (unsent, sent)
     )
-    own = {
-        name: {storage_of(one) for one in module.parameters(recurse=False)}
+    return tuple(
+        f"{name}."
         for name, module in proof.cold.model.named_modules()
-    }
-    return {name for name, held in own.items() if held and held <= kept - written}
+        if (own := {storage_of(one) for one in module.parameters(recurse=False)})
+        if own <= kept - written and not module._modules
+    )
 
 
 def recorded(proof: Proof, checkpoint: Sequence[CheckpointTensor]) -> Recording:
@@ -337,9 +329,13 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 
 @contextmanager
 def in_place(model: nn.Module | None) -> Iterator[None]:
-    """Copy tensors that are replaced inside back to their old storage."""
+    """Copy tensors that are replaced inside back to their old storage; undo all if it raises."""
     before = Reach([] if model is None else [("", model)])
-    yield
+    try:
+        yield
+    except BaseException:
+        before.put_back()
+        raise
     settle(before.tensors)
 
 

@@ -41,7 +41,7 @@ class Scopes:
 
     Args:
         model: The model.
-        others: Modules of other models, such as a drafter's, that may be reached from this one.
+        others: As of `Startup`.
     """
 
     def __init__(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
@@ -63,12 +63,6 @@ class Scopes:
     def roots(self, scopes: Collection[str]) -> list[tuple[str, nn.Module]]:
         """The outermost modules of some layers, by name."""
         return [(n, m) for n, m in self._modules.items() if n in scopes]
-
-    def owner(self, path: str) -> str:
-        """The innermost module on a path, by name."""
-        while path not in self._modules:
-            path = path.rpartition(".")[0]
-        return path
 
     def below(self, name: str) -> dict[str, nn.Module]:
         """A module and those below it that are in its layer, by name."""
@@ -241,23 +235,18 @@ class Proof:
         model: The live model.
         startup: How the engine makes and loads it.
         loaded: Paths of what was reached right after loading; None if that is not known.
-        others: As of `Scopes`.
 
     Raises:
         ConfigError: There is no second instance to compare it with.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        startup: Startup,
-        loaded: Collection[str] | None = None,
-        others: Iterable[nn.Module] = (),
+        self, model: nn.Module, startup: Startup, loaded: Collection[str] | None = None
     ) -> None:
         self.model, self.startup, self._loaded = model, startup, loaded
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.cold = ColdModel(startup, device)
-        self.scopes, self._cold_scopes = Scopes(model, others), Scopes(self.cold.model)
+        self.scopes, self._cold_scopes = Scopes(model, startup.others), Scopes(self.cold.model)
         own = _filled(self.cold.model)
         self._shared = {alias.data_ptr() for alias in own.values()} - {0}
         self._before: dict[str, tuple[object, ...]] = {}
@@ -432,12 +421,6 @@ class Fresh:
     values: dict[str, Any]
     alone: list[str]
 
-    def leave_out(self, is_unknown: Callable[[str], bool]) -> None:
-        """Leave out paths of which this does not say what a fresh engine would hold."""
-        self.tensors = {p: one for p, one in self.tensors.items() if not is_unknown(p)}
-        self.values = {p: one for p, one in self.values.items() if not is_unknown(p)}
-        self.alone = [path for path in self.alone if not is_unknown(path)]
-
 
 def _filled(model: nn.Module) -> dict[str, Tensor]:
     """The tensors with memory that are reached from a model, by path."""
@@ -462,7 +445,7 @@ def _is_address(value: Any) -> bool:
 def reached(model: nn.Module, others: Iterable[nn.Module] = ()) -> set[str]:
     """Paths of all values, and all tensors with elements, that are reached from a model now.
 
-    Not through `others`, as of `Scopes`.
+    Not through `others`, as of `Startup`.
     """
     scopes = Scopes(model, others)
     paths: set[str] = set()

@@ -12,19 +12,13 @@ from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver, LayoutMismatch
 from deltasync.sync.proof.cold import FAILURES, refusing_failures
-from deltasync.sync.proof.proved import (
-    in_place,
-    matches,
-    prove_reload,
-    putting_back,
-    refuse_unsent,
-)
+from deltasync.sync.proof.proved import in_place, matches, prove_reload, refuse_unsent
 from deltasync.sync.proof.proving import Proof, same_bits, under
-from deltasync.sync.proof.reach import Reach
 from deltasync.sync.target.base import WeightTarget, match_parameters, refuse_missing
 from deltasync.wire.messages import ParameterSpec
 
 _SAMPLED = 16  # elements
+_ROUNDED = {torch.float64, torch.float32, torch.bfloat16}  # to each other, and over one range
 
 Reload = Callable[[Iterable[tuple[str, Tensor]]], object]
 """Loads a whole checkpoint and processes it as at the engine's start."""
@@ -71,11 +65,10 @@ class ReloadedTarget(WeightTarget):
     def set_loaded_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights that the engine was loaded with; a trainer that holds them sends nothing.
 
-        Trainers send the dtypes that were loaded, as they send those of engines with routes.
+        Masters are sent in the dtype that was loaded, as to engines with routes.
 
-        Raises LayoutMismatch for a tensor of another shape than the trainer's, or of a dtype that
-        the trainer's is not rounded to, and ConfigError for tensors that only the trainer has, or
-        has tied.
+        Raises LayoutMismatch for a tensor whose shape or dtype does not fit the trainer's, and
+        ConfigError for tensors that only the trainer has, or has tied.
         """
         own = {name: first for first, names in self._names.items() for name in names}
         found: dict[str, tuple[str, ...]] = {}
@@ -86,20 +79,19 @@ class ReloadedTarget(WeightTarget):
                 others.append(name)
                 continue
             kept = self._copy[first]
-            if kept.shape != tensor.shape or not _rounds(kept.dtype, tensor.dtype):
+            both = {kept.dtype, tensor.dtype}
+            if kept.shape != tensor.shape or not (len(both) == 1 or both <= _ROUNDED):
                 raise LayoutMismatch(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was loaded, the trainer has "
-                    f"{kept.dtype} {tuple(kept.shape)}: start the engine on a checkpoint of the "
-                    "trainer's model"
+                    f"{kept.dtype} {tuple(kept.shape)}: start on what it saves or set `wire_dtypes`"
                 )
             if first in found and not same_bits(kept, tensor):
                 raise ConfigError(
-                    f"{found[first][0]!r} and {name!r} are one tensor of the trainer, and the "
-                    "engine was started on two that differ: untie them at the trainer, or start "
-                    "the engine on a checkpoint that the trainer has saved"
+                    f"{found[first][0]!r} and {name!r} are tied at the trainer, and differ in what "
+                    "the engine was started on: untie them there, or start it on what that saves"
                 )
             found[first] = (*found.get(first, ()), name)
-            if kept.dtype != tensor.dtype:
+            if kept.itemsize > tensor.itemsize:
                 kept = self._copy[first] = torch.empty_like(kept, dtype=tensor.dtype)
             kept.copy_(tensor)
         self._given |= found
@@ -131,8 +123,7 @@ class ReloadedTarget(WeightTarget):
 
         Raises ConfigError if it cannot; the engine is then as it was.
         """
-        before = [] if self._module is None else [Reach([("", self._module)])]
-        with putting_back(*before), torch.no_grad(), in_place(self._module):
+        with torch.no_grad(), in_place(self._module):
             self._tried(under(self._given, self._copy.items()))
 
     def _tried(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -183,9 +174,3 @@ class ReloadedTarget(WeightTarget):
         """A few bytes of every tensor."""
         tensors = self._copy.values()
         return [t.view(-1)[:_SAMPLED].view(torch.uint8).clone() for t in tensors]
-
-
-def _rounds(dtype: torch.dtype, to: torch.dtype) -> bool:
-    """Whether a sender turns one into the other, if they differ."""
-    wide = (one.is_floating_point and one.itemsize > 1 for one in (dtype, to))
-    return dtype == to or all(wide)
