@@ -236,7 +236,7 @@ TOYS: dict[str, dict[str, Any]] = {
     | {"alibi": False, "bias": False, "parallel_attn": True, "num_key_value_heads": UNSET},
     "Gemma4ForCausalLM": {"head_dim": UNSET},
     # Real configurations have these, and vLLM wants them; transformers' own have not.
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 128},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 128, "qk_norm": True},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Llama4ForCausalLM": {"model_type": "llama4_text", "intermediate_size_mlp": 512}
     | {"interleave_moe_layer_step": 2},
