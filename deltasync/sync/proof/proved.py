@@ -28,7 +28,7 @@ from deltasync.sync.proof.proving import (
     groups_of,
     under,
 )
-from deltasync.sync.proof.reach import Reach, named, settle
+from deltasync.sync.proof.reach import Reach, is_handle, named, settle
 from deltasync.sync.proof.recomputed import KeptBeside, Recomputed
 from deltasync.wire.messages import ParameterSpec
 
@@ -187,7 +187,6 @@ def prove_reload(
     weights: Mapping[str, Tensor],
     given: Mapping[str, tuple[str, ...]],
     reload: Callable[[Iterable[tuple[str, Tensor]]], object],
-    unsent: Sequence[CheckpointTensor] = (),
 ) -> None:
     """Prove that reloading a checkpoint leaves an engine as if it had been started on it.
 
@@ -196,7 +195,6 @@ def prove_reload(
         weights: By name, what the engine was started on.
         given: The names under which its loader takes each of these.
         reload: Reloads the engine.
-        unsent: What it was started on besides, which stays as it is.
 
     Raises:
         ConfigError: Something would be stale, or a reload of the same weights changes it; the
@@ -208,7 +206,7 @@ def prove_reload(
         for name, one in weights.items()
     ]
     groups = groups_of(recorded(proof, checkpoint), proof.scopes.names())
-    staying = _staying(proof, checkpoint, unsent)
+    unsent = _unsent(proof, checkpoint)
     kept = {group: proof.keep(group.scopes) for group in groups}
     with (
         putting_back(*kept.values(), Reach([("", proof.model)])),
@@ -228,9 +226,11 @@ def prove_reload(
                 own=own_weights.items,
                 kept=here,
             )
-            stale += {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
+            wrong = {*here.changed(fresh.tensors), *here.unlike(fresh.values), *fresh.alone}
+            # Handles stay where their weights do, and a fresh engine's have other bits.
+            handles = {path for path, found in here.founds.items() if is_handle(found.alias)}
+            stale += [p for p in wrong if not (p in handles and p.startswith(unsent))]
             own.append((here, {path: here.values[path] for path in fresh.values}))
-        stale = [path for path in stale if not path.startswith(staying)]  # `again` has these
         refuse(stale, "the engine computes with it, and reloading does not bring it up to date")
         with in_place(proof.model):
             reload(under(given, weights.items()))
@@ -242,22 +242,15 @@ def _other_weights(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     return ((name, other_bits(tensor, name)) for name, tensor in weights.items())
 
 
-def _staying(
-    proof: Proof, sent: Sequence[CheckpointTensor], unsent: Sequence[CheckpointTensor]
-) -> tuple[str, ...]:
-    """How paths begin in modules of which all parameters are loaded from tensors that are not sent.
-
-    The second instance is not given these, so that it cannot show what such a module holds.
-    """
+def _unsent(proof: Proof, sent: Sequence[CheckpointTensor]) -> tuple[str, ...]:
+    """How paths begin in modules that have parameters, of which nothing is sent."""
     live = named(proof.cold.model)
-    kept, written = (
-        {storage_of(live[name]) for name in proof.cold.written(some)} for some in (unsent, sent)
-    )
+    written = {storage_of(live[name]) for name in proof.cold.written(sent)}
     return tuple(
         f"{name}."
         for name, module in proof.cold.model.named_modules()
         if (own := {storage_of(one) for one in module.parameters(recurse=False)})
-        if own <= kept - written and not module._modules
+        if own.isdisjoint(written) and not module._modules
     )
 
 

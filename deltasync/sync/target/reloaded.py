@@ -115,8 +115,7 @@ class ReloadedTarget(WeightTarget):
         """
         loaded = [one for one in self._loaded if not matches(one.name, keep)]
         refuse_unsent(proof, loaded, {name for names in self._names.values() for name in names})
-        kept = [one for one in self._loaded if matches(one.name, keep)]
-        prove_reload(proof, self._copy, self._given, self._tried, kept)
+        prove_reload(proof, self._copy, self._given, self._tried)
 
     def reload(self) -> None:
         """Let the engine load again what it holds, which changes nothing, to see that it can.
