@@ -148,8 +148,12 @@ def look(architecture: str, folder: Path, tell: Connection) -> None:
 
 
 def judge_all(architecture: str, folder: Path, tell: Connection) -> None:
+    import torch
+
     from tests.engines import cold, toys
 
+    # What no checkpoint fills is then alike at each start: NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with cold.alone():
         pack(False)
         toys.write_toy(architecture, folder)
@@ -215,7 +219,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 def why(row: dict[str, Any]) -> str:
     """Why it is not better, and what the trainer has to leave out, on one line."""
-    texts = [row["unbuilt"]] if "unbuilt" in row else []
+    texts = [row["unbuilt"][:_LONGEST]] if "unbuilt" in row else []
     for setup in SETUPS:
         tried = [row[setup][mode] for mode in _MODES if mode in row.get(setup, {})]
         told = tried if setup == "without packing" else tried[-1:]
