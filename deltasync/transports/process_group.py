@@ -1,11 +1,11 @@
 """Process groups of our own: formed, used and left without blocking the caller.
 
-The only file that knows how back ends differ, and what streams have to do with it. gloo and NCCL
-are made as torch makes them; others are what was registered with torch.distributed
-(`Backend.register_backend`, as packages for other accelerators do), on their own device. Whatever a
-back end blocks in runs on a thread that ends with the timeout it was given; the interpreter waits
-for it before it exits, because a thread that returns from a back end into an interpreter that is
-gone would crash the process.
+The only file that knows how back ends differ, and what streams have to do with it. gloo is made as
+torch makes it, NCCL is called directly (nccl.py); others are what was registered with
+torch.distributed (`Backend.register_backend`, as packages for other accelerators do), on their own
+device. Whatever a back end blocks in runs on a thread that ends with the timeout it was given; the
+interpreter waits for it before it exits, because a thread that returns from a back end into an
+interpreter that is gone would crash the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -25,17 +25,25 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, TransportUnavailable
-from deltasync.transports import forks
+from deltasync.transports import forks, nccl
 from deltasync.transports.control.connection import Deadline
 from deltasync.transports.control.tcp import listen_tcp
 
 _PLUGINS: dict[str, Any] = dist.Backend._plugins  # by name in capitals: what was registered
 
 
+class Work(Protocol):
+    """What is used of an operation of a process group."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
 class Group(Protocol):
     """What is used of a process group."""
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> Work: ...
 
     def abort(self) -> None: ...
 
@@ -73,7 +81,7 @@ def _device_types(backend: str) -> list[str]:
     if backend == "gloo":
         available, types = dist.is_gloo_available(), ["cpu"]
     elif backend == "nccl":
-        available, types = dist.is_nccl_available() and torch.cuda.is_available(), ["cuda"]
+        available, types = nccl.is_available(), ["cuda"]
     elif backend.upper() in _PLUGINS:
         available, types = True, list(dist.Backend.backend_capability[backend.lower()])
     else:
@@ -226,9 +234,12 @@ class GroupSpec:
     timeout_s: float
     own_host: str
 
-    def form(self) -> Group:
-        """Form the group and prove it by a first broadcast. Blocks; raises RuntimeError."""
-        timeout = timedelta(seconds=self.timeout_s)
+    def form(self, begun: Callable[[Group], None]) -> Group:
+        """Form the group and prove it by a first broadcast. Blocks; raises RuntimeError.
+
+        `begun` is told of it before it connects, so that others may abort it.
+        """
+        deadline, timeout = Deadline(self.timeout_s), timedelta(seconds=self.timeout_s)
         # A connection of its own: one that waits for keys in vain would block the next plan.
         tcp = TCPStore(
             self.store_host,
@@ -239,19 +250,21 @@ class GroupSpec:
             wait_for_workers=False,
         )
         store = PrefixStore(self.name, tcp)
+        group: Group
         if self.backend == "nccl":
+            nccl.warm_up(self.stream.device)
+            _meet(self, store, timeout)
             group = _nccl_group(self, store)
-        elif self.backend == "gloo":
+        elif self.backend == "gloo":  # whose members meet as it is made
             group = _gloo_group(self, store, timeout)
         else:
             group = _registered_group(self, store, timeout)
-        if self.backend != "gloo":  # which has met already
             _meet(self, store, timeout)
-        with self.stream.entered(), _aborted_after(self.timeout_s, group) as is_late:
+        begun(group)
+        with self.stream.entered():
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
-            first = Broadcast(group, byte, self.stream, self.timeout_s)
-        ends = _ends_within(self.timeout_s, [first])
-        if is_late() or not ends or first.error is not None:
+            first = Broadcast(group, byte, self.stream, bounded(deadline.remaining_s))
+        if not _ends_within(deadline.remaining_s, [first]) or first.error is not None:
             error = first.error or "the first broadcast did not end in time"
             groups = [group]
             del group
@@ -271,6 +284,8 @@ class Join:
     def __init__(self, plan: GroupSpec) -> None:
         self.group: Group | None = None
         self.error: str | None = None
+        self._begun: Group | None = None
+        self._is_given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(plan,))
         try:
             self._thread.start()
@@ -280,17 +295,38 @@ class Join:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
+    def give_up(self) -> None:
+        """Abort what connects: it may wait for ever for a member that died meanwhile."""
+        self._is_given_up.set()
+        if (group := self._begun) is not None:
+            _abort(group)
+
     def wait(self) -> None:
         """Until done: at most for the plan's timeout."""
         if self._thread.ident is not None:
             self._thread.join()
 
+    def _begin(self, group: Group) -> None:
+        self._begun = group
+        if self._is_given_up.is_set():
+            _abort(group)
+
     def _run(self, plan: GroupSpec) -> None:
+        watch = threading.Timer(plan.timeout_s, self.give_up)
+        with contextlib.suppress(RuntimeError):  # no thread is left
+            watch.start()
         try:
-            self.group = plan.form()
+            self.group = plan.form(self._begin)
         except RuntimeError as error:
             self.error = f"{error}{_WAY_OUT.get(plan.backend, '')}"
         finally:
+            watch.cancel()
+            if watch.ident is not None:
+                watch.join()
+            self._begun = None
+            if self.group is not None and self._is_given_up.is_set():
+                groups, self.group = [self.group], None
+                _release(groups, None, [])
             if self.group is None:
                 self.error = self.error or "the group could not be formed"
 
@@ -308,15 +344,15 @@ class Broadcast:
         """Start to broadcast uint8[n]; `tensor` stays in use until done, or for good if left."""
         self.error: str | None = None
         self._tensor: Tensor | None = tensor
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         forks.inert_in_children(self._forked)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.asyncOp = True
-        if tensor.device.type == "cpu":
-            # Ends the back end's own part in time. Not for NCCL, whose watchdog would take
-            # the process down with it.
+        if tensor.device.type == "cpu" or isinstance(group, nccl.Communicator):
+            # Ends the back end's own part in time. Not for others on accelerators: a watchdog may
+            # take the process down with it.
             options.timeout = timedelta(seconds=timeout_s)
         try:
             with stream.entered():
@@ -404,6 +440,7 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
     The memory of the broadcasts that were cut off is kept until nothing can reach it any more.
     """
     if join is not None:
+        join.give_up()
         join.wait()
         if join.group is not None:
             groups.append(join.group)
@@ -428,30 +465,6 @@ def _meet(plan: GroupSpec, store: Store, timeout: timedelta) -> None:
     store.wait([f"here/{rank}" for rank in range(plan.size)], timeout)
 
 
-@contextlib.contextmanager
-def _aborted_after(timeout_s: float, group: Group) -> Iterator[Callable[[], bool]]:
-    """Abort the group if what is inside takes longer. Yields what says whether it did.
-
-    NCCL connects in the first broadcast. If a peer dies in it, NCCL may wait for a message of that
-    peer until the communicator is aborted, and so would everything that waits for this thread.
-    """
-    is_late = threading.Event()
-
-    def end() -> None:
-        is_late.set()
-        _abort(group)
-
-    watch = threading.Timer(timeout_s, end)
-    with contextlib.suppress(RuntimeError):  # no thread is left
-        watch.start()
-    try:
-        yield is_late.is_set
-    finally:
-        watch.cancel()
-        if watch.ident is not None:
-            watch.join()
-
-
 def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
@@ -462,11 +475,9 @@ def _gloo_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
 
 
 def _nccl_group(plan: GroupSpec, store: Store) -> Group:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=_MAX_TIMEOUT_S)
-    with torch.cuda.device(plan.stream.device):
-        group = dist.ProcessGroupNCCL(store, plan.rank, plan.size, options)
-    return cast("Group", forks.kept_in_children(group))
+    if plan.rank == 0:
+        store.set("id", nccl.unique_id())  # type: ignore[arg-type]  # bytes are taken as they are
+    return nccl.Communicator(store.get("id"), plan.rank, plan.size, plan.stream.device)
 
 
 def _registered_group(plan: GroupSpec, store: Store, timeout: timedelta) -> Group:
