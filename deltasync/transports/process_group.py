@@ -51,6 +51,7 @@ class Group(Protocol):
 _MAX_TIMEOUT_S = 24 * 3600.0
 _MIN_TIMEOUT_S = 0.01
 _POLL_S = 0.0005
+_ABORT_S = 1.0  # a GPU may still write where an aborted broadcast was to go
 _GROWTH_BITS = 5  # lengths of slots are rounded up to so many leading bits
 _WAY_OUT = {"nccl": "; NCCL wants a GPU of its own for every member: on one GPU use cuda_ipc"}
 
@@ -448,6 +449,7 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
     while groups:
         _abort(groups[-1])
         groups.pop()
+    _ends_within(_ABORT_S, cut_off)
     cut_off.clear()
 
 
