@@ -1,6 +1,6 @@
-"""A communicator of NCCL that never blocks its caller, and that can be aborted at any time.
+"""Communicators of NCCL that never block, and that can be aborted while they connect.
 
-torch's process group cannot be aborted while it connects: it holds a lock as long as that takes.
+torch's process group cannot be aborted then: it holds a lock for as long as connecting takes.
 """
 
 from __future__ import annotations
@@ -9,31 +9,24 @@ import ctypes
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deltasync.errors import TransportUnavailable
 from deltasync.transports.control.connection import Deadline, Pace, busy_s
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
-_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
+# ncclConfig_t of NCCL 2.14: its size in two words, what marks it, the version, and whether calls
+# block. What later versions have besides takes its defaults.
+_CONFIG = 24, 0, 0xCAFEBEEF, 21400, 0, 0
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * 128),)
-
-
-class _Config(ctypes.Structure):
-    """As of NCCL 2.14. Later versions have more, and take their defaults."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-    )
 
 
 @functools.cache
@@ -42,15 +35,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("librccl.so.1" if torch.version.hip else "libnccl.so.2")
     library.ncclGetLastError.restype = ctypes.c_char_p
     return library
-
-
-def is_available() -> bool:
-    """Whether this machine and this build of torch can run it."""
-    try:
-        _library()
-    except OSError:
-        return False
-    return torch.cuda.is_available()
 
 
 def unique_id() -> bytes:
@@ -62,19 +46,21 @@ def unique_id() -> bytes:
 
 @functools.cache
 def warm_up(device: torch.device) -> None:
-    """Do what NCCL does once in a process, before others wait for it. Raises RuntimeError.
+    """Do what NCCL does once in a process, before others wait for it.
 
-    Of a communicator that a member leaves while it connects, NCCL keeps descriptors open in the
-    others. So that should not take long.
+    Raises TransportUnavailable.
     """
-    alone = Communicator(unique_id(), 0, 1, device)
-    while alone.is_busy():
-        time.sleep(0.001)
-    alone.abort()
+    try:
+        alone = Communicator(unique_id(), 0, 1, device)
+        while alone.is_busy():
+            time.sleep(0.001)
+        alone.abort()
+    except (OSError, RuntimeError) as error:
+        raise TransportUnavailable(f"NCCL cannot start here: {error}") from error
 
 
 class Communicator:
-    """Moves bytes from rank 0. It connects before its first broadcast.
+    """Moves bytes from rank 0. It connects by itself.
 
     Raises RuntimeError if it cannot begin to connect.
     """
@@ -82,80 +68,79 @@ class Communicator:
     def __init__(self, unique: bytes, rank: int, size: int, device: torch.device) -> None:
         self._lock = threading.Lock()  # while NCCL is called: nothing may be called after an abort
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
-        of = _UniqueId.from_buffer_copy(unique)
+        self._why_aborted = ""
+        of, config = _UniqueId.from_buffer_copy(unique), (ctypes.c_uint * len(_CONFIG))(*_CONFIG)
         with torch.cuda.device(device):
-            at = ctypes.byref(self._comm), ctypes.byref(config)
-            _check(_library().ncclCommInitRankConfig(at[0], size, of, rank, at[1]))
+            self._call(
+                lambda comm: _library().ncclCommInitRankConfig(
+                    ctypes.byref(comm), size, of, rank, ctypes.byref(config)
+                )
+            )
 
     def is_busy(self) -> bool:
-        """Whether it still connects or launches. Raises RuntimeError if that failed."""
+        """Whether it still connects or launches. Raises RuntimeError once it failed or ended."""
         state = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", ctypes.byref(state))
-        _check(state.value)
-        return state.value == _IN_PROGRESS
+        self._call(lambda comm: _library().ncclCommGetAsyncError(comm, ctypes.byref(state)))
+        return _check(state.value) == _IN_PROGRESS
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> Flight:
-        """Launch a broadcast of one tensor on the current stream.
+        """Wait until it is connected, and begin to broadcast a tensor on the current stream.
 
         Raises RuntimeError if it fails, is aborted, or does not connect within `opts.timeout`.
         """
         (tensor,) = tensors
-        deadline = Deadline(opts.timeout.total_seconds())
-        stream = torch.cuda.current_stream(tensor.device)
-        at, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
-        self._settle(deadline)
-        on = ctypes.c_void_p(stream.cuda_stream)
-        self._call("ncclBroadcast", on, before=(at, at, count, _UINT8, opts.rootRank))
-        self._settle(deadline)
-        return Flight(self, stream)
-
-    def abort(self) -> None:
-        """End what is under way, soon; nothing follows. From any thread, also again."""
-        with self._lock:
-            comm, self._comm = self._comm, None
-        if comm is not None:
-            _library().ncclCommAbort(comm)
-
-    def _call(self, name: str, *after: object, before: tuple[object, ...] = ()) -> None:
-        with self._lock:
-            if self._comm is None:
-                raise RuntimeError("was aborted")
-            _check(getattr(_library(), name)(*before, self._comm, *after))
-
-    def _settle(self, deadline: Deadline) -> None:
-        """Wait until it has done what it was asked: NCCL does that on a thread of its own."""
-        pace = Pace(busy_s("cuda"))
+        deadline, pace = Deadline(opts.timeout.total_seconds()), Pace(busy_s("cuda"))
         while self.is_busy():
             if deadline.passed:
                 raise RuntimeError("NCCL did not connect in time")
             time.sleep(pace.pause_s(deadline))
+        stream = torch.cuda.current_stream(tensor.device)
+        at, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+        on = ctypes.c_void_p(stream.cuda_stream)
+        self._call(lambda comm: _library().ncclBroadcast(at, at, count, _UINT8, 0, comm, on))
+        return Flight(self, stream)
+
+    def abort(self, why: str = "was aborted") -> None:
+        """End what is under way, soon; nothing follows. From any thread, also again."""
+        with self._lock:
+            comm, self._comm = self._comm, None
+            self._why_aborted = self._why_aborted or why
+        if comm is not None:
+            _library().ncclCommAbort(comm)
+
+    def _call(self, call: Callable[[ctypes.c_void_p], int]) -> None:
+        with self._lock:
+            if self._comm is None:
+                raise RuntimeError(self._why_aborted)
+            _check(call(self._comm))
 
 
 class Flight:
-    """A broadcast on a stream, as `torch.distributed.Work`."""
+    """A broadcast on a stream, which NCCL launches on a thread of its own."""
 
     def __init__(self, communicator: Communicator, stream: torch.cuda.Stream) -> None:
         self._communicator, self._stream = communicator, stream
-        self._event = stream.record_event()
+        self._end: torch.cuda.Event | None = None  # once it is launched
 
     def is_completed(self) -> bool:
-        """Whether the GPU has done with it. Ends it if a member was lost."""
-        is_done: bool = self._event.query()
-        if not is_done:
-            try:
-                self._communicator.is_busy()
-            except RuntimeError:
-                self._communicator.abort()
-        return is_done
+        """Whether the GPU has done with its memory. Aborts the communicator if that has failed."""
+        try:
+            if self._communicator.is_busy():
+                return False
+        except RuntimeError as error:
+            self._communicator.abort(str(error))
+        self._end = self._end or self._stream.record_event()
+        return bool(self._end.query())
 
     def wait(self) -> None:
         """Let the current stream come after it. Raises RuntimeError if it failed."""
         self._communicator.is_busy()
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        assert self._end is not None
+        torch.cuda.current_stream(self._stream.device).wait_event(self._end)
 
 
-def _check(result: int) -> None:
+def _check(result: int) -> int:
     if result not in (_SUCCESS, _IN_PROGRESS):
         said = _library().ncclGetLastError(None) or b""
         raise RuntimeError(f"NCCL error {result}: {said.decode(errors='replace').strip()}")
+    return result

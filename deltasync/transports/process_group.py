@@ -32,12 +32,7 @@ from deltasync.transports.control.tcp import listen_tcp
 _PLUGINS: dict[str, Any] = dist.Backend._plugins  # by name in capitals: what was registered
 
 
-class Work(Protocol):
-    """What is used of an operation of a process group."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> object: ...
+Work = dist.Work | nccl.Flight
 
 
 class Group(Protocol):
@@ -64,7 +59,10 @@ def bounded(timeout_s: float) -> float:
 
 
 def device_of(backend: str, device: torch.device | str | None) -> torch.device:
-    """The device payloads live on. Raises TransportUnavailable, ConfigError."""
+    """The device that payloads live on, with the back end ready to connect.
+
+    Raises TransportUnavailable, ConfigError.
+    """
     types = _device_types(backend)
     if device is None:
         device = types[0] if types[0] == "cpu" else f"{types[0]}:{_current_index(types[0])}"
@@ -74,6 +72,8 @@ def device_of(backend: str, device: torch.device | str | None) -> torch.device:
         raise ConfigError(f"this torch knows no device {device!r}: {error}") from error
     if found.type not in types:
         raise ConfigError(f"{backend} moves payloads on {', '.join(types)}, not on {device}")
+    if backend == "nccl":
+        nccl.warm_up(found)  # here, where nobody waits for this end
     return found
 
 
@@ -82,7 +82,7 @@ def _device_types(backend: str) -> list[str]:
     if backend == "gloo":
         available, types = dist.is_gloo_available(), ["cpu"]
     elif backend == "nccl":
-        available, types = nccl.is_available(), ["cuda"]
+        available, types = dist.is_nccl_available() and torch.cuda.is_available(), ["cuda"]
     elif backend.upper() in _PLUGINS:
         available, types = True, list(dist.Backend.backend_capability[backend.lower()])
     else:
@@ -235,10 +235,10 @@ class GroupSpec:
     timeout_s: float
     own_host: str
 
-    def form(self, begun: Callable[[Group], None]) -> Group:
+    def form(self, begin: Callable[[Group | None], None]) -> Group:
         """Form the group and prove it by a first broadcast. Blocks; raises RuntimeError.
 
-        `begun` is told of it before it connects, so that others may abort it.
+        `begin` is told of it before it connects, and before members of NCCL do; it may raise.
         """
         deadline, timeout = Deadline(self.timeout_s), timedelta(seconds=self.timeout_s)
         # A connection of its own: one that waits for keys in vain would block the next plan.
@@ -253,15 +253,15 @@ class GroupSpec:
         store = PrefixStore(self.name, tcp)
         group: Group
         if self.backend == "nccl":
-            nccl.warm_up(self.stream.device)
             _meet(self, store, timeout)
+            begin(None)
             group = _nccl_group(self, store)
         elif self.backend == "gloo":  # whose members meet as it is made
             group = _gloo_group(self, store, timeout)
         else:
             group = _registered_group(self, store, timeout)
             _meet(self, store, timeout)
-        begun(group)
+        begin(group)
         with self.stream.entered():
             byte = torch.zeros(1, dtype=torch.uint8, device=self.stream.device)
             first = Broadcast(group, byte, self.stream, bounded(deadline.remaining_s))
@@ -307,10 +307,17 @@ class Join:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: Group | None) -> None:
+        """Let `give_up` abort it. Raises RuntimeError if it was called already.
+
+        Of a communicator that a member leaves as it begins, NCCL frees nothing in the others. So
+        none begins if a member is known to be lost: rank 0, which knows, has not told its name yet.
+        """
         self._begun = group
         if self._is_given_up.is_set():
-            _abort(group)
+            if group is not None:
+                _abort(group)
+            raise RuntimeError("was aborted")
 
     def _run(self, plan: GroupSpec) -> None:
         watch = threading.Timer(plan.timeout_s, self.give_up)
