@@ -286,7 +286,7 @@ class Join:
         self.group: Group | None = None
         self.error: str | None = None
         self._begun: Group | None = None
-        self._is_given_up = threading.Event()
+        self._is_left = self._is_late = self._is_unneeded = False
         self._thread = threading.Thread(target=self._run, args=(plan,))
         try:
             self._thread.start()
@@ -296,11 +296,9 @@ class Join:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def give_up(self) -> None:
-        """Abort what connects: it may wait for ever for a member that died meanwhile."""
-        self._is_given_up.set()
-        if (group := self._begun) is not None:
-            _abort(group)
+    def leave(self) -> None:
+        """Nobody needs the group any more. That it does not begin then is no error."""
+        self._is_left = True
 
     def wait(self) -> None:
         """Until done: at most for the plan's timeout."""
@@ -308,35 +306,43 @@ class Join:
             self._thread.join()
 
     def _begin(self, group: Group | None) -> None:
-        """Let `give_up` abort it. Raises RuntimeError if it was called already.
+        """Before members connect. Raises RuntimeError if they need not, or have no time left.
 
-        Of a communicator that a member leaves as it begins, NCCL frees nothing in the others. So
-        none begins if a member is known to be lost: rank 0, which knows, has not told its name yet.
+        Of a communicator that loses a member as it begins, NCCL closes nothing in the others. So
+        rank 0, which hears of losses, does not let it begin once it knows of one.
         """
         self._begun = group
-        if self._is_given_up.is_set():
+        if self._is_left or self._is_late:
+            self._is_unneeded = self._is_left
             if group is not None:
                 _abort(group)
             raise RuntimeError("was aborted")
 
+    def _expire(self) -> None:
+        """Abort what connects: it may wait for ever for a member that died meanwhile."""
+        self._is_late = True
+        if (group := self._begun) is not None:
+            _abort(group)
+
     def _run(self, plan: GroupSpec) -> None:
-        watch = threading.Timer(plan.timeout_s, self.give_up)
+        watch = threading.Timer(plan.timeout_s, self._expire)
         with contextlib.suppress(RuntimeError):  # no thread is left
             watch.start()
+        error = "the group could not be formed"
         try:
             self.group = plan.form(self._begin)
-        except RuntimeError as error:
-            self.error = f"{error}{_WAY_OUT.get(plan.backend, '')}"
+        except RuntimeError as raised:
+            error = f"{raised}{_WAY_OUT.get(plan.backend, '')}"
         finally:
             watch.cancel()
             if watch.ident is not None:
                 watch.join()
             self._begun = None
-            if self.group is not None and self._is_given_up.is_set():
+            if self.group is not None and self._is_late:
                 groups, self.group = [self.group], None
                 _release(groups, None, [])
-            if self.group is None:
-                self.error = self.error or "the group could not be formed"
+            if self.group is None and not self._is_unneeded:
+                self.error = error
 
 
 class Broadcast:
@@ -448,7 +454,7 @@ def _release(groups: list[Group], join: Join | None, cut_off: list[Broadcast]) -
     The memory of the broadcasts that were cut off is kept until nothing can reach it any more.
     """
     if join is not None:
-        join.give_up()
+        join.leave()
         join.wait()
         if join.group is not None:
             groups.append(join.group)

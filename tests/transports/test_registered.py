@@ -57,6 +57,17 @@ class Stuck(Wrapped):
         self._is_aborted.set()
 
 
+class Failing(Stuck):
+    """It fails at those that receive, and at the sender waits for them."""
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: dist.BroadcastOptions, /
+    ) -> Any:
+        if self.rank():
+            raise RuntimeError("no way to the sender")
+        return super().broadcast(tensors, opts)
+
+
 def extended(options: Any, backend_options: object) -> dist.ProcessGroupGloo:
     assert backend_options is None
     assert options.global_ranks_in_group == list(range(options.group_size))
@@ -74,6 +85,7 @@ def register() -> None:
     dist.Backend.register_backend("wrapped", Wrapped, devices=["cpu"])
     dist.Backend.register_backend("extended", extended, extended_api=True, devices=["cpu"])
     dist.Backend.register_backend("stuck", Stuck, devices=["cpu"])
+    dist.Backend.register_backend("failing", Failing, devices=["cpu"])
     dist.Backend.register_backend("elsewhere", Wrapped, devices=["npu"])
 
 
@@ -141,6 +153,23 @@ def test_a_group_of_which_the_first_broadcast_hangs_is_given_up_in_time() -> Non
     join.wait()
     assert (join.group, join.error) == (None, "was aborted")
     del store
+
+
+@pytest.mark.timeout(60)
+def test_who_cannot_connect_is_to_blame_and_not_the_sender_that_gives_up() -> None:
+    port = free_port()
+    with (
+        closing(make_sender(port, "failing")) as sender,
+        closing(make_receiver(port, "failing")) as receiver,
+    ):
+        receiver.connect(b"", timeout_s=PATIENCE_S)
+        ((peer, _),) = sender.poll(timeout_s=PATIENCE_S)
+        assert sender.open_epoch([peer], timeout_s=1) == {}
+        received = background(lambda: receiver.receive(timeout_s=PATIENCE_S))
+        with pytest.raises(PeerLost, match="no way to the sender"):
+            sender.send(Frame(b"x", payload_of(10)), timeout_s=5)
+        with pytest.raises(PeerLost):
+            received.result(PATIENCE_S)
 
 
 def test_a_name_that_nobody_registered_is_refused() -> None:
