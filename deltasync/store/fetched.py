@@ -189,7 +189,11 @@ class Fetched:
             while not flying[0].done():
                 self._check()
                 wait((flying[0],), _LOOK_S)
-            part, took_s = flying.popleft().result()
+            try:
+                part, took_s = flying.popleft().result()
+            except StoreError:
+                self._step = _LEAST_BYTES  # what the link brings now is not known
+                raise
             # Parts take a while, and not so long that much is lost with them.
             if took_s < _SOON_S:
                 self._step = min(2 * self._step, self._objects.options.part_bytes)
