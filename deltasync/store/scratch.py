@@ -6,15 +6,18 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from pathlib import Path
 
 _PREFIX, _KEPT = "deltasync-fetched-", "deltasync-kept-"
+_KEPT_S = 24 * 3600  # for the next one with the label
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class ScratchFolder:
-    """A new folder, locked while its process lives. Folders beside it without a lock are removed.
+    """A new folder, locked while its process lives. Folders beside it without a lock are removed;
+    those with a label a day later, since several may have left one.
 
     Args:
         parent: Where it is made; None for the system's folder for temporary files.
@@ -30,8 +33,10 @@ class ScratchFolder:
 
     def __init__(self, parent: str | Path | None = None, label: str | None = None) -> None:
         is_kept, lock = label is not None, None
-        prefix = f"{_KEPT}{label}-" if is_kept else _PREFIX
-        others = list(Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"))
+        kind = _KEPT if is_kept else _PREFIX
+        prefix = f"{kind}{label}-" if is_kept else kind
+        beside = list(Path(parent or tempfile.gettempdir()).glob(f"{kind}*"))
+        others = [other for other in beside if other.name.startswith(prefix)]
         while lock is None:  # until it was locked before another process took it
             if is_kept and others:
                 self.path = others.pop()
@@ -39,9 +44,10 @@ class ScratchFolder:
             else:
                 self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
                 lock = _locked(self.path)
-        for other in others:
-            if (left := _locked(other, is_ours=True)) is not None:  # by a process that is gone
-                _close(other, left, os.getpid(), False)
+        for other in beside:
+            is_due = other != self.path and (not is_kept or _age_s(other) > _KEPT_S)
+            if is_due and (left := _locked(other, is_ours=True)) is not None:
+                _close(other, left, os.getpid(), False)  # its process is gone
         self._give_up = weakref.finalize(self, _close, self.path, lock, os.getpid(), is_kept)
 
     def close(self) -> None:
@@ -54,6 +60,14 @@ def _close(folder: Path, lock: int, process: int, is_kept: bool) -> None:
         if not is_kept or not any(folder.glob("*")):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _age_s(folder: Path) -> float:
+    """How long ago something was made in it; 0 if it is gone."""
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _locked(folder: Path, *, is_ours: bool = False) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,20 @@ def test_descriptors_are_given_back(tmp_path: Path) -> None:
 def test_a_parent_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         ScratchFolder(tmp_path / "missing")
+
+
+def test_each_of_several_finds_what_one_of_them_has_left(tmp_path: Path) -> None:
+    left = [ScratchFolder(tmp_path, "label") for _ in range(3)]
+    for folder in (*left, other := ScratchFolder(tmp_path, "other")):
+        (folder.path / "file").touch()
+    for folder in (*left, other):
+        folder.close()
+    found = [ScratchFolder(tmp_path, "label") for _ in range(2)]
+    [rest] = {folder.path for folder in left} - {folder.path for folder in found}
+    yesterday = time.time() - 25 * 3600
+    for path in (rest, found[0].path):
+        os.utime(path, (yesterday, yesterday))
+    ScratchFolder(tmp_path, "another").close()
+    assert set(tmp_path.iterdir()) == {*(folder.path for folder in found), other.path}
+    for folder in found:
+        folder.close()
