@@ -16,6 +16,7 @@ from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
     ObjectDamaged,
+    StoreUnavailable,
     TransportClosed,
     TransportTimeout,
     VersionMissing,
@@ -23,6 +24,7 @@ from deltasync.errors import (
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
 from deltasync.store.lease import Leaseholder
+from deltasync.store.manifest import sha256_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
 from deltasync.store.routes import Route, find_route
@@ -65,8 +67,9 @@ class StoreReceiver(Closing):
         run: The run below `url`; needed if there are several.
         options: Memory, scrub.
         store: How the store is reached, and the key that manifests are signed with.
-        spool: Folder for what is fetched, until it is written: the next receiver of this rank goes
-            on with it, in this process or another. None for the system's, where nothing is left.
+        spool: Folder for what is fetched, until it is written: the next receiver of this run and
+            rank goes on with it, in this process or another. None for the system's, where nothing
+            is left.
         rank: This rank, of the engine's `world` ranks.
         half_written: Whether an earlier receiver of these weights ended with `is_half_written`.
 
@@ -104,6 +107,7 @@ class StoreReceiver(Closing):
         self._record = ReceiverRecord(self.name, self._session)
         self._bound: str | None = None  # hash of the layout that the weights are bound to
         self._held: Published | None = None
+        self._begun: Published | None = None  # of which something has come
         self._staged: StoredSync | None = None
         self._stream: OwnStream | None = None
         self._scrub_is_due = self._is_closed = self._is_broken_off = False
@@ -197,7 +201,8 @@ class StoreReceiver(Closing):
         writes it in place from what was fetched, and if that breaks off, the receiver is dirty.
 
         Args:
-            to: The version; None for the newest one, other than the one that is known to be held.
+            to: The version; None for the newest one, other than the one that is known to be held,
+                or for the one that an earlier call like this was fetching when it broke off.
             timeout_s: As of `fetch`.
 
         Raises:
@@ -317,10 +322,18 @@ class StoreReceiver(Closing):
         target = self._poll.wait(
             find, deadline, sought=sought, is_patient=wants_newer and to is None
         )
+        if wants_newer and to is None:  # else calls that break off would never arrive
+            target = self._begun or target
+        self._begun = None
         while True:
             try:
                 with self._failing_safely():
                     return self._bring(target)
+            except (TransportTimeout, StoreUnavailable) as error:
+                came, is_off = self.progress, isinstance(error, TransportTimeout)
+                if to is None and (came.fetched_bytes if is_off else came.bytes_per_s):
+                    self._begun = target
+                raise
             except (ObjectDamaged, VersionMissing):
                 # A collector may have gone past it; then there is a newer one.
                 newest = self._found(None, wants_newer=False) if to is None else None
@@ -358,8 +371,9 @@ class StoreReceiver(Closing):
         self._record.begin(None, phase="fetch")
         with self._lock:
             self._bind(run, target)
+        label = self._label and f"{self._label}-{sha256_of(run.objects.url.encode())[:16]}"
         objects = self._objects = self._objects or Fetched(
-            run.objects, self._spool_folder, label=self._label, check=self._check_wanted
+            run.objects, self._spool_folder, label=label, check=self._check_wanted
         )
         if take_cheapest(
             lambda refused: self._route(run, target, refused),

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
-from deltasync.errors import TransportTimeout
+from deltasync.errors import StoreUnavailable, TransportTimeout
+from deltasync.store.besides import PublishOptions
 from tests.cli.command import ENVIRONMENT
 from tests.store.faulty import Faults, faulty
 from tests.store.stores import Place, s3_place, wait_until
@@ -46,6 +47,7 @@ class Slow:
             near.url,
             options=SenderOptions(stream_id=RUN),
             store=near.options,
+            publishing=PublishOptions(anchor_every=1),
         )
         self.sender.publish()
         faults.bytes_per_s = 2e6
@@ -183,3 +185,56 @@ def test_attempts_that_the_store_ends_do_not_begin_again(slow: Slow) -> None:
     assert torch.equal(engine.weight, slow.trainer.weight)
     assert slow.faults.down_bytes < 1.1 * NUM_BYTES
     assert slow.faults.met["error"] > 2
+
+
+def test_a_link_that_brings_less_than_before_is_asked_for_less(slow: Slow) -> None:
+    """Parts have become large, and such a part does not come any more."""
+    slow.faults.bytes_per_s = None
+    few = slow.place.options.model_copy(update={"retries": 0})
+    engine, refused = model(), 0
+    receiver = StoreReceiver(ModuleTarget(engine), slow.place.url, store=few)
+
+    def advanced(_: int) -> None:
+        slow.faults.most_bytes = 200_000
+
+    receiver.progress.advanced = advanced
+    with receiver:
+        while refused < 100:
+            try:
+                receiver.stage()
+                break
+            except StoreUnavailable:
+                refused += 1
+        receiver.commit()
+    assert refused
+    assert torch.equal(engine.weight, slow.trainer.weight)
+
+
+def test_calls_that_break_off_arrive_though_each_time_there_is_a_newer_version(slow: Slow) -> None:
+    """An engine that sleeps at each step, before all has come, and a trainer that goes on."""
+    slow.faults.bytes_per_s = None
+    engine, receiver = slow.reader()
+    first, limit, calls = slow.trainer.weight.clone(), 0, 0
+
+    def advanced(_: int) -> None:
+        if limit < receiver.progress.fetched_bytes < NUM_BYTES:
+            receiver.break_off()
+
+    receiver.progress.advanced = advanced
+    with receiver:
+        for calls in range(9):
+            limit = calls * NUM_BYTES // 5
+            try:
+                receiver.stage()
+                break
+            except TransportTimeout:
+                with torch.no_grad():
+                    slow.trainer.weight += 1
+                slow.sender.publish()
+        assert receiver.commit() == 1
+        assert torch.equal(engine.weight, first)
+        limit = NUM_BYTES
+        receiver.stage()
+        assert receiver.commit() == slow.sender.version
+    assert calls > 1
+    assert torch.equal(engine.weight, slow.trainer.weight)
