@@ -144,8 +144,9 @@ class Fetched:
                 while not self._is_fetched(file, made, progress):
                     logger.info("%s is fetched again: what was kept of it is damaged", file.key)
         except OSError as error:
-            if isinstance(error, TransportTimeout):
+            if isinstance(error, TransportTimeout | ConnectionError):  # not of the disk
                 raise
+            self._step = _LEAST_BYTES  # what comes while the disk is full comes in vain
             raise ConfigError(
                 f"{self.path}: {error.strerror or error}: free some space, or name another folder "
                 "for what is fetched"
@@ -275,7 +276,7 @@ class FetchedRoute:
 
     def frames(self) -> FrameFile:
         """Those of the first object, which is a delta."""
-        return _frames_in(self._folders[0])
+        return _frames_in(self.route.steps[0], self._folders[0])
 
     def anchor(self, *, writable: bool = False) -> Checkpoint:
         """The first object, which is an anchor. Raises ObjectDamaged if it is no checkpoint."""
@@ -368,7 +369,7 @@ def _frames_of(step: Step, folder: Path) -> Iterator[Frame]:
 
     Raises ProtocolViolation if they are of another one.
     """
-    for number, frame in enumerate(_frames_in(folder)):
+    for number, frame in enumerate(_frames_in(step, folder)):
         if not number:
             message, _ = decode(frame.header)
             if not isinstance(message, Layout) or message.hash != step.to.manifest.layout_hash:
@@ -378,6 +379,6 @@ def _frames_of(step: Step, folder: Path) -> Iterator[Frame]:
         yield frame
 
 
-def _frames_in(folder: Path) -> FrameFile:
-    (file,) = folder.iterdir()
-    return FrameFile(file)
+def _frames_in(step: Step, folder: Path) -> FrameFile:
+    (file,) = step.way.files
+    return FrameFile(folder / Path(file.key).name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
-from deltasync.errors import StoreUnavailable, TransportTimeout
+from deltasync.errors import ConfigError, StoreUnavailable, TransportTimeout
 from deltasync.store.besides import PublishOptions
 from tests.cli.command import ENVIRONMENT
 from tests.store.faulty import Faults, faulty
@@ -238,3 +240,46 @@ def test_calls_that_break_off_arrive_though_each_time_there_is_a_newer_version(s
         assert receiver.commit() == slow.sender.version
     assert calls > 1
     assert torch.equal(engine.weight, slow.trainer.weight)
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_what_else_lies_in_a_spool_is_left_alone(tmp_path: Path, versions: int) -> None:
+    """As what a network file system keeps of a file that another one replaced."""
+    trainer, engine = model(), model()
+    sender = StoreSender(ModuleSource(trainer), tmp_path / "store")
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    for _ in range(versions):
+        sender.publish()
+        with torch.no_grad():
+            trainer.weight[0] += 1
+        for is_last in (False, True):
+            with StoreReceiver(ModuleTarget(engine), sender.url, spool=spool) as receiver:
+                receiver.stage()
+                if is_last:
+                    receiver.commit()
+            for file in [path for path in spool.rglob("*") if path.is_file()]:
+                (file.parent / ".nfs0001").touch()
+    with StoreReceiver(ModuleTarget(engine), sender.url) as receiver:
+        assert receiver.fetch() == versions
+
+
+def test_a_full_disk_does_not_load_the_link(slow: Slow, tmp_path: Path) -> None:
+    """Each attempt asks for little while there is no room, and the first one after that ends."""
+    slow.faults.bytes_per_s = None
+    engine, receiver = slow.reader(tmp_path)
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with receiver:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES // 2, former[1]))
+            for _ in range(9):
+                with pytest.raises(ConfigError, match="free some space"):
+                    receiver.stage()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+            signal.signal(signal.SIGXFSZ, ignored)
+        receiver.stage()
+        receiver.commit()
+    assert torch.equal(engine.weight, slow.trainer.weight)
+    assert slow.faults.down_bytes < 2 * NUM_BYTES
