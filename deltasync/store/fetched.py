@@ -143,10 +143,12 @@ class Fetched:
                 made = folder / Path(file.key).name
                 while not self._is_fetched(file, made, progress):
                     logger.info("%s is fetched again: what was kept of it is damaged", file.key)
-        except OSError as error:
-            if isinstance(error, TransportTimeout | ConnectionError):  # not of the disk
+        except (StoreError, OSError) as error:
+            if isinstance(error, TransportTimeout | ConnectionError):  # not of store or disk
                 raise
-            self._step = _LEAST_BYTES  # what comes while the disk is full comes in vain
+            self._step = _LEAST_BYTES  # who knows what the link brings now, or the disk takes
+            if isinstance(error, StoreError):
+                raise
             raise ConfigError(
                 f"{self.path}: {error.strerror or error}: free some space, or name another folder "
                 "for what is fetched"
@@ -190,11 +192,7 @@ class Fetched:
             while not flying[0].done():
                 self._check()
                 wait((flying[0],), _LOOK_S)
-            try:
-                part, took_s = flying.popleft().result()
-            except StoreError:
-                self._step = _LEAST_BYTES  # what the link brings now is not known
-                raise
+            part, took_s = flying.popleft().result()
             # Parts take a while, and not so long that much is lost with them.
             if took_s < _SOON_S:
                 self._step = min(2 * self._step, self._objects.options.part_bytes)

@@ -319,10 +319,9 @@ class StoreReceiver(Closing):
         self._scrub_after_commit()
         find = partial(self._found, to, wants_newer=wants_newer)
         sought = f"nothing newer than v{self.version}" if to is None else f"no v{to}"
-        target = self._poll.wait(
-            find, deadline, sought=sought, is_patient=wants_newer and to is None
-        )
-        if wants_newer and to is None:  # else calls that break off would never arrive
+        is_patient = wants_newer and to is None
+        target = self._poll.wait(find, deadline, sought=sought, is_patient=is_patient)
+        if is_patient:  # else calls that break off would never arrive
             target = self._begun or target
         self._begun = None
         while True:
