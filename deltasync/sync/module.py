@@ -255,9 +255,8 @@ def _mapped(tensors: list[NamedTensor], name_map: NameMap) -> list[NamedTensor]:
 def _fsdp_modules(module: nn.Module) -> list[Any]:
     """The modules that FSDP2 shards. Does not import FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [one for one in module.modules() if isinstance(one, fsdp.FSDPModule)]
+    kind: Any = getattr(fsdp, "FSDPModule", ())  # another thread may be importing it
+    return [one for one in module.modules() if isinstance(one, kind)]
 
 
 def _reshard(modules: list[Any]) -> None:
@@ -312,7 +311,7 @@ def unwrapped_module(module: object, *kinds: type[nn.Module], of: str) -> nn.Mod
 def _gathered(module: nn.Module) -> set[int]:
     """Parameters that FSDP1 flattens, by id. Raises ConfigError, by name, unless they are whole."""
     found, fsdp = set[int](), sys.modules.get("torch.distributed.fsdp")
-    kind: Any = () if fsdp is None else fsdp.FullyShardedDataParallel
+    kind: Any = getattr(fsdp, "FullyShardedDataParallel", ())
     handles: list[Any] = [one._handle for one in module.modules() if isinstance(one, kind)]
     for flat in (handle.flat_param for handle in handles if handle is not None):
         for (key, owner, path), shape in zip(flat._param_infos, flat._shapes, strict=True):
