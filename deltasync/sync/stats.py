@@ -356,7 +356,8 @@ class DeltaWatch:
         names = [self._specs[number].name for number in self._stale(weights, delta, due)]
         text = (
             f"{some_of(names)} require grad and have not changed in {limit} deltas: check that the "
-            "optimizer has them, because steps as large as those of others would show in them"
+            "optimizer has them, and that they get gradients, because steps as large as those of "
+            "others would show in them"
         )
         return text if names else ""
 

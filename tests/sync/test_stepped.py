@@ -153,6 +153,18 @@ def test_parameters_without_names_are_told_by_their_place(caplog: pytest.LogCapt
     assert "'6 of group 0, of shape (1, 8)', '7 of" in caplog.text
 
 
+def test_masters_of_some_parameters_are_named_with_the_way_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = network()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    masters = [p.detach().clone().requires_grad_() for p in matrices]
+    with fleet(model.bfloat16()) as here:
+        sync_after_step(adamw([*masters, model.get_parameter("1.weight")]), here.sender)
+    assert "2 of the 3 parameters that the optimizer steps are not sent: " in caplog.text
+    assert "if they are masters, call sender.send_weights() after" in caplog.text
+
+
 class Rounded:
     """A source that computes what it sends."""
 

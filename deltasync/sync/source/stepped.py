@@ -45,7 +45,8 @@ def check_stepped(optimizers: Sequence[torch.optim.Optimizer], source: WeightSou
         known = {span: name for name, span in _placed(named_tensors(module))}
         logger.warning(
             "%d of the %d parameters that the optimizer steps are not sent: %s. If engines have "
-            "them, look at `rename`, `leave_out` and the source's module",
+            "them, look at `rename`, `leave_out` and the source's module; if they are masters, "
+            "call sender.send_weights() after they are copied into it, instead of this hook",
             *(len(lacking), len(stepped), some_of([known.get(lacking[n], n) for n in lacking])),
         )
 
