@@ -130,7 +130,8 @@ def _room(name: str, layer: Any) -> Tensor:
         why = "it is sharded: each rank would need all of the adapters"
     if why:
         raise ConfigError(f"{name}: {why}; `adapter_only` sends adapters alone")
-    check_plain(layer.get_base_layer().weight, name)
+    for own, parameter in layer.named_parameters():
+        check_plain(parameter, f"{name}.{own}")
     return torch.empty_like(layer.get_base_layer().weight).requires_grad_()
 
 

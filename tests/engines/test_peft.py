@@ -299,3 +299,9 @@ def test_base_weights_that_zero_3_has_partitioned_are_refused_by_name() -> None:
     weight.ds_shape, weight.data = weight.shape, torch.empty(0)
     with pytest.raises(ConfigError, match=r"up: \(0,\) is held here.*GatheredParameters"):
         MergedSource(model).tensors()
+    weight.data = torch.zeros(weight.ds_shape)
+    assert MergedSource(model).tensors()
+    adapter = model.base_model.model.up.lora_A.default.weight  # nothing, merged, adds zeros
+    adapter.ds_shape, adapter.data = adapter.shape, torch.empty(0)
+    with pytest.raises(ConfigError, match=r"up\.lora_A\.default\.weight: \(0,\) is held here"):
+        MergedSource(model).tensors()
