@@ -191,7 +191,7 @@ class BucketReader:
 def inflated(bucket: Bucket, payload: Tensor | None) -> Tensor:
     """uint8[raw_bytes]: a payload as it was packed, unless it is coded. Raises WireError."""
     if payload is None:
-        payload = torch.empty(0, dtype=torch.uint8)
+        payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if bucket.compression == "none":
         return payload
     sent = payload.cpu().numpy().data

@@ -217,7 +217,7 @@ def _in_order(scattered: _Scattered, dense: list[Run], numel: int) -> list[Run]:
         for start, stop in zip(ends[::2], ends[1::2], strict=True)
         for low in range(start, stop, MAX_SPARSE_SPAN)
     ]
-    edges = torch.tensor(gaps, dtype=torch.int64).to(scattered.positions)
+    edges = torch.tensor(gaps, dtype=torch.int64, device="cpu").to(scattered.positions)
     cuts = torch.searchsorted(scattered.positions, edges.view(-1, 2)).tolist()
     for (start, stop), (low, high) in zip(gaps, cuts, strict=True):
         if low < high:

@@ -155,7 +155,7 @@ class Checkpoint:
         """
         spec, place = self.specs[name], self._places[name]
         if not spec.numel:
-            return torch.empty(0, dtype=torch_dtype(spec.dtype)).view(spec.shape)
+            return torch.empty(0, dtype=torch_dtype(spec.dtype), device="cpu").view(spec.shape)
         count = spec.numel * spec.dtype.item_size
         data = torch.frombuffer(place.memory, dtype=torch.uint8, count=count, offset=place.offset)
         return data.view(torch_dtype(spec.dtype)).view(spec.shape)

@@ -43,7 +43,7 @@ _HEADER_RULES: dict[type[DeltaSyncError], str] = {
 }
 _MESSAGE, _PAYLOAD, _COMPRESSION, _INDICES, _ORDER = "W7, W8", "W6", "W9", "W14", "W16, W21, W22"
 _CODED = "W10 to W13, W29, W30"
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _TABLE_RULES: dict[type[DeltaSyncError], str] = {
     TruncatedFrame: "W10, W17",
     UnknownCodec: "W11",

@@ -116,7 +116,9 @@ def _converted(model: nn.Module, live: dict[str, Tensor]) -> tuple[dict[str, Ten
 
     metas = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in live.items()}
     # This memory is never touched: it gives each tensor an address, which meta tensors lack.
-    parts = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in convert(metas).items()}
+    parts = {
+        n: torch.empty(t.shape, dtype=t.dtype, device="cpu") for n, t in convert(metas).items()
+    }
     tensors = [CheckpointTensor(n, tuple(t.shape), t.dtype) for n, t in live.items()]
     return parts, record(save, tensors, parts)
 

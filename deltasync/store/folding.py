@@ -204,7 +204,7 @@ class OverlaidFlat:
                     found.device
                 )
                 continue
-            edges = torch.tensor([low - run.start, high - run.start], dtype=torch.int64)
+            edges = torch.tensor([low - run.start, high - run.start], device="cpu")
             first, last = torch.searchsorted(run.indices, edges.to(run.indices)).tolist()
             where = run.indices[first:last].long() + (run.start - start)
             found[where.to(found.device)] = run.bits[first:last].to(found.device)

@@ -130,7 +130,7 @@ class UndoLog:
                 found = old.at(place, parameter, start, indices)
         if found is None:
             self._unknown.add(parameter)
-            bits = torch.zeros(int(row["count"]), dtype=integer_dtype(spec.dtype))
+            bits = torch.zeros(int(row["count"]), dtype=integer_dtype(spec.dtype), device="cpu")
         else:
             bits = torch.from_numpy(found[0].view(np.uint8)).view(integer_dtype(spec.dtype))
         return Run(start, span, None if indices is None else torch.from_numpy(indices), bits)

@@ -35,7 +35,7 @@ class _Slot(Slot):
     """A memfd."""
 
     def __init__(self, index: int) -> None:
-        super().__init__(index, torch.empty(0, dtype=torch.uint8))
+        super().__init__(index, torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._descriptor = -1
         forks.inert_in_children(self._forked)
 
@@ -62,7 +62,7 @@ class _Slot(Slot):
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.known_to.clear()
 
     def _forked(self) -> None:
@@ -148,7 +148,7 @@ class Receiver(UnixReceiver):
         if told.slot == NO_SLOT:
             return Frame(told.header)
         if told.slot == EMPTY_SLOT:
-            return Frame(told.header, torch.empty(0, dtype=torch.uint8))
+            return Frame(told.header, torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._held = told.release
         part = slice(told.start, told.start + told.num_bytes)
         return Frame(told.header, self._segments[told.slot][part])

@@ -310,7 +310,8 @@ class Upload:
             slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)
         ]
         last = self._places[-1].stop
-        self._host = torch.empty(last, dtype=torch.int64, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._host = torch.empty(last, dtype=torch.int64, device="cpu", pin_memory=pinned)
         view = self._host.numpy()
         self.arrays: list[NDArray[np.int64]] = [
             view[place].reshape(shape) for place, shape in zip(self._places, shapes, strict=True)
@@ -339,7 +340,9 @@ class Numbers:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensor.device))

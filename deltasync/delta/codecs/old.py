@@ -124,7 +124,7 @@ class SnapshotOld:
         if not self.is_there[row]:
             return None
         share, flat = self._held(row)
-        are_inside, numbers = share.region.find(torch.tensor([start, stop - 1]))
+        are_inside, numbers = share.region.find(torch.tensor([start, stop - 1], device="cpu"))
         first, last = numbers.tolist()
         if not bool(are_inside.all()) or last - first != stop - 1 - start:
             return None

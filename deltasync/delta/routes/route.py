@@ -106,7 +106,7 @@ def covers(live: Tensor, regions: Sequence[Region]) -> bool:
         ends = accumulate((count for _, count in runs), initial=int(live.storage_offset()))
         return all(start == end for (start, _), end in zip(runs, ends, strict=False))
     extent = live.untyped_storage().nbytes() // live.element_size()
-    seen = torch.zeros(extent, dtype=torch.uint8)
+    seen = torch.zeros(extent, dtype=torch.uint8, device="cpu")
     for region in regions:
         region.view(seen).add_(1)
     return bool((Region.of(live).view(seen) == 1).all())
@@ -187,7 +187,8 @@ def _refuse_twice(pieces: Sequence[Piece], name: str) -> None:
     """Raise ConfigError for an element that two places hold."""
     wrong = [piece for piece in pieces if not piece.source.is_rising]
     if not wrong and len(pieces) > 1:
-        seen = torch.zeros(max(piece.source.stop for piece in pieces), dtype=torch.bool)
+        numel = max(piece.source.stop for piece in pieces)
+        seen = torch.zeros(numel, dtype=torch.bool, device="cpu")
         for piece in pieces:
             piece.source.view(seen).fill_(True)
         if int(seen.count_nonzero()) != sum(piece.source.numel for piece in pieces):

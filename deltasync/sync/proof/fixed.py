@@ -52,7 +52,7 @@ def with_fixed(recording: Routes, fixed: Sequence[CheckpointTensor]) -> Routes:
             **recording.dtypes,
             **{one.name: dtype_of(torch.empty(0, dtype=one.dtype)) for one in fixed},
         },
-        fixed={one.name: torch.zeros(one.shape, dtype=one.dtype) for one in fixed},
+        fixed={one.name: torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in fixed},
     )
 
 

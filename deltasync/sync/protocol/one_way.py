@@ -80,7 +80,7 @@ def one_way_frames(
 
 
 def _host_memory(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class OneWayReader:

@@ -185,7 +185,7 @@ class LocalWeights(Weights):
         """Look the source up, which the next `delta` then need not. Raises SourceChanged."""
 
     def magnitudes(self, number: int) -> Tensor:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
 
     @property
     def _held(self) -> Backend:
