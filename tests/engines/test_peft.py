@@ -297,10 +297,12 @@ def test_base_weights_that_zero_3_has_partitioned_are_refused_by_name() -> None:
     model = model_of(torch.float32)
     weight = model.base_model.model.up.base_layer.weight  # others are small, and stay whole
     weight.ds_shape, weight.data = weight.shape, torch.empty(0)
-    with pytest.raises(ConfigError, match=r"up: \(0,\) is held here.*GatheredParameters"):
+    with pytest.raises(
+        ConfigError, match=r"up\.base_layer\.weight: \(0,\) is held here.*GatheredParameters"
+    ):
         MergedSource(model).tensors()
     weight.data = torch.zeros(weight.ds_shape)
-    assert MergedSource(model).tensors()
+    assert len(MergedSource(model).tensors()) > 0
     adapter = model.base_model.model.up.lora_A.default.weight  # nothing, merged, adds zeros
     adapter.ds_shape, adapter.data = adapter.shape, torch.empty(0)
     with pytest.raises(ConfigError, match=r"up\.lora_A\.default\.weight: \(0,\) is held here"):
