@@ -285,13 +285,11 @@ def sync_after_step(
     Works with any torch optimizer. Nothing is lost by steps between two syncs, by a failed sync, or
     by a step that a GradScaler skipped: each sync compares with what receivers are known to hold.
 
-    What changes after `step` is sent one step late: masters that a wrapper copies into the model,
-    router biases, averages of weights (EMA), and what hooks do that were registered later. If
-    something changes there, call `sender.send_weights` after it instead.
+    What changes after `step` is sent one step late: masters that a wrapper copies back, router
+    biases, averages (EMA), later hooks. Call `sender.send_weights` after such a change instead.
 
-    Raises ConfigError if the source has none of the parameters that the optimizers step. Logs a
-    warning that names those which are not sent, if others are. A source without a `module`, such as
-    one that computes what it sends, is not looked at.
+    Raises ConfigError if the source has none of the parameters that the optimizers step, and warns
+    by name of those that are not sent. A source without a `module` is not checked.
 
     Args:
         optimizer: The optimizer whose steps are counted. If several train the model, pass them in
@@ -301,18 +299,16 @@ def sync_after_step(
         sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
         every: Steps from one sync to the next.
         on_error: After a failed sync, "continue" training or "raise" StepApplied (the step itself
-            was applied). With "continue" the failure is counted, the next sync covers both, and a
-            warning is logged, in the long run at most one a minute. An error that is not a
-            DeltaSyncError, such as out of memory, is always raised this way.
+            was applied). With "continue" the failure is counted, the next sync covers both, and at
+            most one warning a minute is logged. Errors that are no DeltaSyncError always raise.
         on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
             thread syncs during the next step's forward and backward passes, and the optimizer waits
-            only until the weights have been read. Until then nothing else may change them: neither
-            step hooks that were registered earlier, nor forward passes that keep statistics in
-            buffers that are sent. If receivers still stage or write when the next sync is due,
-            "wait" for them, or "skip" that sync: the one after covers both. After the last step
-            none may come: call `wait`, then `sender.send_weights`. The first sync, and one after
-            a failure, run within the step; so does one for which no thread can start, as
-            within `atexit`. If a background sync raises, a later step or `wait` raises its error.
+            only until the weights have been read. Until then nothing else may change them: no
+            earlier step hook, and no forward pass that updates buffers that are sent. If receivers
+            still stage or write when the next sync is due, "wait" for them, or "skip" that sync;
+            the next one covers both. After the last step call `wait`, then `sender.send_weights`.
+            The first sync, one after a failure, and one within `atexit` run within the step. A
+            later step or `wait` raises the error of a background sync.
         on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` names
             them, and each is logged) or "raise" StepApplied, with the ReceiversLost as its cause.
             The others hold the step; it is counted, and the callback gets its stats.
