@@ -68,20 +68,14 @@ def appearing(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """
     _check_place(path, replaces=replaces)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent))
-    except OSError as error:
-        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
-    made = folder / path.name
-    try:
-        with _synced(path.parent):
+        with _folder_beside(path) as folder, _synced(path.parent):
+            made = folder / path.name
             yield made
             if (permissions := _check_place(path, replaces=replaces)) is not None:
                 made.chmod(permissions)
             made.rename(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    finally:
-        _remove(folder)
 
 
 def refuse_existing(path: Path) -> None:
@@ -129,6 +123,34 @@ def _write_into(path: Path, data: bytes) -> None:
     except OSError as error:
         why = "no process reads this pipe" if error.errno == errno.ENXIO else error.strerror
         raise ConfigError(f"{path}: {why or error}") from error
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A new folder, by a name that leads to it whatever others do with the one that it was given.
+
+    Whoever may write beside it may rename it, and put a link to other files in its place.
+    """
+    try:
+        given = tempfile.mkdtemp(prefix=f".{path.name[:50]}.", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {error.strerror or error}") from error
+    try:
+        descriptor = os.open(given, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid() or os.listdir(descriptor):
+                raise ConfigError(f"{given} was replaced meanwhile: let nobody else write there")
+            held = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            folder = held if held.exists() else Path(given)  # not every system has such names
+            try:
+                yield folder
+            finally:
+                _remove(folder)
+        finally:
+            os.close(descriptor)
+    finally:
+        with suppress(OSError):
+            os.rmdir(given)
 
 
 @contextmanager

@@ -416,9 +416,9 @@ def test_a_second_sigterm_does_not_keep_the_first_from_clearing_away(
 ) -> None:
     there = set(tmp_path.iterdir())
     change = """
-kill, remove = lambda *_: os.kill(os.getpid(), 15), frame_file._remove
+kill, remove = lambda *_: os.kill(os.getpid(), 15), output._remove
 checkpoint.Checkpoint.flush = kill
-frame_file._remove = lambda folder: (kill(), remove(folder))
+output._remove = lambda folder: (kill(), remove(folder))
 """
     done = changed_apply(change, patch, old, tmp_path / "out")
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
@@ -430,7 +430,7 @@ def changed_apply(
 ) -> subprocess.CompletedProcess[str]:
     """`deltasync apply`, of which something was changed."""
     code = (
-        f"import os; from deltasync.files import checkpoint, frame_file\n{change}\n"
+        f"import os; from deltasync.files import checkpoint, output\n{change}\n"
         "from deltasync.cli import main; main()"
     )
     return run_program(code, "apply", patch, old, "--out", out, environment=ENVIRONMENT)
