@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from deltasync.errors import (
@@ -50,6 +50,7 @@ class Terms:
         address: Where rank 0 of the trainer sends from.
         take_over: Whether to take the engine from another trainer, the first time.
         label: What the trainer calls the engine.
+        sender: Whose terms these are.
     """
 
     address: Address
@@ -60,6 +61,7 @@ class Terms:
     timeout_s: float
     take_over: bool = False
     label: str = "its engine"
+    sender: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def writes_at_once(self, phase: SyncPhase) -> bool:
         """Whether workers write what is sent as it arrives, in a pause that begins before."""
@@ -136,6 +138,7 @@ class Engine:
             addresses=(terms.address, *(reachable(there, rank=rank) for rank, there in others)),
             engine=name,
             holder=f"{me}, from {terms.address} to {terms.label}",
+            sender=terms.sender,
             take_over=terms.take_over,
             tensors=tuple((spec.names, spec.dtype.name, spec.shape) for spec in specs),
             without_routes=terms.without_routes,
@@ -232,6 +235,8 @@ class Engine:
     def let_name(self, version: int) -> None:
         """Name weights that all workers hold already. Raises as the engine does."""
         self.is_whole = True
+        if not self.pause.is_known:
+            self.pause.begin()  # so that it is resumed, whoever has paused it
         try:
             if self._one_call is not None:
                 asked(self._one_call.switch, version, "name", self.pause.pauses)
@@ -344,6 +349,8 @@ class Pause:
     Attributes:
         is_on: Whether it may be paused: what was asked for counts as done until that is known not
             to be so.
+        is_known: Whether it has resumed since it began to follow this trainer. Before, an earlier
+            one may have ended within a pause.
         pauses: Whether `paused` pauses at all.
     """
 
@@ -351,12 +358,12 @@ class Pause:
         self.paused, self.pauses = paused, paused is not nullcontext
         self._open = ExitStack()
         forks.keep(self._open)  # its end, or the process's, must not resume mixed weights
-        self.is_on = self._is_entered = False
+        self.is_on = self.is_known = self._is_entered = False
 
     def forget(self) -> None:
         """Whether the engine is paused is another's affair: a parent's, or another trainer's."""
         forks.keep(self._open.pop_all())
-        self.is_on = self._is_entered = False
+        self.is_on = self.is_known = self._is_entered = False
 
     def begin(self) -> None:
         """Pause, unless that is known to be so. Raises as the engine does, or EngineFailed."""
@@ -379,7 +386,7 @@ class Pause:
             self.begin()  # after a pause or a resume that failed: enter again, to exit again
             self._is_entered = False
             asked(self._open.close)
-            self.is_on = False
+            self.is_on, self.is_known = False, True
 
 
 def new_name() -> str:

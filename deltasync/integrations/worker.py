@@ -74,7 +74,8 @@ class Worker:
         self._receiver: WeightReceiver | None = None
         self._staging: StagingThread | None = None
         self._timeout_s = 0.0
-        self._holder = self._since = ""
+        self._last: TrainerInfo | None = None  # that was let connect
+        self._since = ""
 
     def connect(
         self,
@@ -122,7 +123,7 @@ class Worker:
         self._staging = self._open.enter_context(StagingThread(receiver))
         self._open.callback(receiver.close)  # first, which wakes the thread
         self._timeout_s = trainer.timeout_s
-        self._holder, self._since = trainer.holder, time.strftime("%F %T UTC", time.gmtime())
+        self._last, self._since = trainer, time.strftime("%F %T UTC", time.gmtime())
 
     def admit(self, trainer: TrainerInfo) -> None:
         """End the connection to the trainer that was let connect last.
@@ -130,13 +131,24 @@ class Worker:
         Raises EngineTaken if that is another one, it is still there, and this one does not ask to
         take over.
         """
-        if trainer.holder != self._holder and not trainer.take_over and self._is_held():
+        last = self._last
+        is_other = last is not None and trainer.holder != last.holder and not trainer.take_over
+        if last is not None and is_other and self._is_held() and not self._greets(trainer, last):
             raise EngineTaken(
-                f"the engine follows another trainer since {self._since}: {self._holder}; stop "
+                f"the engine follows another trainer since {self._since}: {last.holder}; stop "
                 "that one, or connect this one with take_over=True"
             )
         if self._receiver is not None:
             self.disconnect()
+
+    def _greets(self, trainer: TrainerInfo, last: TrainerInfo) -> bool:
+        """Whether this listens where the last one did, which has ended: it is greeted already."""
+        is_there = trainer.addresses[0] == last.addresses[0] and trainer.sender != last.sender
+        return is_there and self._is_joining
+
+    @property
+    def _is_joining(self) -> bool:
+        return self._receiver is not None and self._receiver.state is ReceiverState.JOINING
 
     def _is_held(self) -> bool:
         """Whether the connection to a trainer stands, or does again after a sync that failed."""
@@ -321,7 +333,7 @@ class Worker:
         if self._receiver is None:
             return
         deadline = time.monotonic() + _WELCOME_S
-        while self._receiver.state is ReceiverState.JOINING and time.monotonic() < deadline:
+        while self._is_joining and time.monotonic() < deadline:
             time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 

@@ -27,12 +27,14 @@ from tests.sync.test_parts import SHAPES as SPLIT_SHAPES
 class Trainer:
     """A trainer of its own source, with one engine."""
 
-    def __init__(self, engine: Engine, seed: int, *, take_over: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, seed: int, *, take_over: bool = False, path: Path | None = None
+    ) -> None:
         self.source, server = model(seed), engine.client()
         self.sync = EngineSync(
             ModuleSource(self.source),
             server,
-            shared_memory.Sender(),
+            shared_memory.Sender(path),
             paused=server.paused,
             timeout_s=20.0,
             take_over=take_over,
@@ -146,11 +148,11 @@ def test_a_pause_of_who_has_lost_the_engine_is_the_new_trainers_affair() -> None
         assert engine.calls == []
 
 
-def train(url: str, seed: int, steps: int) -> None:
+def train(url: str, seed: int, steps: int, path: Path | None = None) -> None:
     """A trainer's process: it syncs, and then it is busy for long."""
     engine = Engine(model(9))
     engine.url = url
-    trainer = Trainer(engine, seed)
+    trainer = Trainer(engine, seed, path=path)
     for _ in range(steps):
         trainer.send()
     time.sleep(600)
@@ -187,6 +189,51 @@ def test_the_successor_of_a_trainer_that_was_killed_as_it_had_decided_goes_on() 
         second = Trainer(engine, 2)
         with second.sync:
             second.send()
+            assert is_of(engine, second)
+
+
+def test_a_trainer_that_was_killed_and_listens_again_at_its_address_goes_on(
+    tmp_path: Path,
+) -> None:
+    """The worker greets it before it is asked to connect, as it did the one that was killed."""
+    path = tmp_path / "socket"
+    with served(Engine(model(9))) as engine:
+        with Child(train, engine.url, 1, 2, path) as first:
+            until(lambda: engine.version == "2" and not engine.is_paused, timeout_s=60.0)
+            first.kill()
+        second = Trainer(engine, 2, path=path)
+        with second.sync:
+            until(lambda: state_of(engine) == "JOINING", timeout_s=60.0)
+            second.send()
+            assert is_of(engine, second)
+
+
+@pytest.mark.parametrize(("call", "version"), [("write", 1), ("continue_generation", 2)])
+def test_a_pause_in_which_a_trainer_was_killed_ends_with_the_first_version_of_its_successor(
+    call: str, version: int
+) -> None:
+    """Also if the engine holds that already, so that nothing has to be written."""
+    with served(Engine(model(9))) as engine:
+        with Child(train, engine.url, 1, 9) as first:
+
+            def kill(asked: str) -> None:
+                if (asked, engine.version) == (call, str(version)):
+                    engine.before = lambda call: None
+                    first.kill()
+                    raise RuntimeError("planted")
+
+            engine.before = kill
+            until(lambda: not first.is_alive, timeout_s=60.0)
+        assert engine.is_paused
+        second = Trainer(engine, 1)
+        for _ in range(version):
+            for weights in second.source.parameters():
+                weights.data[0] *= -2
+        assert bits_equal(second.source, engine.module)
+        engine.calls.clear()
+        with second.sync:
+            second.sync.send_weights()
+            assert "write" not in engine.calls
             assert is_of(engine, second)
 
 
