@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def report(
     from deltasync.observe.run_lines import read_run
 
     out = log.with_suffix(".html") if out is None else out
-    if out.resolve() == log.resolve():
+    if os.path.realpath(out) == os.path.realpath(log):
         raise ConfigError(f"{out} is the log itself: give another --out")
     run = read_run(log)
     page = make_page(run, log.name).encode()

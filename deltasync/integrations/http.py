@@ -64,14 +64,14 @@ class Http:
             status, reason, text = self._answer(method, where, data)
         except TimeoutError as error:
             raise TransportTimeout(f"{where} did not answer in {self._timeout_s} s") from error
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # of names, and of sizes below 0
             raise PeerLost(f"{where} does not answer: {error}") from error
         if not 200 <= status < 300:
             said = text[:_MAX_REASON].decode(errors="replace")
             raise EngineFailed(f"{where}: {status} {reason}: {said}", status=status)
         try:
             return json.loads(text) if text else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineFailed(f"{where} does not answer in JSON: {text[:200]!r}") from error
 
     def _answer(self, method: str, where: str, data: bytes | None) -> tuple[int, str, bytes]:

@@ -133,7 +133,7 @@ class Worker:
         """
         last = self._last
         is_other = last is not None and trainer.holder != last.holder and not trainer.take_over
-        if last is not None and is_other and self._is_held() and not self._greets(trainer, last):
+        if last is not None and is_other and self._is_held(trainer, last):
             raise EngineTaken(
                 f"the engine follows another trainer since {self._since}: {last.holder}; stop "
                 "that one, or connect this one with take_over=True"
@@ -141,21 +141,19 @@ class Worker:
         if self._receiver is not None:
             self.disconnect()
 
-    def _greets(self, trainer: TrainerInfo, last: TrainerInfo) -> bool:
-        """Whether this listens where the last one did, which has ended: it is greeted already."""
-        is_there = trainer.addresses[0] == last.addresses[0] and trainer.sender != last.sender
-        return is_there and self._is_joining
+    def _is_held(self, trainer: TrainerInfo, last: TrainerInfo) -> bool:
+        """Whether the connection to the last one stands, or does again after a sync that failed.
 
-    @property
-    def _is_joining(self) -> bool:
-        return self._receiver is not None and self._receiver.state is ReceiverState.JOINING
-
-    def _is_held(self) -> bool:
-        """Whether the connection to a trainer stands, or does again after a sync that failed."""
+        It has ended if another trainer listens at its address and is being greeted there.
+        """
         deadline = time.monotonic() + _WELCOME_S
         while self._is_outside and time.monotonic() < deadline:
             time.sleep(_TURN_S)
-        return self._receiver is not None and self._receiver.is_connected
+        here = self._receiver
+        is_there = trainer.addresses[0] == last.addresses[0] and trainer.sender != last.sender
+        if here is None or (is_there and here.state is ReceiverState.JOINING):
+            return False
+        return here.is_connected
 
     @in_plain_mode
     def routed(
@@ -333,7 +331,7 @@ class Worker:
         if self._receiver is None:
             return
         deadline = time.monotonic() + _WELCOME_S
-        while self._is_joining and time.monotonic() < deadline:
+        while self._receiver.state is ReceiverState.JOINING and time.monotonic() < deadline:
             time.sleep(_TURN_S / 10)  # the welcome of a sync that has ended may be in flight
         self._receiver.detach()
 

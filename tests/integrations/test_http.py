@@ -27,6 +27,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(500, b"the reason")
             case "/page":
                 self.answer(200, b"<html>")
+            case "/negative":
+                self.answer(200, b"", **{"Transfer-Encoding": "chunked"})
+                self.wfile.write(b"-5\r\nabc\r\n")
+            case "/nested":
+                self.answer(200, b"[" * 100_000)
             case "/slow":
                 stop.wait(5)
             case _:
@@ -80,6 +85,10 @@ def test_errors_say_what_the_server_said(url: str) -> None:
         Http(url).post("moved", {"a": 1})
     with pytest.raises(EngineFailed, match="JSON"):
         Http(url).post("page")
+    with pytest.raises(EngineFailed, match="JSON"):
+        Http(url).post("nested")
+    with pytest.raises(PeerLost, match="negative"):
+        Http(url).post("negative")
     with pytest.raises(TransportTimeout):
         Http(url, timeout_s=0.2).post("slow")
 
@@ -92,3 +101,6 @@ def test_servers_that_are_not_there() -> None:
     assert "s3cr3t" not in str(caught.value)
     with pytest.raises(ConfigError):
         Http("127.0.0.1:9")
+    for url in ("http://[::1", "https://.a:1", "http://\udc80"):
+        with pytest.raises(PeerLost):
+            Http(url).get("health")
