@@ -146,14 +146,16 @@ class Worker:
 
         It has ended if another trainer listens at its address and is being greeted there.
         """
+        here = self._receiver
+        if here is None:
+            return False
+        time.sleep(5 * _TURN_S)  # in which its thread notices that a trainer has just ended
         deadline = time.monotonic() + _WELCOME_S
         while self._is_outside and time.monotonic() < deadline:
             time.sleep(_TURN_S)
-        here = self._receiver
         is_there = trainer.addresses[0] == last.addresses[0] and trainer.sender != last.sender
-        if here is None or (is_there and here.state is ReceiverState.JOINING):
-            return False
-        return here.is_connected
+        is_greeted = is_there and here.state is ReceiverState.JOINING
+        return here.is_connected and not is_greeted
 
     @in_plain_mode
     def routed(
