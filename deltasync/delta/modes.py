@@ -7,6 +7,7 @@ next call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -19,6 +20,15 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def in_plain_mode(call: _Call) -> _Call:
     """Have a function, or a generator, run outside inference mode and without gradients."""
     return torch.inference_mode(mode=False)(torch.no_grad()(call))
+
+
+def plain_mode() -> AbstractContextManager[None]:
+    """The context outside inference mode, whose end also restores whether gradients are computed.
+
+    Both ends are in C. So no interrupt leaves the caller in another mode, if the function that it
+    calls enters this itself.
+    """
+    return torch._C._InferenceMode(False)
 
 
 def as_made(module: nn.Module | None, call: _Call) -> _Call:

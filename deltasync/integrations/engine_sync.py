@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     DeltaSyncError,
     EngineFailed,
@@ -134,7 +135,7 @@ class EngineSync(Closing):
             TransportTimeout: Workers did not connect, or the engine's last update has not ended.
             SyncAborted: Another rank of the trainer did not call `send_weights`.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             self._limit = CallTimeout(self._timeout_s)
             self._wait_for_last()
             self._connect()
@@ -206,7 +207,7 @@ class EngineSync(Closing):
         check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         limit = CallTimeout(timeout_s, total_timeout_s)
-        with self._caller.call(), one_call(self.sender, limit):
+        with plain_mode(), self._caller.call(), one_call(self.sender, limit):
             self._limit = limit
             self._wait_for_last()
             if self._is_behind or not self._are_here():

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal, get_args
 
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, NoReceivers, SyncAborted
 from deltasync.integrations.engine import Terms, check_threads_can_start, reachable
 from deltasync.integrations.fleet_engine import FleetEngine, ServerState
@@ -210,7 +211,7 @@ class EngineFleet(Closing):
         one that takes longer joins in a later call. The first time, the trainer's other ranks must
         be in their `send_weights`.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             self._limit = CallTimeout(self._timeout_s)
             self._gather(may_ask_source=True)
         return self.servers()
@@ -235,7 +236,7 @@ class EngineFleet(Closing):
         check_threads_can_start()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         limit = CallTimeout(timeout_s, total_timeout_s)
-        with self._caller.call(), one_call(self.sender, limit):
+        with plain_mode(), self._caller.call(), one_call(self.sender, limit):
             self._limit = limit
             self._gather(may_ask_source=on_source_read is None)
             self._check_enough()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltasync.config import network_secret
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
+from deltasync.delta.modes import plain_mode
 from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError, SyncAborted
 from deltasync.observe.environment import subscribe_metrics
@@ -211,7 +212,7 @@ class Trainer:
         began = time.perf_counter()
         self._weights.take(weights)
         took_s = time.perf_counter() - began
-        with one_call(self._sender, CallTimeout(self._timeout_s)):
+        with plain_mode(), one_call(self._sender, CallTimeout(self._timeout_s)):
             stats = _sent(self._sender, engines, self._timeout_s)
         return metrics_of(stats) | {
             "checkpoint_engine/diff_s": took_s,
@@ -266,7 +267,7 @@ class SendingRank:
         if isinstance(self._sender, TrainerRank):
             self._sender.send_weights(timeout_s=self._timeout_s)
             return None
-        with one_call(self._sender, CallTimeout(self._timeout_s)):
+        with plain_mode(), one_call(self._sender, CallTimeout(self._timeout_s)):
             return metrics_of(_sent(self._sender, engines, self._timeout_s))
 
     def close(self) -> None:

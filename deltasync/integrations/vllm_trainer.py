@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deltasync.config import network_secret
 from deltasync.delta.bits import dtype_of
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, TransportClosed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import Caches
@@ -148,7 +149,7 @@ class DeltaSyncTrainer(TrainerWeightTransferEngine):
 
         Raises what `StreamedWeights.take` and `EngineSync.send_weights` raise.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             if self._sync is None:
                 self._take_part()
                 return

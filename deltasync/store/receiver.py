@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from deltasync.delta.batched.streams import OwnStream, own_stream
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
@@ -183,7 +184,7 @@ class StoreReceiver(Closing):
             TransportTimeout: Another thread called `break_off`. The old version is held.
             DeltaSyncError: As of `commit`.
         """
-        with self._caller.call(), self._record.watched(pauses=True):
+        with plain_mode(), self._caller.call(), self._record.watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
                 if self._stage(to, timeout_s, wants_newer=False):
@@ -210,7 +211,7 @@ class StoreReceiver(Closing):
             StoreError: As of `fetch`.
             CallOrderError: A version is staged: commit it first, or call `discard`.
         """
-        with self._caller.call(), self._record.watched():
+        with plain_mode(), self._caller.call(), self._record.watched():
             return self._stage(to, timeout_s, wants_newer=True)
 
     def break_off(self) -> None:
@@ -230,12 +231,12 @@ class StoreReceiver(Closing):
             TargetMoved: Storage was replaced. Nothing staged was written; in place, it is dirty.
             DigestMismatch: What was read back is not what was written.
         """
-        with self._caller.call(), self._record.watched(pauses=True, defers=True):
+        with plain_mode(), self._caller.call(), self._record.watched(pauses=True, defers=True):
             return self._commit()
 
     def discard(self) -> None:
         """Forget what is staged. Nothing was written."""
-        with self._caller.call(), self._lock:
+        with plain_mode(), self._caller.call(), self._lock:
             if self._staged is not None:
                 self._leave()
             self._forget()

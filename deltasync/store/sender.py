@@ -17,6 +17,7 @@ from deltasync.delta.backend import Delta, Plan
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.delta.host.backend import DeltaPlan
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, ObjectDamaged, SyncAborted
 from deltasync.store import keys
 from deltasync.store.besides import Besides, BesidesWriter, PublishOptions
@@ -198,6 +199,7 @@ class StoreSender(Closing):
         """
         began = time.perf_counter()
         with (
+            plain_mode(),
             self._caller.call(),
             reporting(lambda error: self._failed(error, began)),
             self._weights.one_call(on_source_read),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.layout import SentLayout, check_engine, specs_of
@@ -18,14 +19,14 @@ def declared(sender: WeightSender, timeout_s: float) -> tuple[ParameterSpec, ...
 
     Raises SyncAborted if a rank does not come to `send_weights`, which is where it declares it.
     """
-    with sender._caller.call():
+    with plain_mode(), sender._caller.call():
         specs = sender._weights.declared(timeout_s=timeout_s)
         return specs_of(specs, (), sender.options.wire_dtypes)
 
 
 def check_newcomers(sender: WeightSender, declared: Sequence[ParameterSpec]) -> None:
     """Raise ConfigError, by name, if engines that have greeted could not take what is declared."""
-    with sender._caller.call():
+    with plain_mode(), sender._caller.call():
         for hellos in sender._lobby.engines():
             held = [spec for hello in hellos.values() for spec in hello.specs()]
             specs = specs_of(declared, held, sender.options.wire_dtypes)
@@ -46,7 +47,7 @@ def listen(sender: WeightSender, *, timeout_s: float) -> tuple[Counter[str], lis
     Returns the number of ranks of each engine that is a member or has greeted with all of them, and
     why workers declined since the last call.
     """
-    with sender._caller.call():
+    with plain_mode(), sender._caller.call():
         sender._lobby.listen(timeout_s=timeout_s)
         sender._part_with_lost_members()
         return holders(sender) + sender._lobby.ranks(), sender._lobby.declined()
@@ -59,7 +60,7 @@ def holders(sender: WeightSender) -> Counter[str]:
 
 def let_go_of_strangers(sender: WeightSender, why: str) -> None:
     """Part with engines that the sender admits no more. They keep the weights that they have."""
-    with sender._caller.call():
+    with plain_mode(), sender._caller.call():
         lobby = sender._lobby
         lobby.forget_strangers()
         members = sender._session.members.values()

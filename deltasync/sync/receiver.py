@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltasync.delta.batched.streams import OwnStream, own_stream
 from deltasync.delta.digests import digest_text
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
     DirtyReceiver,
@@ -162,7 +163,7 @@ class WeightReceiver(Closing):
             DeltaSyncError: The sync failed; call again to rejoin.
         """
         check_seconds("timeout_s", timeout_s)
-        with self._caller.call(), self._watched(pauses=True):
+        with plain_mode(), self._caller.call(), self._watched(pauses=True):
             self._weights.still_since = time.monotonic()
             try:
                 while self._stage(timeout_s):
@@ -190,7 +191,7 @@ class WeightReceiver(Closing):
         in place, and if that breaks off, the receiver is dirty.
         """
         check_seconds("timeout_s", timeout_s)
-        with self._caller.call(), self._watched():
+        with plain_mode(), self._caller.call(), self._watched():
             return self._stage(timeout_s)
 
     def _stage(self, timeout_s: float) -> bool:
@@ -229,7 +230,7 @@ class WeightReceiver(Closing):
             DigestMismatch: What was read back is not what was written.
         """
         self._check_staged()
-        with self._caller.call(), self._watched(pauses=True, defers=True):
+        with plain_mode(), self._caller.call(), self._watched(pauses=True, defers=True):
             version = self._commit()
         if version is None:
             raise SyncAborted("given up before anything was written; stage again", may_follow=True)

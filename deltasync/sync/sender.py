@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from deltasync.delta.backend import Plan
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, SyncAborted, WireError
 from deltasync.sync.arguments import check_options, check_send_transport, local_weights
 from deltasync.sync.events import report, report_failure, subscriptions
@@ -166,7 +167,7 @@ class WeightSender(Closing):
         """
         check_seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             self._lobby.listen(timeout_s=0)  # who has greeted may be gone
             self._part_with_lost_members()
             while True:
@@ -185,7 +186,7 @@ class WeightSender(Closing):
 
         Engines that are dropped keep the weights that they have.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             self._lobby.retain(engines)
             members = self._session.members.values()
             self._part_with("not retained", [m for m in members if m.engine not in engines])
@@ -195,7 +196,7 @@ class WeightSender(Closing):
 
         Use it if `send_weights` runs in another thread: see `on_source_read`. Raises SourceChanged.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             self._own.refresh_source()
 
     def send_weights(
@@ -240,7 +241,12 @@ class WeightSender(Closing):
         limit = CallTimeout(timeout_s, total_timeout_s)
         if join_timeout_s is not None:
             check_seconds("join_timeout_s", join_timeout_s)
-        with self._caller.call(), self._own.one_call(on_source_read), one_call(self, limit):
+        with (
+            plain_mode(),
+            self._caller.call(),
+            self._own.one_call(on_source_read),
+            one_call(self, limit),
+        ):
             self._done = stats = self._send_weights(limit, join_timeout_s, on_source_read)
         for who, why in stats.lost.items():
             logger.warning("lost %s in v%d: %s", who, stats.version, why)

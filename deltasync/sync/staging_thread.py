@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from deltasync.delta.memory import is_lack_of_memory
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -155,7 +156,7 @@ class StagingThread:
 
         Raises CallOrderError when nothing is staged, ConfigError when another thread commits.
         """
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             if not self.is_staged():
                 raise CallOrderError("nothing is staged; ask is_staged first")
             try:

@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from deltasync.delta.backend import Delta, Plan
+from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     DeltaSyncError,
     MalformedMessage,
@@ -118,7 +119,7 @@ class TrainerRank(Closing):
         """
         check_seconds("timeout_s", timeout_s)
         limit = CallTimeout(min(_PATIENCE * timeout_s, LONGEST_S), total_timeout_s)
-        with self._caller.call():
+        with plain_mode(), self._caller.call():
             done, error = self._send_weights(limit, on_source_read)
         if error is not None:
             raise error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import uuid
 from collections import deque
@@ -15,6 +14,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -42,7 +42,8 @@ class OneCaller:
 
     An interrupt can end a call between any two instructions, also where it begins or cleans up. So
     a call counts while its function runs, and one that ended neither well nor with an error of
-    ours or of torch has left things in doubt.
+    ours or a lack of memory has left things in doubt. A signal handler may raise anything else:
+    that of torch's data loaders raises a RuntimeError when a worker dies.
 
     Args:
         refusal: What a refused call raises as CallOrderError.
@@ -52,48 +53,51 @@ class OneCaller:
 
     def __init__(self, refusal: str, recover: Callable[[], object] = lambda: None) -> None:
         self._refusal, self._recover = refusal, recover
-        self._calls: list[tuple[int, FrameType]] = []  # thread and function, in order of arrival
+        self._calls: list[FrameType] = []  # their functions, in order of arrival
 
     @contextmanager
     def call(self, depth: int = 2) -> Iterator[None]:
-        """While a call is under way, in a plain mode of torch. Raises CallOrderError if one is.
+        """While a call is under way, within `plain_mode`. Raises CallOrderError if one is.
 
         It is the function that enters this, or that of a greater `depth` of frames from here.
         """
-        mine = threading.get_ident(), sys._getframe(depth)
+        mine = sys._getframe(depth)
         self._calls.append(mine)
         calls = list(self._calls)
+        earlier = calls[: calls.index(mine)]
         try:
-            for earlier in calls[: calls.index(mine)]:
-                if _is_running(*earlier):
-                    raise CallOrderError(self._refusal)
-                if earlier in self._calls:  # it left it there
-                    with torch.inference_mode(mode=False), torch.no_grad():
-                        self._recover()
-                    self._calls.remove(earlier)
-            with torch.inference_mode(mode=False), torch.no_grad():
-                yield
-        except (DeltaSyncError, RuntimeError, MemoryError):  # ours, and what torch raises
-            self._calls.remove(mine)
+            if any(map(_is_running, earlier)):
+                raise CallOrderError(self._refusal)
+            torch._C._set_grad_enabled(False)
+            if left := [one for one in earlier if one in self._calls]:
+                self._recover()
+                for one in left:
+                    self._calls.remove(one)
+            yield
+        except (DeltaSyncError, MemoryError, RuntimeError) as error:
+            is_ours = type(error).__module__.startswith("deltasync.")
+            if is_ours or is_lack_of_memory(error):
+                self._calls.remove(mine)
             raise
         self._calls.remove(mine)
 
     @property
     def is_called(self) -> bool:
         """Whether a call is under way."""
-        return any(_is_running(*one) for one in list(self._calls))
+        return any(map(_is_running, list(self._calls)))
 
     def forked(self) -> None:
         """No call is under way in a child."""
         self._calls = []
 
 
-def _is_running(thread: int, function: FrameType) -> bool:
-    """Whether a thread is in a function, or in what that has called."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not function:
-        frame = frame.f_back
-    return frame is not None
+def _is_running(function: FrameType) -> bool:
+    """Whether a function has not ended, in whichever thread: such a frame cannot be cleared."""
+    try:
+        function.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def check_seconds(name: str, seconds: float, *, may_be_zero: bool = True) -> None:
