@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def in_plain_mode(call: _Call) -> _Call:
-    """Have a function, or a generator, run outside inference mode and without gradients."""
-    return torch.inference_mode(mode=False)(torch.no_grad()(call))
 
 
 def plain_mode() -> AbstractContextManager[None]:
@@ -29,6 +25,18 @@ def plain_mode() -> AbstractContextManager[None]:
     calls enters this itself.
     """
     return torch._C._InferenceMode(False)
+
+
+def in_plain_mode(call: _Call) -> _Call:
+    """Have a function run outside inference mode and without gradients."""
+
+    @wraps(call)
+    def within(*args: Any, **named: Any) -> Any:
+        with plain_mode():
+            torch._C._set_grad_enabled(False)
+            return call(*args, **named)
+
+    return cast("_Call", within)
 
 
 def as_made(module: nn.Module | None, call: _Call) -> _Call:

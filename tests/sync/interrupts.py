@@ -60,10 +60,15 @@ class Tracer:
         self._opcodes = opcodes
         self._seen: dict[Place, bool] = {}
         self._is_ours: dict[CodeType, bool] = {}
+        self._files = [contextlib.__file__] if opcodes else []
         self.hits: Counter[Place] = Counter()
         self._strike: Strike | None = None
         self._left = 0
         self.struck: list[Place] = []
+
+    def include(self, file: str) -> None:
+        """Strike in this file, too."""
+        self._files.append(file)
 
     def places(self, call: Callable[[], object]) -> None:
         """Call, and let `hits` have how often it came to each place, in order."""
@@ -86,8 +91,7 @@ class Tracer:
     def _ours(self, code: CodeType) -> bool:
         if code not in self._is_ours:
             named = code.co_filename
-            with_stdlib = self._opcodes and named == contextlib.__file__
-            self._is_ours[code] = named.startswith(_PACKAGE) or with_stdlib
+            self._is_ours[code] = named.startswith(_PACKAGE) or named in self._files
         return self._is_ours[code]
 
     def _place(self, frame: FrameType, event: str) -> Place | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender
-from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.errors import ConfigError, DeltaSyncError, SyncAborted
 from deltasync.sync.protocol.round import SyncPhase
 from deltasync.transports import inprocess
 from tests.sync.harness import Serving, bits_equal, random_model, until
@@ -47,7 +47,14 @@ def test_both_ends_go_on_after_interrupts(name: str) -> None:
     check(WORLDS[name], lambda strikes: strikes[:_STRIKES])
 
 
-@pytest.mark.parametrize("kind", [Alarmed, ValueError, GeneratorExit, SystemExit])
+class Preempted(SyncAborted):
+    """What the handler of a user who knows deltasync may raise."""
+
+
+_KINDS = [Alarmed, ValueError, RuntimeError, Preempted, GeneratorExit, SystemExit]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
 def test_whatever_a_signal_handler_raises_is_like_an_interrupt(kind: type[BaseException]) -> None:
     def of_kind(strikes: list[Strike]) -> list[Strike]:
         return [Strike(s.place, s.hit, s.then, kind) for s in strikes[-_STRIKES:]]

@@ -48,12 +48,16 @@ class Gate:
         self._lock = threading.RLock()
         self._closed = ""  # why it is
         with forks.making:
-            self._selector = forks.closed_in_children(selectors.DefaultSelector())
             self._alarm, self._bell = map(forks.closed_in_children, socket.socketpair())
-        self._selector.register(self._alarm, selectors.EVENT_READ)
         # Looked up for each message of each peer: the selector takes several times as long.
         self._watched: dict[Connection | socket.socket, int] = {}
+        self._watch_anew()
         forks.inert_in_children(self._forked)
+
+    def _watch_anew(self) -> None:
+        with forks.making:
+            self._selector = forks.closed_in_children(selectors.DefaultSelector())
+        self._selector.register(self._alarm, selectors.EVENT_READ)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -109,10 +113,12 @@ class Gate:
 
     def reset(self, listener: socket.socket) -> None:
         """Close all that is watched but the listener, also what an interrupt has left to nobody."""
-        for source in list(self._watched):
-            self.forget(source)
+        self._selector.close()  # which no longer has what the system has, if it was interrupted
+        for source in self._watched:
             if source is not listener:
                 source.close()
+        self._watched.clear()
+        self._watch_anew()
         self.watch(listener)
 
     def close(self, dispose: Callable[[], None]) -> None:
