@@ -292,15 +292,14 @@ def sync_after_step(
     by name of those that are not sent. A source without a `module` is not checked.
 
     Args:
-        optimizer: The optimizer whose steps are counted. If several train the model, pass them in
-            the order in which they step; the steps of the last one are counted. If a wrapper has
-            no step hooks, as accelerate's, pass the optimizer within it, provided that this one
-            steps the model's own parameters.
+        optimizer: The optimizer whose steps are counted; of several, in the order in which they
+            step, the last one. If a wrapper has no step hooks, as accelerate's, pass the optimizer
+            within it if that steps the model's own parameters.
         sender: A `WeightSender` or an `EngineSync`; on other ranks of a trainer, a `TrainerRank`.
         every: Steps from one sync to the next.
-        on_error: After a failed sync, "continue" training or "raise" StepApplied (the step itself
-            was applied). With "continue" the failure is counted, the next sync covers both, and at
-            most one warning a minute is logged. Errors that are no DeltaSyncError always raise.
+        on_error: After a failed sync, "raise" StepApplied (the step itself was applied), or
+            "continue": the next sync covers both, and a warning is logged, at most one a minute.
+            Errors that are no DeltaSyncError always raise.
         on_busy: None: the step returns when the sync is done. Otherwise the step returns at once: a
             thread syncs during the next step's forward and backward passes, and the optimizer waits
             only until the weights have been read. Until then nothing else may change them: no
@@ -309,17 +308,14 @@ def sync_after_step(
             the next one covers both. After the last step call `wait`, then `sender.send_weights`.
             The first sync, one after a failure, and one within `atexit` run within the step. A
             later step or `wait` raises the error of a background sync.
-        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` names
-            them, and each is logged) or "raise" StepApplied, with the ReceiversLost as its cause.
-            The others hold the step; it is counted, and the callback gets its stats.
-        callback: Called with the SyncStats, or with the error, after each sync, in the thread of
-            the sync. In the callback of a background sync, steps and `wait` raise ConfigError,
-            because they would wait for the callback itself.
+        on_lost: After a sync that some receivers left, "continue" training (`SyncStats.lost` and a
+            log line name them) or "raise" StepApplied from ReceiversLost. The others hold the step.
+        callback: Called with the SyncStats, or with the error, after each sync, in its thread. In
+            that of a background sync, steps and `wait` raise ConfigError.
         timeout_s: For `send_weights`: each wait for receivers.
         total_timeout_s: For `send_weights`: the whole call; None for no limit.
 
-    Returns:
-        The hook; its `remove` stops the syncs.
+    Returns: The hook; its `remove` stops the syncs.
     """
     return StepHook(
         optimizer if isinstance(optimizer, Sequence) else [optimizer],

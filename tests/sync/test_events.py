@@ -190,18 +190,19 @@ def test_a_call_that_was_interrupted_as_it_began_does_not_swallow_the_next_one(
 ) -> None:
     source, events = random_model(SHAPES, 0), list[SyncEvent]()
 
-    def interrupt(sender: WeightSender) -> int:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with fleet(source) as here, subscribe(events.append):
         here.add(random_model(SHAPES, 1))
         here.wait(1)
         with monkeypatch.context() as patched:
-            patched.setattr(WeightSender, "_next_version", property(interrupt))
+            patched.setattr("deltasync.sync.sender.SenderCall", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 here.sender.send_weights(timeout_s=5)
         events.clear()
-        here.sender.send_weights(timeout_s=5)
+        here.wait(1)
+        here.sender.send_weights(timeout_s=60)
     assert len(of(events, SyncStats)) == 1
 
 
