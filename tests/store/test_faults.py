@@ -166,11 +166,13 @@ def test_s03_a_writer_that_slept_between_upload_and_manifest_publishes_nothing(
     sender.publish()
     model.step(1)
     collected: list[int] = []
-    once = Lock()
+    asleep = Lock()
 
     def sleep(method: str, path: str) -> None:
-        if method == "HEAD" and "-delta-" in path and once.acquire(blocking=False):
-            collected.append(_collected(place).unfinished)
+        if method == "HEAD" and "-delta-" in path:
+            with asleep:  # every request, and one collector
+                if not collected:
+                    collected.append(_collected(place).unfinished)
 
     faults.choose = sleep
     with pytest.raises(ObjectDamaged, match="publish again"):
