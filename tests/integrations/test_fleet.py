@@ -46,7 +46,7 @@ def test_servers_that_hold_the_weights_learn_their_version(tmp_path: Path) -> No
         stats = here.send()
         assert (stats.full_synced, stats.joined) == (0, 2)
         here.check("0", "1")
-        assert here.servers["0"].calls == ["connect", "name"]
+        assert here.servers["0"].calls == ["connect", "pause", "name", "resume"]
 
 
 def test_a_server_is_added_and_removed_between_syncs(tmp_path: Path) -> None:

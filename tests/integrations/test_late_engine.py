@@ -308,7 +308,7 @@ def test_an_update_in_one_call_is_asked_for_nothing_else(tmp_path: Path) -> None
         sync.connect()
         server.calls.clear()
         assert sync.send_weights().joined == 1
-        assert server.calls == ["name", "written"]
+        assert server.calls == ["pause", "name", "written", "resume"]  # as after another trainer
 
 
 @pytest.mark.parametrize("call", ["write", "written"])

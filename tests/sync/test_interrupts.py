@@ -51,7 +51,7 @@ class Preempted(SyncAborted):
     """What the handler of a user who knows deltasync may raise."""
 
 
-_KINDS = [Alarmed, ValueError, RuntimeError, Preempted, GeneratorExit, SystemExit]
+_KINDS = [Alarmed, ValueError, Preempted, GeneratorExit, SystemExit]
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -14,7 +14,6 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from deltasync.delta.memory import is_lack_of_memory
 from deltasync.errors import (
     CallOrderError,
     ConfigError,
@@ -42,8 +41,7 @@ class OneCaller:
 
     An interrupt can end a call between any two instructions, also where it begins or cleans up. So
     a call counts while its function runs, and one that ended neither well nor with an error of
-    ours or a lack of memory has left things in doubt. A signal handler may raise anything else:
-    that of torch's data loaders raises a RuntimeError when a worker dies.
+    ours or of torch has left things in doubt. A signal handler may raise anything but those.
 
     Args:
         refusal: What a refused call raises as CallOrderError.
@@ -75,8 +73,8 @@ class OneCaller:
                     self._calls.remove(one)
             yield
         except (DeltaSyncError, MemoryError, RuntimeError) as error:
-            is_ours = type(error).__module__.startswith("deltasync.")
-            if is_ours or is_lack_of_memory(error):
+            is_torchs = not isinstance(error, DeltaSyncError)
+            if is_torchs or type(error).__module__.startswith("deltasync."):
                 self._calls.remove(mine)
             raise
         self._calls.remove(mine)
