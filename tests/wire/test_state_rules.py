@@ -210,6 +210,7 @@ CALLS: dict[str, Callable[[SenderSession], object]] = {
     "committed": lambda session: session.committed(0),
     "undone": lambda session: session.undone(["a"]),
     "finish": SenderSession.finish,
+    "reset": SenderSession.reset,
 }
 
 

@@ -281,7 +281,8 @@ class SenderSession:
 
     def reset(self) -> None:
         """Nothing is under way any more, wherever that was, and nobody is a member."""
-        self.phase, self.members, self.participants = SenderPhase.IDLE, {}, {}
+        self._on("reset")
+        self.members, self.participants = {}, {}
 
     def _leave(self, asleep: Collection[int] = ()) -> list[Member]:
         engines = self._failed_engines(asleep)
@@ -366,6 +367,7 @@ def _rules() -> list[Rule[SenderPhase]]:
         Rule((decided,), "undone"),
         Rule((decided,), "finish", idle),
         Rule((idle, staging, decided), "left"),
+        Rule((idle, staging, decided), "reset", idle),
     ]
 
 
