@@ -166,8 +166,9 @@ def _watch(
 ) -> None:
     """Raises ConfigError if the loader does."""
     before = {name: tensor.detach() for name, tensor in live.items()}
+    mode = torch.inference_mode(any(map(Tensor.is_inference, live.values())))
     try:
-        with torch.inference_mode(mode=False), torch.no_grad(), recorder:
+        with mode, torch.no_grad(), recorder:
             for names in calls:
                 load(recorder.give(names))
     except ConfigError:
