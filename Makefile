@@ -17,9 +17,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 CHECKED := deltasync tests docs/examples docs/images $(if $(wildcard benchmarks/*.py),benchmarks)
 JUPYTEXT := $(NOTEBOOK)/bin/jupytext --quiet
-# In rules for environments: of the one that is built.
-VENV = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+# In rules for environments: of the one that is built. pip reads dependency groups from 25.1 on.
 INSTALL = $(@D)/bin/pip install --disable-pip-version-check
+VENV = (test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)) && $(INSTALL) -q "pip>=25.1"
+EXTRAS := cli,metrics,plot,store,traces
 
 .PHONY: demo test lint types layers docs package notebook notebook-outputs bench \
   engines test-engines sweep-engines gpu-engines test-megatron test-nixl \
@@ -51,6 +52,7 @@ docs: $(STAMP) $(DOCS)/.installed
 package: $(STAMP)
 	rm -rf dist build/package
 	$(BIN)/python -m hatchling build -d dist -t sdist -t wheel
+	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv build/package
 	build/package/bin/pip install --disable-pip-version-check -q "$(TORCH)"
 	build/package/bin/pip install --disable-pip-version-check -q -c constraints.txt \
@@ -127,13 +129,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) "$(TORCH)"
 	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || \
 	  $(INSTALL) "$(TRITON)"
-	$(INSTALL) -c constraints.txt -e '.[dev]'
+	$(INSTALL) -c constraints.txt -e '.[$(EXTRAS),triton]' --group dev
 	touch $@
 
-$(NIXL)/.installed $(NOTEBOOK)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml constraints.txt
+$(NIXL)/.installed $(RAY)/.installed: .venv-%/.installed: pyproject.toml constraints.txt
 	$(VENV)
 	$(INSTALL) "$(TORCH)"
-	$(INSTALL) -c constraints.txt -e '.[$*,test]'
+	$(INSTALL) -c constraints.txt -e '.[$*,$(EXTRAS)]' --group test
+	touch $@
+
+$(NOTEBOOK)/.installed: pyproject.toml constraints.txt
+	$(VENV)
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) -c constraints.txt -e '.[files,plot]' --group notebook
 	touch $@
 
 $(ENGINES)/.installed $(MEGATRON)/.installed $(TRL)/.installed $(VERL)/.installed: \
@@ -149,10 +157,7 @@ $(OLD_SGLANG): $(ENGINES)/.installed
 	  --target $@ sglang==$(subst $(ENGINES)/sglang-,,$@)
 	touch $@
 
-# The site reads sources, and imports nothing: no torch is needed.
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(VENV)
-	$(INSTALL) -c constraints.txt $$($(PYTHON) -c \
-	  'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*project["optional-dependencies"]["docs"])')
+	$(INSTALL) -c constraints.txt --group docs
 	touch $@
