@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from deltasync.errors import ConfigError, EngineFailed, PeerLost, TransportTimeout
@@ -18,6 +18,8 @@ from deltasync.transports.control.tcp import dial_tcp
 _MAX_REASON = 4096
 _MAX_ANSWER = 64 << 20
 
+T = TypeVar("T")
+
 
 class Http:
     """HTTP calls to one server, by no proxy. A redirect is not followed: it is an error.
@@ -26,18 +28,26 @@ class Http:
         url: The server's scheme, host and port.
         api_key: Sent as a bearer token with each call; None if the server needs none.
         timeout_s: For each call, from dialling to the last byte of the answer.
+        of: What serves there, for messages.
 
     Attributes:
         url: The same, without a slash at its end.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+        of: str = "engine",
+    ) -> None:
         check_seconds("timeout_s", timeout_s, may_be_zero=False)
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no http or https address")
         if "@" in url:
             raise ConfigError(f"{url!r} names a user: give api_key, and the URL without it")
-        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+        self.url, self._timeout_s, self._of = url.rstrip("/"), timeout_s, of
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -58,6 +68,16 @@ class Http:
         asked = f"?{urlencode(words)}" if words else ""
         data = b"" if body is None else json.dumps(body).encode()
         return self._call("POST", f"{self.url}/{path}{asked}", data)
+
+    def value_of(self, answer: object, name: str, kind: type[T]) -> T:
+        """Return a value of a JSON object. Raises ConfigError if it has none of that type."""
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{self.url} is no {self._of} server that is supported: its answer has no "
+                f"{kind.__name__} {name!r}; give the URL of one"
+            )
+        return value
 
     def _call(self, method: str, where: str, data: bytes | None = None) -> Any:
         try:

@@ -190,8 +190,9 @@ class SglangServer:
         timeout_s: For each call.
 
     Raises:
-        ConfigError: The server has several data-parallel replicas, or caches are to be cleared and
-            it also keeps prefixes where no update reaches them, or `caches` is neither.
+        ConfigError: It is another server, or has several data-parallel replicas, or caches are to
+            be cleared and it also keeps prefixes where no update reaches them, or `caches` is
+            neither.
     """
 
     def __init__(
@@ -204,12 +205,14 @@ class SglangServer:
     ) -> None:
         if caches not in ("clear", "keep"):
             raise ConfigError(f'caches is {caches!r}: SGLang takes "clear" or "keep"')
-        self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
+        self._http = Http(url, api_key=api_key, timeout_s=timeout_s, of="SGLang")
         self.url = self._http.url
         self._clears = caches == "clear"
         self._is_stale = False  # caches may hold results of older weights
         info = self._http.get("server_info")
-        if info["dp_size"] != 1:
+        sizes = (self._http.value_of(info, f"{name}_size", int) for name in ("dp", "tp", "pp"))
+        replicas, shards, stages = sizes
+        if replicas != 1:
             raise ConfigError("SGLang updates no weights of several data-parallel replicas")
         if self._clears and (stores := [name for name in _STORES if info.get(name)]):
             raise ConfigError(
@@ -217,8 +220,8 @@ class SglangServer:
                 "that prompts would go on with keys and values of old weights: start it without, "
                 'or say caches="keep"'
             )
-        self.workers = int(info["tp_size"]) * int(info["pp_size"])
-        self._is_pipelined = info["pp_size"] != 1
+        self.workers = shards * stages
+        self._is_pipelined = stages != 1
 
     def connect(self, trainer: dict[str, Any], /) -> None:
         """Let each worker connect. A worker that cannot reports that to the trainer directly."""

@@ -173,7 +173,7 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
-        self._http = Http(url, api_key=api_key, timeout_s=timeout_s)
+        self._http = Http(url, api_key=api_key, timeout_s=timeout_s, of="vLLM")
         self.url = self._http.url
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
@@ -194,17 +194,18 @@ class HttpClient:
 
     def workers(self) -> int:
         """Return the number of server processes that hold weights."""
-        return int(self._http.get("get_world_size")["world_size"])
+        return self._http.value_of(self._http.get("get_world_size"), "world_size", int)
 
     def collective_rpc(self, method: str, *args: object) -> Any:
-        return self._http.post("collective_rpc", {"method": method, "args": args})["results"]
+        answer = self._http.post("collective_rpc", {"method": method, "args": args})
+        return self._http.value_of(answer, "results", list)
 
     def clear_cache(self) -> None:
         """Like `AsyncClient.clear_cache`."""
         answer = self._http.post(
             "reset_prefix_cache", reset_running_requests=True, reset_external=True
         )
-        _check_cleared(answer["success"])
+        _check_cleared(self._http.value_of(answer, "success", bool))
         self._http.post("reset_encoder_cache")
 
     @contextmanager

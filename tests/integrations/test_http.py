@@ -16,6 +16,9 @@ from deltasync.integrations.vllm import HttpClient
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer(200, ANSWERS[self.path.split("/")[1]])
+
     def do_POST(self) -> None:
         seen.append(self.path)
         match self.path.split("?")[0]:
@@ -34,8 +37,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, b"[" * 100_000)
             case "/slow":
                 stop.wait(5)
-            case _:
-                self.answer(200, b"")
+            case path:
+                self.answer(200, ANSWERS.get(path.split("/")[1], b""))
 
     def answer(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -47,6 +50,13 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
+ANSWERS = {
+    "object": b"{}",
+    "list": b"[1]",
+    "null": b"null",
+    "nothing": b"",
+    "types": b'{"dp_size": "1", "world_size": null, "results": 3, "success": {}}',
+}
 seen: list[str] = []
 stop = threading.Event()
 
@@ -91,6 +101,20 @@ def test_errors_say_what_the_server_said(url: str) -> None:
         Http(url).post("negative")
     with pytest.raises(TransportTimeout):
         Http(url, timeout_s=0.2).post("slow")
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_server_of_another_kind_is_refused(kind: str, url: str) -> None:
+    client = HttpClient(f"{url}{kind}")
+    with pytest.raises(ConfigError, match=r"no SGLang.*'dp_size'.*give the URL of"):
+        SglangServer(f"{url}{kind}")
+    for call, said in {
+        client.workers: "world_size",
+        client.clear_cache: "success",
+        lambda: client.collective_rpc("reach"): "results",
+    }.items():
+        with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
+            call()
 
 
 def test_servers_that_are_not_there() -> None:
