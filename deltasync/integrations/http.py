@@ -95,7 +95,7 @@ class Http:
             raise EngineFailed(f"{where} does not answer in JSON: {text[:200]!r}") from error
 
     def _answer(self, method: str, where: str, data: bytes | None) -> tuple[int, str, bytes]:
-        """(status, reason, body). Raises OSError, HTTPException."""
+        """(status, reason, body), of a success all of it. Raises OSError, HTTPException."""
         deadline, parts = Deadline(self._timeout_s), urlsplit(where)
         link = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
         sock = dial_tcp(link.host, link.port, timeout_s=deadline.remaining_s)
@@ -105,11 +105,18 @@ class Http:
         with sock:
             link.sock = _InTime(sock, deadline)
             target = f"{parts.path}?{parts.query}" if parts.query else parts.path
-            link.request(method, target, data, self._headers)
+            unsent: OSError | None = None
+            try:
+                link.request(method, target, data, self._headers)
+            except ConnectionError as error:  # it may have answered before it has read all
+                unsent = error
             answer = link.getresponse()
             text = answer.read(_MAX_ANSWER)
-            if answer.length:
-                raise IncompleteRead(text, answer.length)
+            if 200 <= answer.status < 300:
+                if unsent is not None:
+                    raise unsent
+                if answer.length or not (text or answer.chunked or answer.length == 0):
+                    raise IncompleteRead(text, answer.length)
             return answer.status, answer.reason, text
 
 

@@ -37,6 +37,12 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, b"[" * 100_000)
             case "/slow":
                 stop.wait(5)
+            case "/refused":  # what is sent is not read, and the connection ends
+                self.answer(401, b"no key")
+            case "/taken":
+                self.answer(200, b"")
+            case "/cut":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nDate:")
             case path:
                 self.answer(200, ANSWERS.get(path.split("/")[1], b""))
 
@@ -101,6 +107,21 @@ def test_errors_say_what_the_server_said(url: str) -> None:
         Http(url).post("negative")
     with pytest.raises(TransportTimeout):
         Http(url, timeout_s=0.2).post("slow")
+
+
+def test_a_server_that_refuses_before_it_has_read_the_call_is_heard(url: str) -> None:
+    body = "a" * (20 << 20)
+    with pytest.raises(EngineFailed, match=r"401 .*no key") as caught:
+        Http(url, api_key="s3cr3t").post("refused", body)
+    assert caught.value.status == 401
+    assert "s3cr3t" not in str(caught.value)
+    with pytest.raises(PeerLost):  # what says that it has done the call has not heard it
+        Http(url).post("taken", body)
+
+
+def test_an_answer_that_is_cut_is_none(url: str) -> None:
+    with pytest.raises(PeerLost):
+        Http(url).post("cut")
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
