@@ -54,7 +54,7 @@ def open_to_append(path: str | Path) -> int:
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
         os.close(descriptor)
-        raise ConfigError(f"{path} is no regular file: give the name of a file")
+        raise ConfigError(f"{path} is not a regular file: give the name of a file")
     return descriptor
 
 
@@ -96,8 +96,9 @@ def _check_place(path: Path, *, replaces: bool) -> int | None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     if not stat.S_ISREG(mode):
-        what = "a link; name what it leads to" if stat.S_ISLNK(mode) else "no regular file"
-        raise ConfigError(f"{path} is {what}, or choose another name")
+        is_link = stat.S_ISLNK(mode)
+        what = "a link: name what it leads to, or" if is_link else "not a regular file:"
+        raise ConfigError(f"{path} is {what} choose another name")
     return stat.S_IMODE(mode) & 0o777
 
 
