@@ -264,7 +264,8 @@ class StoreSender(Closing):
     def _check_still(self, delta: Delta) -> None:
         """Raise SyncAborted if what was packed is not what its digests say.
 
-        Kernels on GPUs take the digests of what they pack.
+        The host reads some of it twice. Kernels pack and digest what they have read once, so what
+        they publish is always what its digests say.
         """
         if isinstance(delta, DeltaPlan) and (moved := delta.moved()).size:
             name, version = self._layout.specs[int(moved[0])].name, self._writer.next_version

@@ -42,9 +42,9 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100), nn.Linear(100, 100))
 
 
-def raced(model: nn.Module, folder: Path) -> Raced:
+def raced(model: nn.Module, folder: Path, options: SenderOptions = OPTIONS) -> Raced:
     publishing = PublishOptions(anchor_every=3, fold_every=2)
-    return Raced(ModuleSource(model), folder, options=OPTIONS, publishing=publishing)
+    return Raced(ModuleSource(model), folder, options=options, publishing=publishing)
 
 
 def step(model: nn.Module) -> None:
@@ -132,6 +132,35 @@ def test_a_write_into_what_is_held_already_is_of_the_next_version(tmp_path: Path
     sender.publish()
     assert_read(tmp_path, 3, state_of(model))
     assert_proved(tmp_path, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("inflight", [None, 0])
+def test_kernels_digest_what_they_pack_so_that_a_late_write_is_of_one_of_two_versions(
+    tmp_path: Path, inflight: int | None
+) -> None:
+    """They read each element that is packed once, and a reader gets what the digest says."""
+    model = net()
+    options = SenderOptions(stream_id="run", kernels="triton", max_inflight_bytes=inflight)
+    sender = raced(model, tmp_path, options)
+    generator = torch.Generator().manual_seed(1)
+
+    def write() -> None:
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor[torch.rand(tensor.shape, generator=generator) < 0.1] += 1
+
+    for version, is_dense in enumerate([True, True, False, False, True], 1):
+        if is_dense:  # all of it is sent without indices
+            step(model)
+        else:
+            for tensor in model.parameters():
+                add(tensor, *((n,) * tensor.dim() for n in range(version)))
+        sender.write = write if version in (2, 3) else lambda: None
+        assert sender.publish().version == version
+        if version > 3:
+            assert_read(tmp_path, version, dict(model.named_parameters()))
+    assert_proved(tmp_path, 5)
 
 
 def test_a_write_during_the_upload_is_of_the_next_version(tmp_path: Path) -> None:
