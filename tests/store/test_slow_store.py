@@ -112,9 +112,11 @@ def test_calls_that_are_broken_off_go_on_where_the_last_one_ended(slow: Slow) ->
     assert came == sorted(set(came))
 
 
+@pytest.mark.parametrize("is_newest", [True, False])
 def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
-    slow: Slow, tmp_path: Path
+    slow: Slow, tmp_path: Path, is_newest: bool
 ) -> None:
+    """Which fetches the newest version, and removes what that does not need."""
     url, options = slow.place.url, slow.place.options.model_dump_json()
     with subprocess.Popen(
         [sys.executable, "-c", READER, url, options, str(tmp_path)],
@@ -125,12 +127,16 @@ def test_a_reader_that_was_killed_leaves_what_has_come_to_the_next(
         fetched = next(n for n in map(int, process.stdout) if n > NUM_BYTES // 2)
         process.kill()
     slow.faults.bytes_per_s = None
+    if not is_newest:  # than which the new anchor is a cheaper way
+        with torch.no_grad():
+            slow.trainer.weight += 1
+        slow.sender.publish()
     engine, receiver = slow.reader(tmp_path)
     told: list[int] = []
     receiver.progress.advanced = lambda _: told.append(receiver.progress.fetched_bytes)
     with receiver:
-        receiver.fetch()
-    assert told[0] >= fetched
+        assert receiver.fetch() == slow.sender.version
+    assert (told[0] >= fetched) == is_newest
     assert torch.equal(engine.weight, slow.trainer.weight)
     assert not list(tmp_path.iterdir())
 
