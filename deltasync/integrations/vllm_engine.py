@@ -277,7 +277,7 @@ class DeltaSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._worker.check_awake()
             self._connect(self._trainer)
-        except (DeltaSyncError, RuntimeError, OSError) as error:
+        except (DeltaSyncError, MemoryError, OSError, RuntimeError) as error:
             logger.warning("deltasync: this worker is not connected any more: %s", error)
 
     def reloaded(self) -> None:

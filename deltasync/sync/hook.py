@@ -192,7 +192,7 @@ class StepHook:
             return
         try:
             self._sender.refresh_source()
-        except (DeltaSyncError, RuntimeError):  # raised again in the sync, for all ranks
+        except (DeltaSyncError, MemoryError, RuntimeError):  # raised again in the sync, for all
             self._sync()
             return
         self._source_read.clear()

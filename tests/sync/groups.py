@@ -126,7 +126,7 @@ class Trainer(Receivers):
             try:
                 with self.around():
                     return rank.send_weights(timeout_s=timeout_s)
-            except (DeltaSyncError, RuntimeError) as error:
+            except (DeltaSyncError, MemoryError, RuntimeError) as error:
                 return error.with_traceback(None)
 
         return [self._threads.submit(send, rank) for rank in self.ranks]

@@ -585,7 +585,7 @@ def test_a_rank_of_a_trainer_is_used_by_one_thread() -> None:
         assert bits_equal(model, replica)
 
 
-@pytest.mark.parametrize("where", ["source", "memory", "callback"])
+@pytest.mark.parametrize("where", ["source", "memory", "host memory", "callback"])
 def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> None:
     """A rank that left one out would send the weights of another step than the others."""
     from tests.sync.groups import rows_of, trainer_of
@@ -615,7 +615,8 @@ def test_ranks_count_the_same_calls_whatever_one_of_them_raises(where: str) -> N
         def train(rank: int) -> None:
             for number in range(6):
                 is_now = (rank, number) == (1, 2)
-                planted = SourceChanged("planted") if where == "source" else RuntimeError("planted")
+                kinds = {"source": SourceChanged, "host memory": MemoryError}
+                planted = kinds.get(where, RuntimeError)("planted")
                 trainer.sources[rank].fails = planted if is_now and where != "callback" else None
                 for group in optimizers[rank].param_groups:
                     for parameter in group["params"]:

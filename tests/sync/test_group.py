@@ -167,18 +167,19 @@ def joined(here: Split, target: Model, count: int = 1) -> None:
     until(lambda: serving.receiver.version == here.sender.version)  # it may join by digest alone
 
 
-def test_one_rank_that_fails_aborts_the_version_everywhere() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_one_rank_that_fails_aborts_the_version_everywhere(kind: type[Exception]) -> None:
     source, target = model(1), model(1)
     with trainer_of(source, rows_of(source, 3)) as here:
         joined(here, target)
         for failing in range(3):
             before = here.sender.version
             change(here, failing)
-            here.sources[failing].fails = RuntimeError("planted")
+            here.sources[failing].fails = kind("planted")
             outcomes = here.outcomes()
             here.sources[failing].fails = None
             for rank, outcome in enumerate(outcomes):
-                assert isinstance(outcome, RuntimeError if rank == failing else SyncAborted)
+                assert isinstance(outcome, kind if rank == failing else SyncAborted)
                 assert "planted" in str(outcome)
             assert here.sender.version == before == here.serving["engine/0"].receiver.version
             assert not bits_equal(source, target)
@@ -239,14 +240,17 @@ def test_a_rank_gives_up_a_call_of_which_it_hears_no_more(monkeypatch: pytest.Mo
         assert bits_equal(source, target)
 
 
-def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt("planted"), KeyError("planted")])
+def test_a_rank_that_has_lost_its_snapshot_starts_over_with_all(error: BaseException) -> None:
     source, target = model(1), model(1)
     with trainer_of(source, rows_of(source, 2)) as here:
         joined(here, target)
-        here.sources[1].fails = KeyboardInterrupt("planted")
+        here.sources[1].fails = error
         futures = here.sending()
-        assert isinstance(futures[1].exception(), KeyboardInterrupt)
-        assert isinstance(futures[0].result(), SyncAborted)
+        assert futures[1].exception() is error
+        heard = futures[0].result()
+        assert isinstance(heard, SyncAborted)
+        assert isinstance(error, KeyboardInterrupt) or "rank 1: KeyError: 'planted'" in str(heard)
         here.sources[1].fails = None
         change(here, 1)
         here.settle(1)

@@ -37,6 +37,8 @@ _TURN_S = 0.2
 _CONNECT_S = 1.0  # with a secret, how long one attempt waits to be let in
 _PATIENCE = 10  # timeouts of rank 0 that may pass between two orders
 
+_PROBLEMS = (DeltaSyncError, MemoryError, RuntimeError)  # torch raises RuntimeErrors
+
 
 class TrainerRank(Closing):
     """A trainer rank other than rank 0: see `WeightSender`'s `group`.
@@ -129,7 +131,7 @@ class TrainerRank(Closing):
 
     def _send_weights(
         self, limit: CallTimeout, on_source_read: Callable[[], None] | None
-    ) -> tuple[orders.Done, DeltaSyncError | RuntimeError | None]:
+    ) -> tuple[orders.Done, Exception | None]:
         """How rank 0 has ended the call, and what went wrong here, which rank 0 was told."""
         self._call += 1
         self._trains_meanwhile = on_source_read is not None
@@ -139,7 +141,7 @@ class TrainerRank(Closing):
                 while not isinstance(order := self._receive(limit.wait_s), orders.Done):
                     error = self._carry_out(order) or error
                 self._resolve(order.version)
-        except (DeltaSyncError, RuntimeError) as problem:
+        except _PROBLEMS as problem:
             if not isinstance(problem, SyncAborted):  # rank 0 was not told
                 self._start_over()
             raise
@@ -208,17 +210,21 @@ class TrainerRank(Closing):
                 if deadline.passed:
                     raise
 
-    def _carry_out(self, order: orders.Order) -> DeltaSyncError | RuntimeError | None:
+    def _carry_out(self, order: orders.Order) -> Exception | None:
         """Answer an order. Returns what went wrong here, after rank 0 was told."""
         answer: orders.Answer | None
-        problem: DeltaSyncError | RuntimeError | None = None
+        problem: Exception | None = None
         try:
             answer = self._answer_to(order)
-        except (DeltaSyncError, RuntimeError) as error:  # torch raises RuntimeErrors
+        except _PROBLEMS as error:
             if isinstance(order, orders.Decide):
                 raise
-            problem, reason = error, str(error)[:4096]
-            answer = orders.Failed(error=type(error).__name__, reason=reason)
+            problem, answer = error, _failed(error)
+        except Exception as error:  # of the source's own
+            if not isinstance(order, orders.Decide):
+                with suppress(SyncAborted):
+                    self._answer(_failed(error))
+            raise
         if answer is not None:
             self._answer(answer)
         if isinstance(problem, VersionGap):  # rank 0 has to see that this snapshot is of no use
@@ -355,3 +361,7 @@ class TrainerRank(Closing):
         with suppress(TransportError):
             self._link.disconnect()
             self._lanes.reset()
+
+
+def _failed(error: Exception) -> orders.Failed:
+    return orders.Failed(error=type(error).__name__, reason=str(error)[:4096])
