@@ -25,6 +25,7 @@ import deltasync
 from deltasync.errors import DeltaSyncError
 
 _PACKAGE = str(Path(deltasync.__file__).parent)
+_EXIT = ["LOAD_CONST"] * 3  # what `__exit__` is called with; PRECALL is of Python 3.11
 _TURN = 20  # strikes of a world before the next one's
 Place = tuple[CodeType, int]
 """Where an interrupt can come: a function, and a line of it, or an instruction."""
@@ -160,9 +161,9 @@ def _leaving(code: CodeType) -> frozenset[int]:
         rest = instructions[at : at + 5]
         if one.opname == "PUSH_EXC_INFO" and "WITH_EXCEPT_START" in [i.opname for i in rest]:
             found.update(i.offset for i in rest)
-        nones = [i.opname == "LOAD_CONST" and i.argval is None for i in rest[:3]]
-        if len(rest) == 5 and all(nones) and "CALL" in (rest[3].opname, rest[4].opname):
-            found.update(i.offset for i in rest[:4])
+        names = [i.opname for i in rest if i.argval is None or i.opname != "LOAD_CONST"]
+        if names[:4] == [*_EXIT, "CALL"] or names == [*_EXIT, "PRECALL", "CALL"]:
+            found.update(i.offset for i in rest[: names.index("CALL") + 1])
             while at and instructions[at - 1].opname in ("SWAP", "NOP", "COPY"):  # `return`
                 at -= 1
                 found.add(instructions[at].offset)
