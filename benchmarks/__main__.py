@@ -22,7 +22,6 @@ from benchmarks.cases import GROUPS
 from benchmarks.codec import command as codec_command
 from benchmarks.codec import record as codec_record
 from benchmarks.codec import report as codec_report
-from benchmarks.codec.costs import ON_GPUS, codec_costs
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
@@ -46,6 +45,7 @@ from benchmarks.verl import run as run_verl
 
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
+CODEC_GPU_RECORDS = RESULTS / "codec-gpu.jsonl"
 TIMELINES = {
     "NCCL": RESULTS / "timeline-nccl.jsonl",
     "CUDA IPC": RESULTS / "timeline-ipc.jsonl",
@@ -64,7 +64,6 @@ _MODEL = "qwen3-1.7b"
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command()(codec_command.codec)
-app.command()(codec_costs)
 app.command()(store_command.store)
 app.command()(scale_command.scale)
 Records = Annotated[Path, typer.Option("--records", help="Where the records are.")]
@@ -251,26 +250,6 @@ def verl(
 
 
 @app.command()
-def calibrate(
-    out: Annotated[Path, typer.Option(help="The file to write, which Costs.load reads.")] = Path(
-        "costs.json"
-    ),
-    geometry: Annotated[str | None, typer.Option(help="The model that is synced.")] = None,
-    device: Device = None,
-    link: Link = None,
-) -> None:
-    """Measure what sparse and dense elements cost on this machine, for Policy(costs=...)."""
-    from benchmarks.calibrate import calibrate as measure
-
-    setup = _setup("full", geometry or "small", device, link)
-    if geometry is None and setup.device_type == "cuda":
-        setup = _setup("full", _MODEL, device, link)
-    costs = measure(setup)
-    out.write_text(costs.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    print(f"{out}: dense pays above {100 * costs.crossover:.3g} % changed ({costs.machine})")
-
-
-@app.command()
 def soak(
     syncs: Annotated[
         int, typer.Option(min=1, help="Number of syncs, including those that break off.")
@@ -416,7 +395,7 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         *TIMELINES.values(),
         VERL_RECORDS,
         codec_record.RECORDS,
-        ON_GPUS,
+        CODEC_GPU_RECORDS,
         store_record.RECORDS,
     )
     for records in kept:
@@ -486,7 +465,7 @@ def _gpu_records(setup: Setup, groups: list[str]) -> Path:
     if setup.transport not in GPU_RECORDS:
         raise typer.BadParameter("--record keeps what was measured on GPUs; see --out")
     is_codec = groups == ["codec"]
-    path = ON_GPUS if is_codec else GPU_RECORDS[setup.transport]
+    path = CODEC_GPU_RECORDS if is_codec else GPU_RECORDS[setup.transport]
     if setup.geometry == _MODEL and (is_codec or groups == list(GPU_GROUPS)):
         path.unlink(missing_ok=True)
     return path

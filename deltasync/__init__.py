@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deltasync.delta.diff import apply_patch, diff
     from deltasync.delta.fold import fold
     from deltasync.delta.patch import Chunk, ChunkedPatch, DensePatch, Patch, SparsePatch
-    from deltasync.delta.policy import Costs, Policy
+    from deltasync.delta.policy import Policy
     from deltasync.delta.routes.loading import Loader
     from deltasync.delta.routes.recorder import CheckpointTensor
     from deltasync.delta.shard import ShardSpec
@@ -48,7 +48,6 @@ __all__ = [
     "CheckpointTensor",
     "Chunk",
     "ChunkedPatch",
-    "Costs",
     "DeltaSyncError",
     "DensePatch",
     "Exported",
@@ -108,7 +107,7 @@ _HOMES = {
         "delta.diff": "apply_patch diff",
         "delta.fold": "fold",
         "delta.patch": "Chunk ChunkedPatch DensePatch Patch SparsePatch",
-        "delta.policy": "Costs Policy",
+        "delta.policy": "Policy",
         "delta.routes.loading": "Loader",
         "delta.routes.recorder": "CheckpointTensor",
         "delta.shard": "ShardSpec",

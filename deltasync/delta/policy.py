@@ -1,70 +1,39 @@
-"""The share of changed elements above which a chunk goes dense, by predicted cost."""
+"""The share of changed elements above which a chunk goes dense, by measured cost."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from deltasync.delta.options import OptionsModel
 from deltasync.delta.patch import chunk_numel_on
-from deltasync.errors import ConfigError
 
-
-class Costs(OptionsModel):
-    """What an element costs in a whole sync, both ends together, on one kind of machine.
-
-    A sparse element costs an index, a gather and a scatter on both ends; a dense one a copy
-    and a share of a full digest. `python -m benchmarks calibrate` measures them and writes a
-    file that `load` reads.
-    """
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    machine: str = Field(description="where they were measured, and with what")
-    sparse_ns: float = Field(gt=0, description="cost of one changed element, all phases")
-    dense_ns: float = Field(gt=0, description="cost of one element of a dense chunk")
-
-    @property
-    def crossover(self) -> float:
-        """The density at which both ways cost the same. Above 1: sparse always pays."""
-        return self.dense_ns / self.sparse_ns
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a JSON file of these fields. Raises ConfigError."""
-        try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except (OSError, ConfigError) as error:
-            raise ConfigError(f"no costs in {path}: {error}") from error
-
-
-DEFAULT_COSTS = MappingProxyType(
+CROSSOVERS = MappingProxyType(
     {
-        "cpu": Costs(machine="AMD EPYC, 2 cores, torch 2.13.0", sparse_ns=38.0, dense_ns=5.7),
-        "cuda": Costs(
-            machine="2 x NVIDIA H200, NCCL, torch 2.11.0+cu130", sparse_ns=0.0567, dense_ns=0.0081
-        ),
+        "cpu": 5.7 / 38.0,  # AMD EPYC, 2 cores, torch 2.13.0
+        "cuda": 0.0081 / 0.0567,  # 2 x NVIDIA H200, NCCL, torch 2.11.0+cu130
     }
 )
-"""By type of the device that compares. Accelerators that are not listed count as "cuda"."""
+"""By type of the device that compares: nanoseconds of an element of a dense chunk, by those of a
+changed element in a sparse one, in whole syncs, both ends together. A changed element costs an
+index, a gather and a scatter at both ends, one of a dense chunk a copy and a share of a digest.
+Accelerators that are not listed count as "cuda"."""
 
 
 class Policy(OptionsModel):
     """When a chunk stops being sparse.
 
-    The crossover is where `density * sparse_ns = dense_ns`, not where the bytes are equal. A
+    The crossover is where both ways cost the same time, not where they take the same bytes. A
     parameter is sent sparse when no chunk is dense, dense when all are, chunked otherwise.
     """
 
-    costs: Costs | None = Field(default=None, description="None for DEFAULT_COSTS of the device")
     dense_above: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="density above which a chunk is dense; overrides the costs",
+        description="density above which a chunk is dense; None for what was measured on devices "
+        "of this type",
     )
     chunk_numel: int | None = Field(
         default=None,
@@ -77,8 +46,7 @@ class Policy(OptionsModel):
         """The density above which a chunk on such a device ("cpu", "cuda") is sent dense."""
         if self.dense_above is not None:
             return self.dense_above
-        shipped = DEFAULT_COSTS.get(device_type, DEFAULT_COSTS["cuda"])
-        return (self.costs or shipped).crossover
+        return CROSSOVERS.get(device_type, CROSSOVERS["cuda"])
 
     def chunk_numel_on(self, *device_types: str) -> int:
         """Elements in a chunk where weights live on devices of these types."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -24,8 +24,6 @@ from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.source.layout import SentLayout
 
 logger = logging.getLogger(__name__)
-
-Choose = Callable[[Plan], Coding]
 
 
 class PublishOptions(OptionsModel):
@@ -126,19 +124,19 @@ class BesidesWriter:
         self._count(way)
         self._unfolded_bytes += way.num_bytes
 
-    def write(self, layout: SentLayout, flats: Mapping[int, Live], choose: Choose) -> Besides:
+    def write(self, layout: SentLayout, flats: Mapping[int, Live], coding: Coding) -> Besides:
         """Write what is due of the newest version.
 
         Args:
             layout: Its parameters.
             flats: Its weights, by parameter.
-            choose: Returns what a fold is coded with; "none" is compressed.
+            coding: What a fold is coded with; "none" is compressed.
         """
         fold = anchor = None
         failed = list[str]()
         try:
             if self._is_fold_due():
-                fold = self._fold(flats, choose)
+                fold = self._fold(flats, coding)
         except StoreError as error:
             failed.append(f"fold: {type(error).__name__}: {error}")
         try:
@@ -190,7 +188,7 @@ class BesidesWriter:
         self._unfolded_bytes = 0
         self._undo.begin(self._writer.head if self._options.fold_every > 1 else None)
 
-    def _fold(self, flats: Mapping[int, Live], choose: Choose) -> Way | None:
+    def _fold(self, flats: Mapping[int, Live], coding: Coding) -> Way | None:
         """One delta in place of the recent ones; None if it would not be smaller.
 
         If that fails, it is due again with the next version, and leads there.
@@ -200,7 +198,6 @@ class BesidesWriter:
         assert base is not None
         codecs = dict[str, int]()
         plan = self._undo.fold(flats, int(head.manifest.digest, 16))
-        coding = choose(plan)
         with Spool() as spool:
             spool.take(
                 one_way_frames(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from deltasync.delta.backend import Delta, Plan
+from deltasync.delta.backend import Delta
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.digests import DigestLedger, Ints, digest_text
 from deltasync.delta.host.backend import DeltaPlan
@@ -39,8 +39,6 @@ from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
-_HASHING_S = 1e-9  # a byte of an anchor, about, while it is uploaded
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats(SyncEvent):
@@ -57,9 +55,7 @@ class PublishStats(SyncEvent):
         delta_bytes, anchor_bytes, fold_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
         codecs: Payload bytes by codec.
-        compression: What deltas were coded with last: what `compression="auto"` has chosen.
-        link_gbit_s: The speed by which "auto" chooses the next one, in Gbit/s: as given, or of the
-            uploads; None before the first.
+        compression: What deltas are coded with.
         diff_s: To compare.
         upload_s: To pack and to write.
         total_s: The whole call.
@@ -86,7 +82,6 @@ class PublishStats(SyncEvent):
     total_s: float
     codecs: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
-    link_gbit_s: float | None = None
     postponed: str = ""
     run: str = ""
     ended_at: float = 0.0
@@ -157,9 +152,6 @@ class StoreSender(Closing):
         self._writer = RunWriter(objects, run, self.publishing.writer)
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
-        self._weights.coding.last = "gap"  # until a speed is known
-        asked = self._weights.options.compression
-        self._coding: Coding = "gap" if asked == "auto" else asked
         self._besides = BesidesWriter(self._writer, self.publishing)
         refusal = "a version is being published; a StoreSender is for one thread"
         self._caller = OneCaller(refusal, self._besides.close)
@@ -241,14 +233,13 @@ class StoreSender(Closing):
 
     def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
-        self._coding = self._choose(delta)
         frames = one_way_frames(
             self._besides.watched(delta, self._layout),
             self._layout.specs,
             stream_id=self.run,
             version=version,
             digest=self._weights.digests.total,
-            compression=self._coding,
+            compression=self._weights.options.compression,
             counts=codecs,
         )
         with Spool() as spool:
@@ -256,9 +247,7 @@ class StoreSender(Closing):
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            began = time.perf_counter()
             file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
-            self._weights.coding.took(file.bytes, time.perf_counter() - began)
         return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
     def _check_still(self, delta: Delta) -> None:
@@ -286,15 +275,12 @@ class StoreSender(Closing):
             self._besides.resume(head)
             return self._stats(head, "unchanged", None, self._write_besides(), began, compared)
         self._weights.release()
-        written = time.perf_counter()
         ledger, snapshot = self._weights.digests, self._weights.snapshot
         if self._besides.is_damaged:
             snapshot.ledger.sums[:] = snapshot.measure(np.arange(len(snapshot.ledger.sums)))
         way = self._besides.write_anchor(
             self._writer.next_version, self._layout, snapshot.flats, digest=ledger.total
         )
-        took_s = time.perf_counter() - written
-        self._weights.coding.took(way.num_bytes, took_s, expected_s=_HASHING_S * way.num_bytes)
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
         return self._stats(published, "anchor", None, Besides(anchor=way), began, compared)
@@ -351,10 +337,7 @@ class StoreSender(Closing):
     def _write_besides(self) -> Besides:
         """Anchors and folds of the version just published, which the snapshot has."""
         flats = self._weights.snapshot.flats
-        return self._besides.write(self._layout, flats, self._choose)
-
-    def _choose(self, plan: Plan) -> Coding:
-        return self._weights.coding.choose(self._weights, plan)
+        return self._besides.write(self._layout, flats, self._weights.options.compression)
 
     @property
     def _layout(self) -> SentLayout:
@@ -387,8 +370,7 @@ class StoreSender(Closing):
             fold_bytes=0 if more.fold is None else more.fold.num_bytes,
             dense_bytes=self._layout.num_bytes,
             codecs={} if delta is None else dict(delta.codecs),
-            compression=self._coding,
-            link_gbit_s=self._weights.coding.gbit_s(self._weights.options),
+            compression=self._weights.options.compression,
             diff_s=compared - began,
             upload_s=now - compared,
             total_s=now - began,

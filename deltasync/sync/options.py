@@ -32,19 +32,11 @@ class SenderOptions(OptionsModel):
     max_inflight_bytes: int | None = Field(
         default=None, ge=0, description="patches kept until the decision; None for 5 % of the model"
     )
-    compression: Literal[Coding, "auto"] = Field(
+    compression: Coding = Field(
         default="none",
         description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
         "more time: gap, block without an entropy coder, class with one that knows the old "
-        "weights. auto: for each sync the one that takes the least time, by the speed of the link "
-        "and by how much changes",
-    )
-    link_gbit_s: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="speed of the link for compression='auto', in Gbit/s (1 is 125 MB a second); "
-        "None to go by what payloads have shown",
+        "weights",
     )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,
@@ -82,15 +74,6 @@ class SenderOptions(OptionsModel):
         description="warn of a delta whose density is so many times the median of the last 50; "
         "None for never",
     )
-
-
-def check_group(options: SenderOptions) -> None:
-    """Raise ConfigError for what a trainer of several ranks cannot do."""
-    if options.compression == "auto" and options.link_gbit_s is None:
-        raise ConfigError(
-            "compression='auto' on several ranks: give link_gbit_s, because lanes are not answered "
-            "and show no speed"
-        )
 
 
 _FIXED = ("kernels", "leave_out", "snapshot_device", "stream_id", "wire_dtypes")

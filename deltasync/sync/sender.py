@@ -16,7 +16,7 @@ from deltasync.sync.arguments import check_options, check_send_transport, local_
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import with_group
-from deltasync.sync.options import SenderOptions, check_group, check_replaceable
+from deltasync.sync.options import SenderOptions, check_replaceable
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, SenderLink, check_seconds
 from deltasync.sync.protocol.lobby import Joining, Lobby, are_enough, names_of
 from deltasync.sync.protocol.round import Round, RoundResult, SyncPhase, Turns, all_at_once
@@ -88,7 +88,6 @@ class WeightSender(Closing):
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
-        own.coding.is_in_memory = self._link.is_in_memory
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
         self._peer_ranks = (
@@ -139,8 +138,6 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
-        if self._peer_ranks is not None:
-            check_group(options)
         self._own.options = options
 
     @property
@@ -286,7 +283,6 @@ class WeightSender(Closing):
         joined = joined or self._join(engines, join_timeout_s)
         if not self._session.members:
             raise nothing_sent(self._lost, is_too_late=limit.is_over)
-        coding, options = self._own.coding, self._own.options
         return stats_of(
             self._weights,
             delta,
@@ -294,8 +290,7 @@ class WeightSender(Closing):
             self._call,
             session=self._session,
             watch=self._watch,
-            options=options,
-            link_gbit_s=coding.gbit_s(options) if options.compression == "auto" else None,
+            options=self._own.options,
         )
 
     def close(self) -> None:
@@ -430,7 +425,6 @@ class WeightSender(Closing):
         self, plan: Plan, participants: list[Member], besides: Collection[str], version: int
     ) -> RoundResult:
         """One round; remembers who was lost in it. Arguments as of `Round`."""
-        coding, asked = self._own.coding, self._own.options.compression
         layout, is_free = self._weights.layout, self._turns is all_at_once
         assert layout is not None
         work = Round(
@@ -438,18 +432,14 @@ class WeightSender(Closing):
             self._session,
             plan,
             layout,
-            compression=coding.choose(self._own, plan) if asked == "auto" else asked,
+            compression=self._own.options.compression,
             on_phase=self._on_phase,
             packed=self._own.release,
             peer_ranks=self._peer_ranks,
-            is_timed=asked == "auto",
             turns=all_at_once if is_free else lambda engines: self._turns(engines, besides),
         )
         try:
-            result = work.run(participants, version=version, stream_id=self.stream_id)
-            if asked == "auto" and self._peer_ranks is None:
-                coding.learn(self._own, plan, result)
-            return result
+            return work.run(participants, version=version, stream_id=self.stream_id)
         finally:
             self._call.phases += work.phases
             failures = self._session.failures

@@ -64,9 +64,7 @@ class SyncStats(SyncEvent):
         joined_bytes: Payload bytes of the full sync to joining receivers, besides the delta's.
         bytes_by_codec: `payload_bytes` by what took them: rows by their codecs ("gap+ulp", "raw",
             "dense"), "table" for what describes them, "zstd" and "none" for whole payloads.
-        compression: What payloads were coded with: what `compression="auto"` has chosen.
-        link_gbit_s: The speed of the link by which "auto" chooses the next one; None if it is not
-            known, or has no limit since payloads stay in memory.
+        compression: What payloads were coded with.
         num_buckets: Payloads of the delta, or of the full sync.
         diff_s: Time to compare the source with the snapshot, digests included; of a delta that is
             packed meanwhile, the time that was waited for it.
@@ -114,7 +112,6 @@ class SyncStats(SyncEvent):
     parameters: dict[str, int] = field(default_factory=dict)
     bytes_by_codec: dict[str, int] = field(default_factory=dict)
     compression: Coding = "none"
-    link_gbit_s: float | None = None
     wait_s: float = 0.0
     attempts: int = 1
     stream_id: str = ""
@@ -185,7 +182,6 @@ def stats_of(
     session: SenderSession,
     watch: DeltaWatch,
     options: SenderOptions,
-    link_gbit_s: float | None = None,
 ) -> SyncStats:
     """Count a sync.
 
@@ -193,7 +189,7 @@ def stats_of(
         weights, options: What was sent, and how.
         synced, joined: What members got, if there were any, and newcomers.
         call: The call, which ends now; `session`: who holds the version.
-        watch, link_gbit_s: What notices anything unusual of it; and as of `SyncStats`.
+        watch: What notices anything unusual of it.
     """
     layout, found = weights.layout, synced.delta if synced else None
     assert layout is not None
@@ -216,7 +212,6 @@ def stats_of(
         joined_bytes=joined.result.sent.payload_bytes if synced else 0,
         bytes_by_codec=dict(result.sent.bytes_by_codec),
         compression=result.coding,
-        link_gbit_s=link_gbit_s,
         num_buckets=result.sent.num_buckets,
         diff_s=synced.diff_s if synced else _seconds(call.phases),
         transfer_s=result.transfer_s,

@@ -50,14 +50,12 @@ class Capabilities:
     Attributes:
         devices: torch device types that payloads may live on.
         max_payload_bytes: Largest payload of one frame; None if only memory limits it.
-        in_memory: Whether payloads stay in the memory of one host, at its speed.
         outlives_losses: Whether the other peers of an epoch get every frame, although a peer was
             lost or dropped as it was sent.
     """
 
     devices: tuple[str, ...]
     max_payload_bytes: int | None
-    in_memory: bool = False
     outlives_losses: bool = False
 
 

@@ -39,7 +39,7 @@ class Sender(SendTransport):
         """Payloads live on `device`; larger ones than `max_payload_bytes` are refused."""
         self._device = torch.device(device)
         self._capabilities = Capabilities(
-            (self._device.type,), max_payload_bytes, in_memory=True, outlives_losses=True
+            (self._device.type,), max_payload_bytes, outlives_losses=True
         )
         self._lock = threading.RLock()  # whose `with` no interrupt leaves locked
         self._changed = threading.Condition(self._lock)

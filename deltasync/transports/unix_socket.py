@@ -32,7 +32,7 @@ class UnixSender(SlotSender):
         there or `path` is something else.
         """
         capabilities = Capabilities(
-            (slots[0].memory.device.type,), max_payload_bytes, in_memory=True, outlives_losses=True
+            (slots[0].memory.device.type,), max_payload_bytes, outlives_losses=True
         )
         self._path = private_path() if path is None else Path(path)
         listener = listen(self._path)
@@ -66,9 +66,7 @@ class UnixReceiver(SlotReceiver, ABC):
         So is a sender of another user, unless that is root.
         """
         self._path = Path(path)
-        super().__init__(
-            Capabilities((device_type,), max_payload_bytes, in_memory=True), Kind.SEGMENT
-        )
+        super().__init__(Capabilities((device_type,), max_payload_bytes), Kind.SEGMENT)
 
     @abstractmethod
     def receive(self, *, timeout_s: float) -> Frame:

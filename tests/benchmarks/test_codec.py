@@ -12,17 +12,15 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.codec.bounds import bounds_of
 from benchmarks.codec.change import change_of, same
-from benchmarks.codec.costs import COSTS, fit, gpu_costs
 from benchmarks.codec.pairs import BFLOAT16, Pair, main, names, pairs, read_pairs
 from benchmarks.codec.plots import draw_all
-from benchmarks.codec.record import RECORDS, CodecRecord, append_records, read_records
+from benchmarks.codec.record import CodecRecord, append_records, read_records
 from benchmarks.codec.report import make_markdown, make_table
 from benchmarks.codec.runner import LostBits, coders, measure, measure_pair
 from benchmarks.codec.shapes import Absolute, Gaps, Positions, RowsAndColumns
 from benchmarks.codec.text import Text
 from benchmarks.codec.training import SIZES, Training
 from deltasync.delta.bits import as_bits
-from deltasync.delta.codecs.choosing import CODING_COSTS, CodingCosts
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +132,3 @@ def test_a_bound_is_the_entropy() -> None:
     pair = Pair(kept="bf16", lr=1e-6, steps=1, form=BFLOAT16, old={"w": old}, new={"w": new})
     bounds = bounds_of(change_of(pair))
     assert bounds.unknown == bounds.known == 1024 / 8
-
-
-def test_the_costs_that_ship_are_those_of_the_records() -> None:
-    records = [one for one in read_records(RECORDS) if one.form == BFLOAT16]
-    assert fit(records) == dict(CODING_COSTS["cpu"].deltas)
-    assert CodingCosts.model_validate_json(COSTS.read_text(encoding="utf-8")) == CODING_COSTS["cpu"]
-
-
-def test_the_costs_on_gpus_that_ship_are_those_of_the_records() -> None:
-    assert gpu_costs() == CODING_COSTS["cuda"]
-    result = CliRunner().invoke(app, ["codec-costs", "--gpu"])
-    assert result.exit_code == 0, result.output
-    assert "changed: class up to" in result.output
-
-
-def test_the_costs_of_a_machine_are_printed() -> None:
-    result = CliRunner().invoke(app, ["codec-costs", "--scale", "tiny"])
-    assert result.exit_code == 0, result.output
-    text, _, _ = result.output.partition("\nfull syncs")
-    assert CodingCosts.model_validate_json(text).whole["zstd"].share < 1

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-import benchmarks.calibrate as calibration
 from benchmarks.__main__ import IMAGES, PAGE, README, app
 from benchmarks.gpu import baselines, report
 from benchmarks.gpu.cases import Run
@@ -24,7 +23,6 @@ from benchmarks.gpu.worker import GROUPS, run_groups
 from benchmarks.gpu.workload import Training, mutate
 from benchmarks.record import MEMORY, Result, read_records
 from benchmarks.workload import bits_of
-from deltasync import Costs
 
 CPU = torch.device("cpu")
 TINY = GEOMETRIES["tiny"]
@@ -203,36 +201,6 @@ def test_the_usual_sparse_way_arrives_at_the_same_bits() -> None:
     assert baselines.differing(list(engine.parts.values()), SharedBuffer(memory)) == 0
     next(iter(engine.parts.values()))[0, 0] += 1
     assert baselines.differing(list(engine.parts.values()), SharedBuffer(memory)) == 1
-
-
-def test_costs_are_those_of_the_lines() -> None:
-    # 2 ns for each change on top of 1 ms; a dense sync of a million elements in 1.5 ms.
-    changed = [1e5, 2e5, 4e5]
-    costs = calibration.fit(changed, [1e-3 + 2e-9 * n for n in changed], 1.5e-3, 10**6, machine="")
-    assert (costs.sparse_ns, costs.dense_ns) == pytest.approx((2.0, 0.5))
-    with pytest.raises(RuntimeError, match="too busy"):
-        calibration.fit(changed, [3e-3, 2e-3, 1e-3], 1e-3, 10**6, machine="")
-
-
-def test_calibration_writes_a_file_that_a_policy_reads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fit(
-        changed: list[float], sparse_s: list[float], dense_s: float, numel: int, *, machine: str
-    ) -> Costs:  # times of toy models are noise
-        assert len(changed) == len(sparse_s)
-        assert max(changed) <= numel == TINY.numel
-        assert dense_s > 0
-        return Costs(machine=machine, sparse_ns=2.0, dense_ns=1.0)
-
-    monkeypatch.setattr(calibration, "fit", fit)
-    path = tmp_path / "costs.json"
-    where = ["--device", "cpu", "--geometry", "tiny", "--link", "local"]
-    done = CliRunner().invoke(app, ["calibrate", "--out", str(path), *where])
-    assert done.exit_code == 0, done.output
-    costs = Costs.load(path)
-    assert costs.crossover == 0.5
-    assert "shared memory" in costs.machine
 
 
 def test_the_page_gets_tables_and_images(results: list[Result], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,8 +25,7 @@ from deltasync.delta.bits import (
 )
 from deltasync.delta.diff import find_runs
 from deltasync.delta.patch import CHUNK_NUMEL
-from deltasync.delta.policy import DEFAULT_COSTS, Costs, Policy
-from deltasync.errors import ConfigError
+from deltasync.delta.policy import Policy
 from tests import strategies as own
 
 HUGE = (1 << 31) + 5
@@ -152,39 +150,13 @@ def test_dense_tail_beyond_int32_is_one_chunk() -> None:
     assert runs == [Run(1 << 31, 5)]
 
 
-@given(sparse=st.floats(1, 100), dense=st.floats(1, 100), above=st.none() | st.floats(0, 1))
-def test_crossover_is_where_the_costs_meet(
-    sparse: float, dense: float, above: float | None
-) -> None:
-    costs = Costs(machine="any", sparse_ns=sparse, dense_ns=dense)
-    policy = Policy(costs=costs, dense_above=above)
-    assert policy.crossover("cpu") == (dense / sparse if above is None else above)
-    assert policy.crossover("cuda") == (dense / sparse if above is None else above)
-
-
-def test_costs_differ_by_device() -> None:
+def test_the_crossover_is_as_asked_or_that_of_the_device() -> None:
     assert Policy().crossover("cpu") == 5.7 / 38.0
-    assert Policy().crossover("cuda") == DEFAULT_COSTS["cuda"].crossover < 1
+    assert Policy().crossover("cuda") == 0.0081 / 0.0567
     assert Policy().crossover("xpu") == Policy().crossover("cuda")
-
-
-def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
-    costs = Costs(machine="any", sparse_ns=2.0, dense_ns=1.0)
-    path = tmp_path / "costs.json"
-    path.write_text(costs.model_dump_json())
-    assert Costs.load(path) == costs
-
-
-@pytest.mark.parametrize(
-    "text",
-    [None, "", "[]", '{"machine": "any"}', '{"machine": "", "sparse_ns": 0, "dense_ns": 1}'],
-)
-def test_bad_files_of_costs_are_refused(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "costs.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match="costs"):
-        Costs.load(path)
+    assert (
+        Policy(dense_above=0.3).crossover("cpu") == Policy(dense_above=0.3).crossover("xpu") == 0.3
+    )
 
 
 @given(tensor=own.tensors())

@@ -431,20 +431,6 @@ def test_kernels_keep_the_old_bits_that_they_have(inflight: int | None) -> None:
     assert num_bytes == way.num_bytes
 
 
-def test_the_codec_of_a_fold_is_chosen_for_the_fold() -> None:
-    """Also if nothing has changed in the last version."""
-    place, states = memory_place(), large_states(3)
-    options = SenderOptions(stream_id="run", compression="auto", link_gbit_s=0.1)
-    model = Bag(states[0])
-    sender = StoreSender(
-        ModuleSource(model), place.url, options=options, publishing=PublishOptions(fold_every=3)
-    )
-    stats = publish(sender, model, [*states, states[-1]])
-    (way,) = folds(run_of(place)).values()
-    assert any(name.startswith("gap") for name in way.codecs), way.codecs
-    assert [one.compression for one in stats[1:]] == ["gap"] * 3
-
-
 def test_a_fold_that_is_damaged_is_not_the_only_way() -> None:
     place, states = memory_place(), large_states(4)
     model = Bag(states[0])

@@ -142,6 +142,19 @@ def test_every_rank_has_what_its_loader_would_load(
             assert all(bits_equal(rank, rank_of(source, rank.rank)) for rank in ranks)
 
 
+def test_receivers_of_parts_get_gaps_where_class_is_asked_for() -> None:
+    source, generator = trainer(0), torch.Generator().manual_seed(0)
+    ranks = [rank_of(trainer(1), n) for n in range(2)]
+    with fleet(source, options=SenderOptions(compression="class")) as here:
+        for number, rank in enumerate(ranks):
+            here.add(RoutedTarget(rank, CHECKPOINT), rank=number, world=2)
+        here.wait(2)
+        for _ in range(3):
+            assert here.sender.send_weights().compression == "gap"
+            assert all(bits_equal(rank, rank_of(source, rank.rank)) for rank in ranks)
+            step(source, generator, 0.2)
+
+
 def test_one_wrong_element_of_one_rank_is_found() -> None:
     source = trainer(0)
     ranks = [rank_of(source, n) for n in range(2)]

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deltasync.files.checkpoint import Checkpoint
+from tests.sync.json_process import Process
 from tests.sync.rescue import NUMEL, fingerprint, model
-from tests.sync.thin_links import Process
 
 
 def test_a_trainer_is_restored_from_an_engine_and_goes_on(tmp_path: Path) -> None:

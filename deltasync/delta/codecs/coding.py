@@ -119,6 +119,6 @@ def policy_for(policy: Policy, coding: Coding) -> Policy:
     Whoever asks for a codec wants few bytes, and of those a dense chunk takes more up to a high
     density. A policy that says when to go dense is left as it is.
     """
-    if coding in _CODECS and policy.dense_above is None and policy.costs is None:
+    if coding in _CODECS and policy.dense_above is None:
         return policy.model_copy(update={"dense_above": DENSE_ABOVE})
     return policy

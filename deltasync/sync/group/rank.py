@@ -22,7 +22,7 @@ from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, Replicas, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
 from deltasync.sync.group.model import Declaration, digests_told
-from deltasync.sync.options import SenderOptions, check_group
+from deltasync.sync.options import SenderOptions
 from deltasync.sync.protocol.links import CallTimeout, OneCaller, check_seconds
 from deltasync.sync.source.tensors import WeightSource, maxima_of
 from deltasync.sync.source.weights import OwnWeights
@@ -73,7 +73,6 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
-        check_group(options)
         self._rank = rank
         self._weights = OwnWeights(source, options)
         self.source = self._weights.source
@@ -326,7 +325,7 @@ class TrainerRank(Closing):
             attempt=order.attempt,
             version=order.version,
             receivers=order.receivers,
-            compression=self._weights.coding.choose(self._weights, plan),
+            compression=self._weights.options.compression,
             timeout_s=order.timeout_s,
         )
         self._weights.release()

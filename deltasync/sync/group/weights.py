@@ -25,7 +25,6 @@ from deltasync.sync.group.model import (
     refuse_drifted,
     runs_of,
 )
-from deltasync.sync.options import check_group
 from deltasync.sync.protocol.frames import SentBuckets
 from deltasync.sync.protocol.links import CallTimeout
 from deltasync.sync.protocol.sender_session import Copies
@@ -278,5 +277,4 @@ def with_group(own: LocalWeights, group: GroupCalls) -> GroupWeights:
     """The weights of all ranks of a trainer, of which this one holds `own`. Raises ConfigError."""
     if not isinstance(own, OwnWeights):
         raise ConfigError("a rank of a group needs a source of what it holds")
-    check_group(own.options)
     return GroupWeights(own, group)

@@ -161,11 +161,6 @@ class SenderLink:
         """For the next wait."""
         return self.limit.wait_s
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether payloads stay in the memory of one host."""
-        return self._transport.capabilities.in_memory
-
     def open(self, peers: Sequence[int]) -> dict[int, TransportError]:
         """Speak to `peers` from now on. Returns those that could not be reached."""
         if tuple(peers) == self._epoch and all(map(self.is_connected, peers)):

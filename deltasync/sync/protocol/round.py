@@ -41,8 +41,6 @@ class RoundResult:
     """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out.
 
     A version that `is_too_large` was aborted since the plan has more than was announced.
-    `answer_s` is the time from when the first payload was on its way until all have prepared:
-    before, receivers may have been elsewhere.
     """
 
     decided: bool = False
@@ -51,7 +49,6 @@ class RoundResult:
     asleep: set[int] = field(default_factory=set)
     sent: SentBuckets = field(default_factory=SentBuckets)
     coding: Coding = "none"
-    answer_s: float = 0.0
     transfer_s: float = 0.0
     wait_s: float = 0.0
     commit_s: float = 0.0
@@ -131,8 +128,7 @@ class Round:
     Use it once: `run`. Whoever fails leaves alone, and the others go on; but if payloads may not
     have reached the others either, the version is aborted before it is decided. In both cases the
     session then knows why, and those that failed have been dropped. `packed` is called when nothing
-    of the plan is read from the source any more, and returns whether that may change now. If
-    `is_timed`, the result says how soon payloads were answered.
+    of the plan is read from the source any more, and returns whether that may change now.
 
     Attributes:
         phases: "send", "wait" and "commit", by `time.perf_counter`.
@@ -149,12 +145,10 @@ class Round:
         packed: Callable[[], bool],
         on_phase: Callable[[SyncPhase], None] | None = None,
         peer_ranks: PeerRanks | None = None,
-        is_timed: bool = False,
         turns: Callable[[Collection[str]], Sequence[Collection[str]]] = all_at_once,
     ) -> None:
         self._turns = turns
         self._link, self._session, self._plan = link, session, plan
-        self._is_timed = is_timed
         self._on_phase, self._packed, self._peer_ranks = on_phase, packed, peer_ranks
         self._layout, self._compression = layout, compression
         self._result, self.phases = RoundResult(), list[Phase]()
@@ -163,7 +157,6 @@ class Round:
         self._finished: set[str] = set()  # engines
         self._is_answering = self._has_asked = self._has_begun = False
         self._is_unchanged = self._has_sent_all = self._is_repeated = self._is_released = False
-        self._first_sent: float | None = None  # when the first payload was on its way
 
     def run(self, participants: Sequence[Member], *, version: int, stream_id: str) -> RoundResult:
         """Do the round. The result says whether the version was decided."""
@@ -228,8 +221,6 @@ class Round:
             self._send(emitter.prepare())
             # Even if that lost somebody: an answer left unread would be taken for the next one.
             self._collect_prepared()
-            if self._first_sent is not None:
-                self._result.answer_s = time.perf_counter() - self._first_sent
         now = time.perf_counter()
         self._result.transfer_s, self._result.wait_s = now - began, now - sent
         self.phases += [("send", began, sent), ("wait", sent, now)]
@@ -251,7 +242,7 @@ class Round:
         does not wait, paused, for memory that is allocated then.
         """
         try:
-            is_plain = self._is_alone and self._on_phase is None and not self._is_timed
+            is_plain = self._is_alone and self._on_phase is None
             emitter.send_buckets(self._link.send if is_plain else self._send_bucket)
             self._has_sent_all = True
             self._is_released = self._packed()
@@ -276,7 +267,6 @@ class Round:
             self._link.send(bucket, payload)
         except TransportError as error:
             self._let_leave(error)
-        self._first_sent = self._first_sent or time.perf_counter()
 
     def _buffer(self, num_bytes: int) -> Tensor:
         while True:

@@ -33,7 +33,6 @@ from deltasync.delta.shard import (
     whole,
 )
 from deltasync.errors import ConfigError, SourceChanged
-from deltasync.sync.chosen_coding import ChosenCoding
 from deltasync.sync.options import SenderOptions, leaves_out
 from deltasync.sync.protocol.sender_session import Copies
 from deltasync.sync.source.layout import SentLayout, source_specs, specs_of, with_elements
@@ -122,7 +121,6 @@ class LocalWeights(Weights):
 
     Attributes:
         options: Sizes, policy, dtypes.
-        coding: What payloads are coded with.
         stream: On a GPU, what compares and packs; None elsewhere.
         is_released: Whether the source may have changed since the call under way has begun.
     """
@@ -132,16 +130,15 @@ class LocalWeights(Weights):
     snapshot_bytes: int = 0
 
     def __init__(self, options: SenderOptions) -> None:
-        self.options, self.coding = options, ChosenCoding()
+        self.options = options
         self.stream: OwnStream | None = None
         self._snapshot: Backend | None = None
         self._on_source_read: Callable[[], None] | None = None
         self._is_looked_up = self.is_released = False
 
     def policy(self) -> Policy:
-        """The policy to compare chunks by: of the coding asked for, or of that chosen last."""
-        asked = self.options.compression
-        return policy_for(self.options.policy, self.coding.last if asked == "auto" else asked)
+        """The policy to compare chunks by: that of the coding asked for."""
+        return policy_for(self.options.policy, self.options.compression)
 
     @property
     def digests(self) -> Digests:
