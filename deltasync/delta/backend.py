@@ -95,8 +95,7 @@ class Plan(Protocol):
 
     Attributes:
         base_version: The version that it fits on, or None when it fits on any.
-        sparse_bytes, dense_bytes: Bytes of all indices and values; of an early delta the most that
-            there may be, until all of its buckets were asked for.
+        sparse_bytes, dense_bytes: Bytes of all indices and values.
     """
 
     base_version: int | None
@@ -117,20 +116,12 @@ class Plan(Protocol):
         ...
 
 
-class MoreThanAnnounced(Exception):
-    """An early delta has more than it has said. What it says is exact now; ask for all again."""
-
-
 class Delta(Plan, Protocol):
     """A plan made by comparing.
 
     Attributes:
         held_bytes: Memory for what is kept until the decision.
-        waited_s: Seconds that `buckets` has waited for the comparison, of an early delta.
     """
-
-    @property
-    def waited_s(self) -> float: ...
 
     @property
     def held_bytes(self) -> int: ...
@@ -227,7 +218,6 @@ class Backend(Protocol):
         max_held_bytes: int,
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
-        max_staged_bytes: int = 0,
     ) -> Delta:
         """How a source differs from the weights.
 
@@ -240,10 +230,6 @@ class Backend(Protocol):
             base_version: What the weights hold.
             meanwhile: Called before the outcome is known, while kernels run. What it raises is
                 raised.
-            max_staged_bytes: Memory that receivers stage with. A delta that is likely to take less
-                may be early: it is packed while the rest of it is compared. Only its buckets may
-                then be asked for; they raise MoreThanAnnounced if more differs than it has said.
-                What else it says is known after the last bucket, or after that error.
         """
         ...
 

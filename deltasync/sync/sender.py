@@ -307,26 +307,19 @@ class WeightSender(Closing):
         while self._session.members and not (
             done.result.decided or self._own.is_released or self._link.limit.is_over
         ):
-            if done.result.is_too_large:
-                logger.info("sending v%d again: more has changed than before", version)
-            elif done.delta is not None:
+            if done.delta is not None:
                 what = (version, self.num_receivers, reasons(self._lost))
                 logger.warning("sending v%d again, to %d receivers: %s", *what)
             members = list(self._session.members.values())
-            if done.delta is None or not done.result.is_too_large:
-                began = time.perf_counter()
-                room = min(member.max_staged_bytes for member in members)
-                self._is_between = True
-                done.delta = self._weights.delta(self.version, max_staged_bytes=room)
-                self._call.phases.append(("compare", began, time.perf_counter()))
-                done.diff_s += time.perf_counter() - began
-            waited_s = done.delta.waited_s
+            began = time.perf_counter()
+            self._is_between = True
+            done.delta = self._weights.delta(self.version)
+            self._call.phases.append(("compare", began, time.perf_counter()))
+            done.diff_s += time.perf_counter() - began
             besides = names_of(self._newcomers()) if is_between else ()
             done.result = self._run(done.delta, members, besides, version)
             self._is_between = not done.result.decided
             done.attempts += 1
-            done.diff_s += done.delta.waited_s - waited_s
-            done.result.transfer_s -= done.delta.waited_s - waited_s
             peers = done.result.asleep
             asleep = ranks_beside(self._session.members, peers) if peers else []
             if asleep and len(asleep) == self.num_receivers:

@@ -66,8 +66,7 @@ class SyncStats(SyncEvent):
             "dense"), "table" for what describes them, "zstd" and "none" for whole payloads.
         compression: What payloads were coded with.
         num_buckets: Payloads of the delta, or of the full sync.
-        diff_s: Time to compare the source with the snapshot, digests included; of a delta that is
-            packed meanwhile, the time that was waited for it.
+        diff_s: Time to compare the source with the snapshot, digests included.
         transfer_s: The rest, from the first frame until every receiver has prepared.
         commit_s: From the decision until every receiver has committed: the pause.
         receiver_commit_s: The longest time in which a receiver wrote and read back.
@@ -77,7 +76,7 @@ class SyncStats(SyncEvent):
         snapshot_bytes: Size of the sender's snapshot.
         wait_s: Of `transfer_s`, the time after everything was sent: receivers stage and predict.
         attempts: Rounds that the delta took; more than 1 if a receiver was lost before the
-            decision, or if more had changed than was announced.
+            decision.
         stream_id: The training run.
         engines: Names of the engines that hold the version, in order.
         ended_at: When the call ended, in seconds since the Unix epoch.

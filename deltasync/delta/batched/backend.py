@@ -17,13 +17,11 @@ from deltasync.delta.batched.source import BatchedSource, LiveSource
 from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights, device_of
 from deltasync.delta.bits import Live, Reader, copy_read
-from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.policy import Policy
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 
 _LEAST_ROOM_BYTES = 16 << 20
-_MORE_BYTES = 4 << 20  # than the last time, beside a quarter
 _BLOCK_BYTES = 24  # of what says where the changes of a block are, beside its mask
 
 
@@ -41,8 +39,6 @@ class BatchedBackend:
         weights: Where they lie, for kernels.
         device: Where kernels run.
         num_bytes: Bytes of the weights.
-        last_bytes: Of chunks that the last delta sent with indices and without; None before it, and
-            if its changes could not be held together.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class BatchedBackend:
         self.num_bytes = sum(flat.numel * flat.dtype.item_size for flat in flats.values())
         self.weights = BatchedWeights(flats, ledger, device)
         self.ahead = np.zeros(len(ledger.sums), np.bool_)
-        self.last_bytes: tuple[int, int] | None = None
         self._live = LiveSource(self.weights)
         self._masks: Masks | None = None
         sizes = self.weights.item_sizes
@@ -86,12 +81,8 @@ class BatchedBackend:
         max_held_bytes: int,
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
-        max_staged_bytes: int = 0,
     ) -> BatchedDelta:
-        """Compare every parameter once. Waits for the counts of changes, for nothing else.
-
-        An early delta waits for them while it is packed.
-        """
+        """Compare every parameter once. Waits for the counts of changes, for nothing else."""
         with device_of(self.device):
             source = self._live.look_up(readers)
             # Sparse changes of one bucket at least have to find room.
@@ -110,7 +101,6 @@ class BatchedBackend:
                 sparse_bucket_bytes=min(bucket_bytes, room),
                 max_held_bytes=max_held_bytes,
                 base_version=base_version,
-                most_bytes=self._likely(source, max_held_bytes, max_staged_bytes),
             )
 
     def full(self, *, bucket_bytes: int) -> BatchedFull:
@@ -148,21 +138,3 @@ class BatchedBackend:
             fits = most_sparse(bucket_bytes, weights.item_sizes)
             self._most = key, np.minimum(key[0] * weights.table.numel, fits)
         return self._most[1]
-
-    def _likely(
-        self, source: BatchedSource, max_held_bytes: int, max_staged_bytes: int
-    ) -> tuple[int, int] | None:
-        """The most that the next delta is likely to have, if that can be held, sent and staged.
-
-        It is likely to be like the last one. None says that everything has to be compared first.
-        """
-        if self.last_bytes is None or len(source.segments) < 2 or self.ahead.any():
-            return None
-        sparse, dense = (n + n // 4 + _MORE_BYTES for n in self.last_bytes)
-        needed = staged_bytes_of(
-            sparse_bytes=sparse, dense_bytes=dense, part_item_size=self._item_sizes[0]
-        )
-        # Receivers refuse more than every element with an index of its own.
-        largest = self.num_bytes + INDEX_ITEM_BYTES * self._numel
-        fits = needed <= max_staged_bytes and sparse + dense <= largest
-        return (sparse, dense) if fits and sparse <= max_held_bytes else None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from deltasync.delta.batched.packing import PlannedBucket
-from deltasync.delta.batched.source import BatchedSource, Launch, Segment
+from deltasync.delta.batched.source import BatchedSource, Launch
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, upload
 from deltasync.delta.digests import Ints
 from deltasync.delta.kernels import triton as kernels
@@ -19,24 +17,6 @@ from deltasync.delta.kernels.reads import AS_IS, ROUNDED
 from deltasync.delta.kernels.triton_base import SEGMENT, TYPES
 
 _WORDS = kernels.BLOCK // 32
-
-
-@dataclass(slots=True)
-class _Comparing:
-    """A comparison under way.
-
-    Attributes:
-        source, snapshot: What is compared.
-        counts: int32[chunks] on the device, what has been found.
-        arriving: Of each segment that was launched, its counts.
-        num_known: Segments of which they have arrived.
-    """
-
-    source: BatchedSource
-    snapshot: BatchedWeights
-    counts: Tensor
-    arriving: list[Numbers] = field(default_factory=list)
-    num_known: int = 0
 
 
 class Masks:
@@ -64,7 +44,7 @@ class Masks:
     ) -> None:
         self.num_blocks, self.capacity, self.value_bytes = num_blocks, capacity, value_bytes
         self._counts = self._before = self._collected = np.zeros(0, np.int64)
-        self._comparing: _Comparing | None = None
+        self._arriving: Numbers | None = None  # the counts
         self.is_held = False
         self.indices = torch.empty(capacity, dtype=torch.int32, device=device)
         self.values = torch.empty(capacity * value_bytes, dtype=torch.uint8, device=device)
@@ -76,33 +56,11 @@ class Masks:
         self._ends = torch.zeros(num_blocks + 1, dtype=torch.int64, device=device)
 
     @property
-    def known(self) -> Ints:
-        """int64[chunks], elements that differ, where that has arrived; 0 elsewhere."""
-        return self._counts
-
-    @property
     def counts(self) -> Ints:
-        """The same of all. Waits for them."""
-        while self.next_counts() is not None:
-            pass
+        """int64[chunks], elements that differ. Waits for them."""
+        if self._arriving is not None:
+            self._counts, self._arriving = self._arriving.read().astype(np.int64), None
         return self._counts
-
-    def next_counts(self) -> slice | None:
-        """Wait for one more segment's counts. Returns its chunks; None if all are known.
-
-        The next segment is compared meanwhile, and after it what the caller launches now.
-        """
-        comparing = self._comparing
-        if comparing is None:
-            return None
-        segment = comparing.source.segments[comparing.num_known]
-        self._launch()
-        counts = comparing.arriving[comparing.num_known].read()
-        self._counts[segment.chunks] = counts
-        comparing.num_known += 1
-        if comparing.num_known == len(comparing.source.segments):
-            self._comparing = None
-        return segment.chunks
 
     def compare(self, source: BatchedSource, snapshot: BatchedWeights) -> None:
         """Begin to find what differs. Waits for nothing.
@@ -111,23 +69,12 @@ class Masks:
         """
         num_chunks = len(snapshot.addresses)
         counts = torch.zeros(num_chunks, dtype=torch.int32, device=snapshot.device)
-        self._counts = np.zeros(num_chunks, np.int64)
         self.sums.zero_()
         source.computed.compare(self._words)  # first: scales are compared like other parameters
-        self._comparing = _Comparing(source, snapshot, counts) if source.segments else None
-        self._launch()
-
-    def _launch(self) -> None:
-        """Launch the comparison of one more segment, if there is one."""
-        comparing = self._comparing
-        if comparing is None or len(comparing.arriving) == len(comparing.source.segments):
-            return
-        source, snapshot, counts = comparing.source, comparing.snapshot, comparing.counts
-        segment = source.segments[len(comparing.arriving)]
-        for launch in segment.launches:
+        for launch in source.launches:
             self._compare(launch, source, snapshot, counts)
-        comparing.arriving.append(Numbers(counts[segment.chunks]))
-        self._collect_all(source, snapshot, segment)
+        self._arriving = Numbers(counts)
+        self._collect_all(source, snapshot)
 
     def _compare(
         self, launch: Launch, source: BatchedSource, snapshot: BatchedWeights, counts: Tensor
@@ -188,15 +135,8 @@ class Masks:
             self._block_counts.mul_(there[source.chunk_of])
             self.sums.zero_()
             self.is_held = hold and int(counts.sum()) <= self.capacity
-            for segment in source.segments:
-                self._collect_all(source, snapshot, segment, places=self.is_held)
+            self._collect_all(source, snapshot, places=self.is_held)
         self._collected, self._before = counts, source.before(counts)
-
-    def hold(self, source: BatchedSource) -> bool:
-        """Say that all changes known so far are held together. Whether they are."""
-        self.is_held = int(self._counts.sum()) <= self.capacity
-        self._before = source.before(self._counts)
-        return self.is_held
 
     def find(self, source: BatchedSource, snapshot: BatchedWeights, bucket: PlannedBucket) -> Ints:
         """int64[rows]: where the changes of each row begin; meaningless for dense rows."""
@@ -209,7 +149,7 @@ class Masks:
             if not len(part.chunks):
                 continue
             begin, end = part.first_block, part.first_block + part.num_blocks
-            self._locate(source, begin, end, first=begin, out=out)
+            self._locate(source, begin, end, out=out)
             self._collect(source, snapshot, part, begin, end, out=out, ahead=True)
             here = source.launch_of[bucket.first_chunk] == number
             before = self._before[bucket.first_chunk[here]] - self._before[part.chunks[0]]
@@ -218,25 +158,17 @@ class Masks:
         return begins
 
     def _collect_all(
-        self,
-        source: BatchedSource,
-        snapshot: BatchedWeights,
-        segment: Segment,
-        *,
-        places: bool = True,
+        self, source: BatchedSource, snapshot: BatchedWeights, *, places: bool = True
     ) -> None:
-        """Say where the changes of a segment's blocks are; with `places` collect them there."""
-        begin, end = segment.first_block, segment.stop_block
-        torch.cumsum(self._block_counts[begin:end], 0, out=self._ends[begin + 1 : end + 1])
-        if begin:
-            self._ends[begin + 1 : end + 1] += self._ends[begin]
+        """Say where the changes of all blocks are; with `places` collect them there."""
+        torch.cumsum(self._block_counts, 0, out=self._ends[1:])
         if places:
-            self._locate(source, 0, end, first=begin, out=0)
-            for launch in segment.launches:
-                self._collect(source, snapshot, launch, 0, end, out=0, ahead=False)
+            self._locate(source, 0, source.num_blocks, out=0)
+            for launch in source.launches:
+                self._collect(source, snapshot, launch, 0, source.num_blocks, out=0, ahead=False)
 
-    def _locate(self, source: BatchedSource, begin: int, end: int, *, first: int, out: int) -> None:
-        kernels.locate[(-(-(end - first) // kernels.GROUP),)](
+    def _locate(self, source: BatchedSource, begin: int, end: int, *, out: int) -> None:
+        kernels.locate[(-(-(end - begin) // kernels.GROUP),)](
             source.first_block,
             source.chunk_of,
             source.shifts,
@@ -244,7 +176,6 @@ class Masks:
             self._ends,
             self.indices,
             self.capacity,
-            first,
             begin,
             end,
             out,

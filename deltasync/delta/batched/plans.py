@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltasync.delta.backend import Encode, MoreThanAnnounced
+from deltasync.delta.backend import Encode
 from deltasync.delta.batched.encoding import Packed, encode
 from deltasync.delta.batched.masks import Masks
 from deltasync.delta.batched.packing import UNCHANGED, PlannedBucket, plan_buckets
@@ -41,10 +40,6 @@ from deltasync.wire.table import RowKind, Rows
 if TYPE_CHECKING:
     from deltasync.delta.batched.backend import BatchedBackend
 
-_LEAST_EARLY_BYTES = 16 << 20
-"""What leaves before everything is compared, at least: of less, hosts are busy for longer than the
-GPU compares."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -61,15 +56,10 @@ class BatchedDelta:
     bucket by bucket, and written to the snapshot while it is packed, as dense chunks always are:
     those chunks are *ahead*.
 
-    An *early* delta has not been compared as a whole when its buckets are asked for: a segment is
-    packed while the next one is compared. How large it is at most is known by then, no more.
-
     Attributes:
-        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without; the
-            most there may be, while an early one is not packed.
+        sparse_bytes, dense_bytes: Bytes of all indices and values, with indices and without.
         held_bytes: Memory kept until the decision, beside the masks.
         base_version: The snapshot's version.
-        waited_s: Seconds that `buckets` has waited for the comparison.
     """
 
     def __init__(
@@ -83,9 +73,8 @@ class BatchedDelta:
         sparse_bucket_bytes: int,
         max_held_bytes: int,
         base_version: int,
-        most_bytes: tuple[int, int] | None,
     ) -> None:
-        """Plan.
+        """Plan. Waits for the counts of changes.
 
         Args:
             backend: The snapshot. Kept up to date: what is ahead, and at the decision the digests.
@@ -96,65 +85,36 @@ class BatchedDelta:
             sparse_bucket_bytes: Largest one that the masks have room for.
             max_held_bytes: Memory for what is kept until the decision.
             base_version: The snapshot's version.
-            most_bytes: The most that an early delta may have, with indices and without; None for
-                one that is not early.
         """
         self.backend, self._source, self._masks = backend, source, masks
         self._snapshot = backend.weights
         self._before, self._ahead = backend.ledger, backend.ahead
-        self._most, self._max_held_bytes = most, max_held_bytes
-        self._kinds = np.full(len(most), UNCHANGED)
-        self._bucket_bytes = bucket_bytes
         self.base_version: int | None = base_version
-        self._was_ahead = backend.ahead.copy()
-        self._is_early = most_bytes is not None
-        self.sparse_bytes, self.dense_bytes = most_bytes or (0, 0)
-        self.held_bytes = 0
-        self.waited_s = 0.0
-        self._sparse_bucket_bytes = sparse_bucket_bytes
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
-        if not self._is_early:
-            self._compare_all()
-
-    def _compare_all(self) -> None:
-        """Wait until everything is compared, and say what of it is held."""
-        masks, self._is_early = self._masks, False
-        self._sort(slice(None), masks.counts)
-        changes = self._note_sizes()
-        hold = changes <= self._max_held_bytes
-        masks.choose(self._source, self._snapshot, self._kinds == RowKind.SPARSE, hold=hold)
-        self.held_bytes = changes if masks.is_held else 0
-        if changes and not masks.is_held:
-            self._bucket_bytes = self._sparse_bucket_bytes
-
-    def _note_sizes(self) -> int:
-        """Take note of all that differs. Returns the bytes of sparse chunks."""
-        self._written = self._masks.known
-        if self._was_ahead.any():  # their old bits are gone: all of them count as changed
-            numels = self._snapshot.table.numel
-            self._written = np.where(self._was_ahead, numels, self._written)
-        changes, listed, self.dense_bytes = self._sizes()
-        self.sparse_bytes = changes + listed
-        are_held = int(self._masks.known.sum()) <= self._masks.capacity
-        last_bytes = (self.sparse_bytes, self.dense_bytes) if are_held else None
-        self.backend.last_bytes = last_bytes  # otherwise the next one would begin twice
-        return changes
-
-    def _sort(self, chunks: slice, counts: Ints) -> None:
-        """Say how chunks are sent, which have so many changes each."""
-        kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
-        is_sparse = counts[differ] <= self._most[chunks][differ]
-        kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
-        kinds[self._was_ahead[chunks]] = RowKind.DENSE
-        self._kinds[chunks] = kinds
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """Bytes of sparse chunks, of those sent whole with indices, and without."""
+        self._written = self._sort(masks.counts, most)
         sparse = np.flatnonzero(self._kinds == RowKind.SPARSE)
         each = INDEX_ITEM_BYTES + self._snapshot.item_sizes[sparse]
-        changes = int((self._masks.known[sparse] * each).sum())
-        return changes, *_bytes_of(self._snapshot, np.flatnonzero(self._kinds == RowKind.DENSE))
+        changes = int((masks.counts[sparse] * each).sum())
+        dense = np.flatnonzero(self._kinds == RowKind.DENSE)
+        listed, self.dense_bytes = _bytes_of(self._snapshot, dense)
+        self.sparse_bytes = changes + listed
+        is_sparse, hold = self._kinds == RowKind.SPARSE, changes <= max_held_bytes
+        masks.choose(source, self._snapshot, is_sparse, hold=hold)
+        self.held_bytes = changes if masks.is_held else 0
+        is_collected = changes and not masks.is_held
+        self._bucket_bytes = sparse_bucket_bytes if is_collected else bucket_bytes
+
+    def _sort(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
+        """Say how chunks are sent, which have so many changes each. Returns how many count.
+
+        Of those that are ahead the old bits are gone: all of their elements count as changed.
+        """
+        self._kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
+        is_sparse = counts[differ] <= most[differ]
+        self._kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
+        self._kinds[self._ahead] = RowKind.DENSE
+        return np.where(self._ahead, self._snapshot.table.numel, counts)
 
     @property
     def is_held(self) -> bool:
@@ -163,69 +123,35 @@ class BatchedDelta:
 
     @property
     def nnz(self) -> int:
-        """Elements that differ, when everything is compared."""
+        """Elements that differ."""
         return int(self._written.sum())
 
     @property
     def changed(self) -> Ints:
-        """int64[n], increasing: numbers of the parameters that differ, likewise."""
+        """int64[n], increasing: numbers of the parameters that differ."""
         parameters = self._snapshot.table.parameter[self._written > 0]
         return np.flatnonzero(np.bincount(parameters))
 
     def counts(self) -> Ints:
-        """int64[n]: elements that differ, of each of `changed`, likewise."""
+        """int64[n]: elements that differ, of each of `changed`."""
         found = np.bincount(self._snapshot.table.parameter, self._written)
         return found[found > 0].astype(np.int64)
 
     def buckets(self) -> Iterator[BatchedBucket]:
-        """The payloads, in order; each has to be written before the next is asked for.
-
-        Raises MoreThanAnnounced.
-        """
+        """The payloads, in order; each has to be written before the next is asked for."""
         snapshot = self._snapshot
-        for kinds in self._early_kinds() if self._is_early else [self._kinds]:
-            planned = plan_buckets(
-                snapshot.ledger,
-                snapshot.origins,
-                kinds,
-                self._masks.known,
-                bucket_bytes=self._bucket_bytes,
-            )
-            for bucket in planned:
-                self._ahead[bucket.dense[0]] = True
-                yield BatchedBucket(bucket, snapshot, self._source, delta=self)
+        planned = plan_buckets(
+            snapshot.ledger,
+            snapshot.origins,
+            self._kinds,
+            self._masks.counts,
+            bucket_bytes=self._bucket_bytes,
+        )
+        for bucket in planned:
+            self._ahead[bucket.dense[0]] = True
+            yield BatchedBucket(bucket, snapshot, self._source, delta=self)
         with device_of(snapshot.device):
             self._packed = Numbers(self._masks.sums)
-
-    def _early_kinds(self) -> Iterator[Ints]:
-        """int64[chunks], UNCHANGED or a RowKind: what to pack next. Raises MoreThanAnnounced."""
-        masks, kinds, left_bytes = self._masks, np.full_like(self._kinds, UNCHANGED), 0
-        while True:
-            began = time.perf_counter()
-            with device_of(self._snapshot.device):
-                chunks = masks.next_counts()
-            self.waited_s += time.perf_counter() - began
-            if chunks is None:
-                break
-            self._sort(chunks, masks.known[chunks])
-            changes, listed, dense = self._sizes()
-            is_held = masks.hold(self._source) and changes <= self._max_held_bytes
-            if not is_held or changes + listed > self.sparse_bytes or dense > self.dense_bytes:
-                self._begin_again()
-                raise MoreThanAnnounced
-            kinds[chunks] = self._kinds[chunks]
-            if changes + listed + dense - left_bytes >= _LEAST_EARLY_BYTES:
-                yield kinds
-                kinds, left_bytes = np.full_like(kinds, UNCHANGED), changes + listed + dense
-        yield kinds
-        self.held_bytes = self._note_sizes()
-
-    def _begin_again(self) -> None:
-        """Forget what was packed: everything is packed once more, dense chunks too."""
-        self._held.clear()
-        with device_of(self._snapshot.device):
-            self._masks.digests.zero_()
-            self._compare_all()
 
     @property
     def digests(self) -> Tensor:

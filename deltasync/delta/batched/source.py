@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from deltasync.delta.kernels.reads import AS_IS, FORM, ROUNDED, WIDE, codes_of
 from deltasync.dtypes import Dtype
 
 _COPIED = 1 << 24  # elements at once: positions of strided ones take 24 bytes each
-_ALL_KINDS = 1 << 32  # more than there are, see `_kinds`
-_SEGMENT_BYTES, _MOST_SEGMENTS = 4 << 30, 4
 _WIDE, _NARROW = dtypes.BY_NAME["float32"], dtypes.BY_NAME["bfloat16"]
 
 
@@ -68,28 +65,11 @@ class Launch:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Chunks that are compared together, in one launch after another.
-
-    Attributes:
-        chunks: Which: from one up to another.
-        first_block, stop_block: Their blocks.
-        launches: How they are read.
-    """
-
-    chunks: slice
-    first_block: int
-    stop_block: int
-    launches: list[Launch]
-
-
 class BatchedSource:
     """Parameters that are sent, chunk by chunk, beside the snapshot that they are compared with.
 
     Attributes:
-        segments: The chunks, in order, in parts of about as many bytes.
-        launches: Those of all segments, one after the other.
+        launches: What goes over all chunks.
         launch_of: int64[chunks], the number of a chunk's launch.
         order: int64[chunks], the chunks in the order of their blocks: launch after launch.
         num_blocks: Blocks of all chunks.
@@ -108,8 +88,6 @@ class BatchedSource:
         pointers: NDArray[np.int64],
         reads: NDArray[np.int64],
         computed: Quantized | None = None,
-        *,
-        num_segments: int = 1,
     ) -> None:
         """Number the blocks.
 
@@ -118,17 +96,13 @@ class BatchedSource:
             pointers: int64[parameters], addresses of the source's parameters.
             reads: int64[parameters], what kernels do to read them.
             computed: What is quantized, if something is.
-            num_segments: How many to make, at most.
         """
         self.pointers, self.reads = pointers, reads
         self.computed = computed or Quantized({}, snapshot.device)
         table, item_sizes = snapshot.table, snapshot.item_sizes
         read = reads[table.parameter]
         addresses = snapshot.addresses_of(pointers, _source_item_sizes(read, item_sizes))
-        segment_of = _segments(table.parameter, table.numel * item_sizes, num_segments)
-        kinds, self.launch_of = np.unique(
-            segment_of * _ALL_KINDS + _kinds(snapshot, pointers, read), return_inverse=True
-        )
+        kinds, self.launch_of = np.unique(_kinds(snapshot, pointers, read), return_inverse=True)
         self.order = order = np.argsort(self.launch_of, kind="stable")
         lengths = -(-table.numel[order] // kernels.BLOCK)
         begins = np.append(0, np.cumsum(lengths))
@@ -137,7 +111,7 @@ class BatchedSource:
         cuts = np.searchsorted(self.launch_of[order], np.arange(len(kinds) + 1))
         self.launches = [
             Launch(
-                *_told(int(kind) % _ALL_KINDS),
+                *_told(int(kind)),
                 order[low:high],
                 begins[low : high + 1],
                 tiles[low : high + 1],
@@ -145,7 +119,6 @@ class BatchedSource:
             for kind, low, high in zip(kinds, cuts[:-1], cuts[1:], strict=True)
         ]
         self.num_blocks, self.num_tiles = int(begins[-1]), int(tiles[-1])
-        self.segments = self._cut(segment_of, kinds // _ALL_KINDS)
         first_block = np.empty_like(order)
         first_block[order] = begins[:-1]
         tile_block = np.append(begins[tile_of] + tile_begin, self.num_blocks)
@@ -162,18 +135,6 @@ class BatchedSource:
             chunks.to(torch.int32), repeats, output_size=self.num_blocks
         )
 
-    def _cut(self, segment_of: Ints, of_launches: Ints) -> list[Segment]:
-        """The segments, from the numbers of those that each chunk and each launch is in."""
-        begun = np.searchsorted(segment_of, np.arange(segment_of.max(initial=-1) + 2)).tolist()
-        found = []
-        for nth, (first, stop) in enumerate(pairwise(begun)):
-            launches = [self.launches[n] for n in np.flatnonzero(of_launches == nth).tolist()]
-            if launches:
-                last = int(launches[-1].blocks[-1])
-                chunks = slice(first, stop)
-                found.append(Segment(chunks, launches[0].first_block, last, launches))
-        return found
-
     def before(self, counts: Ints) -> Ints:
         """int64[chunks]: changes in the blocks before a chunk's, where chunks have `counts`."""
         if len(self.launches) == 1:
@@ -181,17 +142,6 @@ class BatchedSource:
         ordered, before = counts[self.order], np.empty_like(counts)
         before[self.order] = np.cumsum(ordered) - ordered
         return before
-
-
-def _segments(parameter: Ints, num_bytes: Ints, count: int) -> Ints:
-    """int64[chunks]: which of `count` parts of about as many bytes each is in, by its parameter.
-
-    A parameter is in one part, so that what is located of it stays together.
-    """
-    _, first, nth = np.unique(parameter, return_index=True, return_inverse=True)
-    before = (np.cumsum(num_bytes) - num_bytes)[first]
-    parts: Ints = (before * count // max(1, int(num_bytes.sum())))[nth]
-    return parts
 
 
 def _kinds(snapshot: BatchedWeights, pointers: Ints, read: Ints) -> Ints:
@@ -262,16 +212,8 @@ class LiveSource:
                 self._copies.append((reader, copy))
                 pointers[number] = copy.data_ptr()
         self._readers = readers
-        self._found = BatchedSource(
-            self._snapshot, pointers, reads, computed, num_segments=1 if codes else self._segments()
-        )
+        self._found = BatchedSource(self._snapshot, pointers, reads, computed)
         return self._found
-
-    def _segments(self) -> int:
-        """Parts to compare one after the other; kernels of forms go over everything at once."""
-        table, item_sizes = self._snapshot.table, self._snapshot.item_sizes
-        num_bytes = int((table.numel * item_sizes).sum())
-        return min(_MOST_SEGMENTS, max(1, num_bytes // _SEGMENT_BYTES))
 
     def _is_computable(self, computation: Computation) -> bool:
         return self._snapshot.ledger.chunk_numel % kernels.BLOCK == 0 and can_compute(

@@ -83,10 +83,9 @@ class HostBackend:
         max_held_bytes: int,
         base_version: int,
         meanwhile: Callable[[], None] | None = None,
-        max_staged_bytes: int = 0,
     ) -> DeltaPlan:
         """Compare every parameter with the source, once. Indices and values beyond
-        `max_held_bytes` are found a second time while packing. No delta is early.
+        `max_held_bytes` are found a second time while packing.
         """
         if meanwhile is not None:
             meanwhile()
@@ -282,8 +281,6 @@ class DeltaPlan:
         held_bytes: Bytes of the indices and values that `changes` keep in memory.
         base_version: The version that it fits on.
     """
-
-    waited_s = 0.0
 
     def __init__(
         self,

@@ -120,10 +120,10 @@ def compare(
 
 @triton.jit(do_not_specialize=["capacity", "first", "begin", "end", "out"])
 def locate(
-    first_block, chunk_of, shifts, words, ends, indices, capacity, first, begin, end, out,
+    first_block, chunk_of, shifts, words, ends, indices, capacity, begin, end, out,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Indices of the elements that the masks of blocks [first, end) mark, one after another.
+    """Indices of the elements that the masks of blocks [begin, end) mark, one after another.
 
     They are relative to the origin of their chunk: an element of a chunk has the chunk's entry in
     `shifts` plus its place in the chunk. The first one of block `begin` goes to `out`. Blocks that
@@ -132,7 +132,7 @@ def locate(
     """
     origin = tl.load(ends + begin) - out
     if tl.load(ends + end) - origin <= capacity:
-        block = first + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+        block = begin + tl.program_id(0) * GROUP + tl.arange(0, GROUP)
         live = block < end
         column = tl.arange(0, BLOCK // 32)[None, :]
         at = block.to(tl.int64)[:, None] * (BLOCK // 32) + column

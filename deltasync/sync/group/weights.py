@@ -86,7 +86,6 @@ class GroupDelta(GroupPlan):
     ) -> None:
         super().__init__(own, others, found, decide)
         self.nnz = own.nnz + sum(one.nnz for one in found)
-        self.waited_s = own.waited_s
         self.held_bytes = max([own.held_bytes, *(one.held_bytes for one in found)])
         total = counts + sum(orders.copies_of(one.changed).astype(np.int64) for one in found)
         self.changed = np.flatnonzero(total)
@@ -192,7 +191,7 @@ class GroupWeights:
             self._group.order(orders.Ask(call=self._group.call, copies=runs_of(asked)))
             self._others.hold(asked, self._group.answers(orders.SnapshotState))
 
-    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
+    def delta(self, base_version: int) -> Delta:
         agreed = self._agreed(self._own.maxima)
         compare = orders.Compare(
             call=self._group.call, base_version=base_version, agreed=text_of(agreed)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deltasync.delta.backend import MoreThanAnnounced, Plan
+from deltasync.delta.backend import Plan
 from deltasync.delta.bucket import staged_bytes_of
 from deltasync.delta.codecs.coding import Coding, for_parts
 from deltasync.errors import DeltaSyncError, TransportError
@@ -33,18 +33,12 @@ from deltasync.wire.messages import (
     Prepared,
 )
 
-_TOO_LARGE = "more has changed than was announced; the version is sent again"
-
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out.
-
-    A version that `is_too_large` was aborted since the plan has more than was announced.
-    """
+    """What a round did. Fields as in SyncStats, and which peers had to leave, or sat it out."""
 
     decided: bool = False
-    is_too_large: bool = False
     left: set[int] = field(default_factory=set)
     asleep: set[int] = field(default_factory=set)
     sent: SentBuckets = field(default_factory=SentBuckets)
@@ -168,8 +162,8 @@ class Round:
             self._stage(stream_id)
             ready = self._ready()
             if not ready:
-                why = _TOO_LARGE if self._result.is_too_large else "no time is left to write it"
-                self._abort("; ".join(self._session.failures.values()) or why)
+                failures = "; ".join(self._session.failures.values())
+                self._abort(failures or "no time is left to write it")
                 return self._result
             turns = [frozenset(turn) for turn in self._turns(ready)]
             if len(turns) > 1 and self._writes_as_it_arrives():
@@ -249,8 +243,6 @@ class Round:
             is_alone, is_full = self._peer_ranks is None, self._plan.base_version is None
             self._is_unchanged = is_alone and not (is_full or emitter.sent.num_buckets)
             self._report_begun()
-        except MoreThanAnnounced:
-            self._result.is_too_large = True
         except TransportError as error:
             self._note_lost(error)
         self._result.sent = emitter.sent

@@ -109,7 +109,7 @@ class StreamedWeights(LocalWeights):
             tensors = [flat.tensor for flat in self._flats.values()]
             self._begin(specs, dict(enumerate(map(self._copy, specs, tensors))))
 
-    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
+    def delta(self, base_version: int) -> Delta:
         """What was taken last, also if it is asked for again."""
         if self._found is None or self._found.is_decided:
             raise ConfigError("there are no new weights: take them before each send_weights")

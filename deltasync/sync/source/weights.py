@@ -95,7 +95,7 @@ class Weights(Protocol):
         """From now on `digests`, and those of plans, include these. Raises SyncAborted."""
         ...
 
-    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
+    def delta(self, base_version: int) -> Delta:
         """How the source differs from the snapshot, as `Backend.compare`. Raises SourceChanged."""
         ...
 
@@ -251,12 +251,10 @@ class OwnWeights(LocalWeights):
             self.layout.refresh()
             self._is_looked_up = True
 
-    def delta(self, base_version: int, *, max_staged_bytes: int = 0) -> Delta:
+    def delta(self, base_version: int) -> Delta:
         layout = self.layout
         assert layout is not None
-        compare = partial(
-            self._compare, base_version=base_version, max_staged_bytes=max_staged_bytes
-        )
+        compare = partial(self._compare, base_version=base_version)
         if self._is_looked_up:
             delta = compare(layout.readers)
         elif self._held.device is not None and layout.glance():
@@ -275,7 +273,6 @@ class OwnWeights(LocalWeights):
         readers: Sequence[Reader],
         *,
         base_version: int,
-        max_staged_bytes: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Delta:
         snapshot, inflight = self._held, self.options.max_inflight_bytes
@@ -286,7 +283,6 @@ class OwnWeights(LocalWeights):
             max_held_bytes=snapshot.num_bytes // 20 if inflight is None else inflight,
             base_version=base_version,
             meanwhile=meanwhile,
-            max_staged_bytes=max_staged_bytes,
         )
 
     def full(self, *, ways: int = 1) -> Plan:
