@@ -39,7 +39,6 @@ GOALS = {  # of models on GPUs: (most density that it counts for, goal)
     "apply_over_flat": (0.003, 1.5),
     "codec_block_encode": (0.003, 1.3),
     "codec_block_write": (0.003, 2.0),
-    "codec_class": (0.003, 1.0),
     "codec_fold": (0.003, 3.0),
     "quant_diff": (0.003, 1.5),
     "quant_sync": (0.003, 1.0),

@@ -6,7 +6,6 @@ worker can ask for that.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -29,11 +28,7 @@ from benchmarks.record import Result
 from benchmarks.workload import bits_of, num_elements
 from deltasync.delta.codecs.gap import encode_gaps
 from deltasync.delta.patch import SparsePatch
-from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.coded import HEADER_BYTES, Lengths
-
-CLASS_S, CLASS_NUMEL = 6e-3, 1_720_574_976
-"""What coding and decoding by `class` may take, of so many elements."""
 
 NVCOMP = ("ANS", "Zstd")
 """Of nvCOMP's algorithms, those that are tried as entropy coders."""
@@ -44,7 +39,7 @@ _SEED = 1
 
 
 def codec(run: Run) -> Iterator[Result]:
-    """Blocks beside plain payloads, `class`, folded deltas, and nvCOMP behind a codec."""
+    """Blocks beside plain payloads, folded deltas, and nvCOMP behind a codec."""
     device = run.setup.device("trainer")
     module = run.setup.model.build(device)
     differ = ours.Differ(module, kernels="triton")
@@ -59,7 +54,6 @@ def codec(run: Run) -> Iterator[Result]:
             "link": "",
         }
         yield from _blocks(run, module, differ, sizes)
-        yield from _class(run, differ, sizes)
         yield from _nvcomp(run, differ, sizes)
         mutate(module, density, _SEED)  # back again
         yield _fold(run, module, differ, sizes)
@@ -68,9 +62,9 @@ def codec(run: Run) -> Iterator[Result]:
 def _blocks(
     run: Run, module: nn.Module, differ: ours.Differ, sizes: dict[str, Any]
 ) -> Iterator[Result]:
-    device, block = run.setup.device("trainer"), IndexCodec.BLOCK
-    plain, coded = differ.buckets(), differ.code(block)
-    encoders = differ.encoders(block)
+    device = run.setup.device("trainer")
+    plain, coded = differ.buckets(), differ.code()
+    encoders = differ.encoders()
     alone = seconds(run, lambda: [encode() for encode in encoders], device)
     taken: dict[str, Any] = {
         "bytes": sum(len(one.data) for one in coded),
@@ -78,7 +72,7 @@ def _blocks(
     }
     yield run.record(
         "codec_block_encode",
-        seconds(run, partial(differ.code, block), device),
+        seconds(run, differ.code, device),
         seconds(run, differ.pack, device),
         baseline="diff and packing without a codec",
         parts={"encode_s": median(alone)},
@@ -125,30 +119,6 @@ def _check(target: Sequence[Tensor], module: nn.Module) -> None:
     """Raises unless flat tensors hold a module's bits."""
     if not all(map(torch.equal, (t.view(torch.int16) for t in target), bits_of(module))):
         raise RuntimeError("what was decoded is not what was sent")
-
-
-def _class(run: Run, differ: ours.Differ, sizes: dict[str, Any]) -> Iterator[Result]:
-    """Coding and decoding of packed payloads, with nothing else."""
-    from deltasync.delta.codecs.device_known import DEVICE_CODECS
-
-    if IndexCodec.CLASS not in DEVICE_CODECS:
-        print("codec_class is left out: class is not coded on devices", file=sys.stderr, flush=True)
-        return
-    device = run.setup.device("trainer")
-    coded, encoders = differ.code(IndexCodec.CLASS), differ.encoders(IndexCodec.CLASS)
-    stager = ours.Stager(differ, [one.clone() for one in differ.old], coded, kernels="triton")
-    encode_s = seconds(run, lambda: [encode() for encode in encoders], device)
-    decode_s = seconds(run, partial(_opened, stager), device)
-    yield run.record(
-        "codec_class",
-        [sum(pair) for pair in zip(encode_s, decode_s, strict=False)],
-        [CLASS_S * sizes["numel"] / CLASS_NUMEL],
-        baseline="6 ms for 1.72 B elements",
-        parts={"encode_s": median(encode_s), "decode_s": median(decode_s)},
-        bytes=sum(len(one.data) for one in coded),
-        bound_bytes=sum(one.raw_bytes for one in coded),
-        **sizes,
-    )
 
 
 def _fold(run: Run, module: nn.Module, differ: ours.Differ, sizes: dict[str, Any]) -> Result:
@@ -205,7 +175,7 @@ def _nvcomp(run: Run, differ: ours.Differ, sizes: dict[str, Any]) -> Iterator[Re
     if device.type != "cuda" or find_spec("nvidia") is None or find_spec("nvidia.nvcomp") is None:
         return
     nvcomp = import_module("nvidia.nvcomp")
-    streams = {"block": _sections(differ.code(IndexCodec.BLOCK)), "gap": _gaps(differ)}
+    streams = {"block": _sections(differ.code()), "gap": _gaps(differ)}
     for algorithm in NVCOMP:
         coder = nvcomp.Codec(algorithm=algorithm)
         for name, stream in streams.items():

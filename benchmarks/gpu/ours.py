@@ -83,24 +83,24 @@ class Differ:
         for _ in self._payloads():
             pass
 
-    def code(self, codec: IndexCodec) -> list[Sent]:
-        """The same, and each payload coded where it is."""
-        return [self._coded(encode(), payload, rows) for encode, payload, rows in self._each(codec)]
+    def code(self) -> list[Sent]:
+        """The same, and each payload coded in blocks where it is."""
+        return [self._coded(encode(), payload, rows) for encode, payload, rows in self._each()]
 
-    def encoders(self, codec: IndexCodec) -> list[Callable[[], Coded | None]]:
+    def encoders(self) -> list[Callable[[], Coded | None]]:
         """What codes each payload, again and again; the payloads are kept."""
-        return [encode for encode, _, _ in self._each(codec, keep=True)]
+        return [encode for encode, _, _ in self._each(keep=True)]
 
     def _each(
-        self, codec: IndexCodec, *, keep: bool = False
+        self, *, keep: bool = False
     ) -> Iterator[tuple[Callable[[], Coded | None], Tensor, int]]:
         """(what codes it, payload, rows) of every bucket."""
         for bucket in self._plan().buckets():
             room = self._payload[: bucket.num_bytes]
             payload = torch.empty_like(room) if keep else room
-            encode = bucket.encoder(codec)
+            encode = bucket.encoder(IndexCodec.BLOCK)
             if encode is None:
-                raise RuntimeError(f"{codec.name} is not coded where the weights are")
+                raise RuntimeError("no blocks are coded where the weights are")
             bucket.write(payload)
             yield partial(encode, payload), payload, bucket.num_rows
 

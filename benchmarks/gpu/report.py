@@ -36,7 +36,6 @@ TITLES = {
     "quant_sync": "whole sync to block FP8 vs. to bfloat16",
     "codec_block_encode": "diff, packing and coding in blocks vs. without coding",
     "codec_block_write": "decoding blocks, staging and writing vs. without decoding",
-    "codec_class": "coding and decoding by class vs. its goal",
     "codec_fold": "folding eight deltas vs. apply_patch of one",
     "codec_nvcomp_ans_block": "nvCOMP's ANS behind blocks: compressing vs. decompressing",
     "codec_nvcomp_ans_gap": "the same behind the gaps of indices",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -56,6 +56,16 @@ def check_options(options: object, kind: type) -> None:
     """Raises ConfigError for options of another kind; None stands for the defaults."""
     if options is not None and not isinstance(options, kind):
         raise ConfigError(f"options is a {_kind(options)}; give {kind.__name__}(...)")
+
+
+def check_coding(options: SenderOptions, devices: Sequence[str]) -> None:
+    """Raises ConfigError for a codec that has no kernels, on a link of these device types."""
+    if options.compression == "class" and "cpu" not in devices:
+        raise ConfigError(
+            f"compression='class' is coded in host memory, and payloads of this link are in "
+            f"{' or '.join(devices)} memory: use 'block', or 'none'; 'class' is for stores, patch "
+            "files, and links between hosts"
+        )
 
 
 def _check_end(transport: object, end: str, *, has: str, other: str, other_has: str) -> None:

@@ -36,7 +36,7 @@ class SenderOptions(OptionsModel):
         default="none",
         description="of payloads: none, zstd, or a codec of changes, which needs fewer bytes and "
         "more time: gap, block without an entropy coder, class with one that knows the old "
-        "weights",
+        "weights, for stores and links between hosts",
     )
     wire_dtypes: dict[str, str] = Field(
         default_factory=dict,

@@ -12,7 +12,12 @@ from functools import partial
 from deltasync.delta.backend import Plan
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, SyncAborted, WireError
-from deltasync.sync.arguments import check_options, check_send_transport, local_weights
+from deltasync.sync.arguments import (
+    check_coding,
+    check_options,
+    check_send_transport,
+    local_weights,
+)
 from deltasync.sync.events import report, report_failure, subscriptions
 from deltasync.sync.group.group import GroupCalls, TrainerGroup
 from deltasync.sync.group.weights import with_group
@@ -88,6 +93,7 @@ class WeightSender(Closing):
         self.source: WeightSource | None = getattr(own, "source", None)
         self.stream_id = self.options.stream_id or uuid.uuid4().hex
         self._link = SenderLink(transport)
+        check_coding(self.options, self._link.devices)
         self._lobby = Lobby(self._link, admits, num_lanes=group.world - 1 if group else 0)
         self._session, self._group = SenderSession(), None if group is None else GroupCalls(group)
         self._peer_ranks = (
@@ -131,6 +137,7 @@ class WeightSender(Closing):
 
         Setting them raises ConfigError if `kernels`, `leave_out`, `snapshot_device`, `stream_id`,
         `wire_dtypes` or the policy's `chunk_numel` differ: changing these requires a new sender.
+        It raises ConfigError too if the link does not take `compression`.
         """
         return self._own.options
 
@@ -138,6 +145,7 @@ class WeightSender(Closing):
     def options(self, options: SenderOptions) -> None:
         check_options(options, SenderOptions)
         check_replaceable(self._own.options, options)
+        check_coding(options, self._link.devices)
         self._own.options = options
 
     @property

@@ -84,7 +84,6 @@ def test_every_case_is_measured(results: list[Result]) -> None:
         "large",
         "large_over_dense",
         "diff_host_snapshot",
-        "codec_class",
         "receivers_7",
         *(case for case in report.TITLES if case.startswith("codec_nvcomp")),
     }  # "large" needs two devices, "receivers_7" eight

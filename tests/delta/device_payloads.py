@@ -17,7 +17,6 @@ from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, Live, Run, torch_dtype
 from deltasync.delta.codecs.coding import Coded
 from deltasync.delta.codecs.decoding import decode_payload
-from deltasync.delta.codecs.device_known import DEVICE_CODECS
 from deltasync.delta.codecs.old import LiveOld
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.region import Region
@@ -28,7 +27,6 @@ from deltasync.dtypes import BY_NAME
 from deltasync.errors import SyncError, WireError
 from deltasync.testing.bits import random_bits
 from deltasync.testing.payloads import payloads
-from deltasync.wire.codecs import IndexCodec
 from deltasync.wire.messages import ParameterSpec
 from deltasync.wire.table import ROW, RowKind, Rows
 from tests.delta.codec_contract import Runs, Specs
@@ -108,7 +106,7 @@ def rows_in(payload: Tensor, num_rows: int) -> Rows:
     return payload.cpu().numpy()[: num_rows * ROW.itemsize].view(ROW)
 
 
-def on_device(change: Change, codec: IndexCodec = IndexCodec.BLOCK) -> Coded | None:
+def on_device(change: Change) -> Coded | None:
     """The coded form that the device makes."""
     rows = rows_in(change.payload, change.num_rows)
     packed = Packed(
@@ -119,7 +117,7 @@ def on_device(change: Change, codec: IndexCodec = IndexCodec.BLOCK) -> Coded | N
         start=rows["start"].astype(np.int64),
         is_known=rows["kind"] == RowKind.SPARSE,
     )
-    return encode(packed, DEVICE_CODECS[codec])
+    return encode(packed)
 
 
 def sizes(specs: Specs) -> dict[str, NDArray[np.uint64]]:
@@ -193,7 +191,7 @@ def use_every_kernel() -> None:
     rows = rows_in(there.payload, 1)
     weights, zeros = BatchedWeights({0: flat}, ledger, DEVICE), np.zeros(1, np.int64)
     packed = Packed(there.payload, rows, weights, zeros, zeros, np.ones(1, np.bool_))
-    assert encode(packed, DEVICE_CODECS[IndexCodec.BLOCK]) is not None
+    assert encode(packed) is not None
 
 
 def strided(flats: Flats) -> Flats:

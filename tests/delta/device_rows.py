@@ -11,7 +11,12 @@ from deltasync.delta.codecs import blocks
 from deltasync.delta.codecs.base import Bits, SparseRow
 from deltasync.delta.codecs.blocks import Shape
 from deltasync.delta.codecs.device_base import Checks, DeviceBlocks, DeviceRows, Ints
-from deltasync.delta.codecs.device_blocks import DeviceBlockCodec, likely_bits
+from deltasync.delta.codecs.device_blocks import (
+    encode_rows,
+    likely_bits,
+    read_indices,
+    read_values,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -31,16 +36,13 @@ def old_of(row: SparseRow) -> Bits:
     return row.old
 
 
-CODEC = DeviceBlockCodec()
-
-
 def rows_of(rows: list[SparseRow]) -> DeviceRows:
     counts, spans = zip(*((len(row.indices), row.span) for row in rows), strict=True)
     return DeviceRows(np.array(counts), np.array(spans), rows[0].dtype)
 
 
 def encoded(rows: list[SparseRow]) -> DeviceBlocks:
-    return CODEC.encode(
+    return encode_rows(
         rows_of(rows),
         joined([row.indices for row in rows]),
         placed(np.concatenate([row.new for row in rows])),
@@ -51,7 +53,7 @@ def encoded(rows: list[SparseRow]) -> DeviceBlocks:
 def decoded_indices(rows: DeviceRows, index: Tensor, index_bytes: Ints) -> Tensor:
     """Once all checks are done."""
     checks = Checks()
-    found = CODEC.indices(rows, index, index_bytes, checks)
+    found = read_indices(rows, index, index_bytes, checks)
     checks.finish()
     return found
 
@@ -59,7 +61,7 @@ def decoded_indices(rows: DeviceRows, index: Tensor, index_bytes: Ints) -> Tenso
 def decoded_values(rows: DeviceRows, value: Tensor, value_bytes: Ints, old: Tensor) -> Tensor:
     """Once all checks are done."""
     checks = Checks()
-    found = CODEC.values(rows, value, value_bytes, old, checks)
+    found = read_values(rows, value, value_bytes, old, checks)
     checks.finish()
     return found
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import SenderOptions
+from deltasync import ModuleSource, SenderOptions, TrainerRank, WeightSender
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.policy import Policy
 from deltasync.errors import ConfigError, SyncAborted, WrongBase
-from tests.sync.harness import Model, bits_equal, fleet, until
+from deltasync.transports import inprocess
+from deltasync.transports.base import Capabilities
+from tests.sync.harness import Model, ThroughSender, bits_equal, fleet, until
 
 ONLY_SPARSE, ALL_DENSE = Policy(dense_above=1.0), Policy(dense_above=0.0)
 
@@ -113,6 +115,28 @@ def test_a_change_that_gaps_do_not_pay_for_stays_raw_in_a_coded_payload() -> Non
 def test_a_codec_that_this_build_has_not_is_refused() -> None:
     with pytest.raises(ConfigError):
         SenderOptions(compression="lzma")  # type: ignore[arg-type]
+
+
+class BetweenGpus(ThroughSender):
+    """A link whose payloads would be in the memory of GPUs."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(("cuda",), None)
+
+
+def test_class_is_refused_on_links_of_gpus() -> None:
+    source, options = ModuleSource(model(1)), SenderOptions(compression="class")
+    inner = inprocess.Sender()
+    link = BetweenGpus(inner)
+    with pytest.raises(ConfigError, match="cuda memory: use 'block'"):
+        WeightSender(source, link, options=options)
+    with pytest.raises(ConfigError, match="cuda memory: use 'block'"):
+        TrainerRank(source, link, inner.receiver(), rank=1, world=2, options=options)
+    with WeightSender(source, link, options=SenderOptions(compression="block")) as sender:
+        with pytest.raises(ConfigError, match="for stores, patch files"):
+            sender.options = options
+        assert sender.options.compression == "block"
 
 
 def test_options_that_are_replaced_take_effect_though_they_were_used() -> None:

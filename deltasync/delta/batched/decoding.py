@@ -18,13 +18,12 @@ from torch import Tensor
 from deltasync.delta.batched.old import SparseRows, read_old
 from deltasync.delta.batched.weights import BatchedWeights, Numbers, device_of, upload
 from deltasync.delta.bits import Live, integer_dtype
-from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.decoding import Decoded, bad_indices, checked_rows, wrong_base
-from deltasync.delta.codecs.device_base import Checks, DeviceCodec, DeviceRows
-from deltasync.delta.codecs.device_known import DEVICE_CODECS
+from deltasync.delta.codecs.device_base import Checks, DeviceRows
+from deltasync.delta.codecs.device_blocks import read_indices, read_values
 from deltasync.delta.codecs.device_tiles import Copies, begins_of
 from deltasync.delta.digests import Ints
-from deltasync.errors import TruncatedFrame, WireError, WrongBase
+from deltasync.errors import TruncatedFrame
 from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.coded import HEADER_BYTES, ROW_BYTES, CodedTable, Lengths
 from deltasync.wire.table import RowKind
@@ -70,7 +69,7 @@ class DeviceDecoder:
         item_sizes: NDArray[np.uint64],
         after: tuple[int, int],
     ) -> Decoded | None:
-        """Waits for the device twice, and as often as codecs do for each dtype."""
+        """Waits for the device twice, and once for each dtype."""
         device = self.weights.device
         with device_of(device):
             head = Numbers(data[: HEADER_BYTES + ROW_BYTES * num_rows]).read()
@@ -90,29 +89,21 @@ class DeviceDecoder:
     def _can_decode(self, table: CodedTable) -> bool:
         codes = np.unique(table.rows["index_codec"].astype(int) << 8 | table.rows["value_codec"])
         known = [IndexCodec.NONE << 8 | ValueCodec.RAW, IndexCodec.RAW << 8 | ValueCodec.RAW]
-        known += [one.index_codec << 8 | one.value_codec for one in DEVICE_CODECS.values()]
-        return bool(np.isin(codes, known).all()) and self._has_spans(table)
-
-    def _has_spans(self, table: CodedTable) -> bool:
-        """Whether all old bits that codecs need lie where they can read them."""
-        spans = [one.index_codec for one in DEVICE_CODECS.values() if one.needs is Needs.SPAN]
-        numbers = table.rows["parameter"][np.isin(table.rows["index_codec"], spans)]
-        is_there = self.is_whole & self.weights.in_runs
-        return bool((is_there | ~self.is_held)[numbers].all())
+        known.append(IndexCodec.BLOCK << 8 | ValueCodec.BLOCK)
+        return bool(np.isin(codes, known).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Rows of one codec and dtype, all held or none.
+    """Rows of one dtype that are coded in blocks, all held or none.
 
     Attributes:
         which: int64[k], the rows.
-        rows: What the codec has to know of them.
+        rows: What is known of them.
         index, value: uint8[n] on the device, their blocks side by side.
         old: int[n], their old bits; 0 where they are not held.
     """
 
-    codec: DeviceCodec
     which: Ints
     rows: DeviceRows
     index: Tensor
@@ -167,7 +158,7 @@ class _Decoding:
             which, rows, size = group.which, group.rows, group.rows.dtype.item_size
             if self._is_held[which[0]]:
                 lengths = self._value_bytes[which]
-                new = group.codec.values(rows, group.value, lengths, group.old, self._checks)
+                new = read_values(rows, group.value, lengths, group.old, self._checks)
                 begins = new.data_ptr() + size * begins_of(rows.counts)
                 copies.add(begins, self._value_to[which], size * rows.counts)
                 kept.append(new)
@@ -175,7 +166,7 @@ class _Decoding:
         self._checks.finish()
 
     def _split(self) -> list[_Group]:
-        """Bring blocks of each codec and dtype together, and raw ones where they belong."""
+        """Bring blocks of each dtype together, and raw ones where they belong."""
         rows, raw, copies = self._table.rows, self._decoded.rows, Copies()
         for name, codec, taken, sources, targets in (
             ("index_bytes", "index_codec", self._index_bytes, self._index_from, self._index_to),
@@ -185,8 +176,7 @@ class _Decoding:
             if (rows[name] != raw[name])[is_raw].any():
                 raise TruncatedFrame("a raw block is not as long as its row")
             copies.add(sources[is_raw], targets[is_raw], taken[is_raw])
-        kinds = self._decoder.weights.dtype_codes[self._number] << 9
-        kinds |= rows["index_codec"].astype(np.int64) << 1 | self._is_held
+        kinds = self._decoder.weights.dtype_codes[self._number] << 1 | self._is_held
         is_coded = rows["value_codec"] != ValueCodec.RAW
         groups = list[_Group]()
         for kind in np.unique(kinds[is_coded]):
@@ -212,48 +202,20 @@ class _Decoding:
         )
         total = int(self._count[which].sum()) if self._is_held[which[0]] else 0
         old = torch.zeros(total, dtype=integer_dtype(dtype), device=self._device)
-        codec = DEVICE_CODECS[IndexCodec(int(self._table.rows["index_codec"][which[0]]))]
-        spans_at = None
-        if codec.needs is Needs.SPAN:
-            starts = self._decoded.rows["start"].astype(np.int64)[which]
-            spans_at = self._decoder.weights.spans_at(self._number[which], starts)
-        rows = DeviceRows(self._count[which], self._span[which], dtype, spans_at)
-        return _Group(codec, which, rows, index, value, old)
+        rows = DeviceRows(self._count[which], self._span[which], dtype)
+        return _Group(which, rows, index, value, old)
 
     def _locate(self, groups: list[_Group]) -> None:
         """Write the indices of coded rows."""
         copies, kept = Copies(), list[Tensor]()
         for group in groups:
             which, counts = group.which, group.rows.counts
-            indices = self._indices(group)
+            lengths = self._index_bytes[which]
+            indices = read_indices(group.rows, group.index, lengths, self._checks)
             begins = indices.data_ptr() + INDEX_ITEM_BYTES * begins_of(counts)
             copies.add(begins, self._index_to[which], INDEX_ITEM_BYTES * counts)
             kept.append(indices)
         copies.launch(self._device)
-
-    def _indices(self, group: _Group) -> Tensor:
-        """int32[n]: those of a group's rows.
-
-        If their codec needs all old bits, nobody who holds others can read them, and of what is not
-        held here any will do.
-        """
-        lengths, codec = self._index_bytes[group.which], group.codec
-        if codec.needs is not Needs.SPAN:
-            return codec.indices(group.rows, group.index, lengths, self._checks)
-        if not self._is_held[group.which[0]]:
-            return _first_of(group.rows.counts, self._device)
-        names = [self._decoder.weights.ledger.specs[n].name for n in self._number[group.which]]
-
-        def refused(_: WireError) -> WrongBase:
-            return wrong_base(names[0] if len(names) == 1 else f"{names[0]}, or one after it")
-
-        checks = Checks()
-        try:
-            indices = codec.indices(group.rows, group.index, lengths, checks)
-        except WireError as error:
-            raise refused(error) from error
-        self._checks.take(checks, refused)
-        return indices
 
     def _read_old(self, groups: list[_Group]) -> None:
         """Read what is changed; have indices checked, and that it is what the sender had."""
@@ -285,11 +247,3 @@ class _Decoding:
                 raise wrong_base(specs[self._number[np.flatnonzero(differ)[0]]].name)
 
         self._checks.add(read_old(self._decoder.weights, rows), look)
-
-
-def _first_of(counts: Ints, device: torch.device) -> Tensor:
-    """int32[n]: 0, 1, 2 and so on for each row."""
-    begins, each = upload([begins_of(counts), counts], device)
-    total = int(counts.sum())
-    passed = torch.repeat_interleave(begins, each, output_size=total)
-    return (torch.arange(total, device=device) - passed).int()

@@ -1,6 +1,6 @@
 """Payloads coded in the memory of the device where they were packed.
 
-docs/wire-format.md, section 4. A row is coded by one codec, or raw; no section is compressed.
+docs/wire-format.md, section 4. A row is coded in blocks, or raw; no section is compressed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from deltasync.delta.batched.old import SparseRows, read_old
 from deltasync.delta.batched.weights import BatchedWeights, upload
 from deltasync.delta.bits import integer_dtype
-from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.coding import LONGEST, Coded
-from deltasync.delta.codecs.device_base import DeviceBlocks, DeviceCodec, DeviceRows
+from deltasync.delta.codecs.device_base import DeviceBlocks, DeviceRows
+from deltasync.delta.codecs.device_blocks import encode_rows
 from deltasync.delta.codecs.device_tiles import Copies, begins_of
 from deltasync.delta.digests import Ints
-from deltasync.wire.codecs import INDEX_ITEM_BYTES
+from deltasync.wire.codecs import INDEX_ITEM_BYTES, IndexCodec, ValueCodec
 from deltasync.wire.coded import HEADER_BYTES, ROW_BYTES, CodedTable, Lengths
 from deltasync.wire.table import Rows, block_offsets
 
@@ -36,8 +36,7 @@ class Packed:
         weights: The sender's snapshot.
         number: int64[rows], which of its parameters each row is of.
         start: int64[rows], where the row begins in what is held of that.
-        is_known: bool[rows], which rows are sparse and find their old bits there; side by side, if
-            the codec needs SPAN.
+        is_known: bool[rows], which rows are sparse and find their old bits there.
     """
 
     payload: Tensor
@@ -54,7 +53,7 @@ class _Group:
 
     Attributes:
         which: int64[k], the rows.
-        rows: What a codec has to know of them.
+        rows: What is known of them.
         indices, new, old: int32[n] and int[n] of the dtype's size, on the device.
     """
 
@@ -65,16 +64,12 @@ class _Group:
     old: Tensor
 
 
-def encode(packed: Packed, codec: DeviceCodec) -> Coded | None:
-    """The coded form of a payload; None if that gets no shorter.
+def encode(packed: Packed) -> Coded | None:
+    """The form of a payload that is coded in blocks; None if that gets no shorter.
 
-    Waits for the device as often as the codec does for each dtype.
-
-    Args:
-        packed: The payload.
-        codec: What rows are coded with where that pays; others stay raw.
+    Rows for which blocks do not pay stay raw. Waits for the device once for each dtype.
     """
-    return _Encoding(packed, codec).coded() if packed.is_known.any() else None
+    return _Encoding(packed).coded() if packed.is_known.any() else None
 
 
 class _Encoding:
@@ -83,8 +78,8 @@ class _Encoding:
     Its arrays say of each row how long its blocks are, and where on the device they lie.
     """
 
-    def __init__(self, packed: Packed, codec: DeviceCodec) -> None:
-        self._packed, self._codec, self._device = packed, codec, packed.weights.device
+    def __init__(self, packed: Packed) -> None:
+        self._packed, self._device = packed, packed.weights.device
         rows = packed.rows
         self._coded_rows = rows.copy()
         self._span, self._count, self._index_bytes, self._value_bytes = (
@@ -100,7 +95,7 @@ class _Encoding:
         groups = [self._group(which) for which in self._dtypes()]
         digests = self._read(groups)
         # What these hold is read by the last launch.
-        made = [self._codec.encode(one.rows, one.indices, one.new, one.old) for one in groups]
+        made = [encode_rows(one.rows, one.indices, one.new, one.old) for one in groups]
         for group, blocks in zip(groups, made, strict=True):
             self._choose(group.which, blocks)
         return self._assembled(digests)
@@ -118,10 +113,7 @@ class _Encoding:
         total, bits = int(counts.sum()), integer_dtype(dtype)
         new, old = (torch.empty(total, dtype=bits, device=self._device) for _ in range(2))
         indices = torch.empty(total, dtype=torch.int32, device=self._device)
-        spans_at = None
-        if self._codec.needs is Needs.SPAN:
-            spans_at = packed.weights.spans_at(packed.number[which], packed.start[which])
-        rows = DeviceRows(counts, self._span[which], dtype, spans_at)
+        rows = DeviceRows(counts, self._span[which], dtype)
         return _Group(which, rows, indices, new, old)
 
     def _read(self, groups: Sequence[_Group]) -> Tensor:
@@ -168,8 +160,8 @@ class _Encoding:
         lengths = Lengths(full, full)
         if HEADER_BYTES + sum(full) >= LONGEST * len(self._packed.payload):
             return None
-        rows["index_codec"][self._is_coded] = self._codec.index_codec
-        rows["value_codec"][self._is_coded] = self._codec.value_codec
+        rows["index_codec"][self._is_coded] = IndexCodec.BLOCK
+        rows["value_codec"][self._is_coded] = ValueCodec.BLOCK
         rows["index_bytes"], rows["value_bytes"] = index_bytes, value_bytes
         table = CodedTable(rows, np.zeros(len(rows), np.uint64))
         data = torch.empty(HEADER_BYTES + sum(full), dtype=torch.uint8, device=self._device)

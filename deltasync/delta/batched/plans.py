@@ -27,8 +27,6 @@ from deltasync.delta.batched.weights import (
     segments_in,
     upload,
 )
-from deltasync.delta.codecs.base import Needs
-from deltasync.delta.codecs.device_known import DEVICE_CODECS
 from deltasync.delta.codecs.old import SnapshotOld
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.kernels import triton as kernels
@@ -306,11 +304,7 @@ class BatchedBucket:
 
     def encoder(self, codec: IndexCodec) -> Encode | None:
         """What codes it on the snapshot's device; None if the codec cannot code it there."""
-        found = DEVICE_CODECS.get(codec)
-        if found is None or (self._delta is None and codec is not IndexCodec.BLOCK):
-            return None
-        in_runs = self._snapshot.in_runs[self._numbers[self._is_known]]
-        if found.needs is Needs.SPAN and not (in_runs.any() and in_runs.all()):
+        if codec is not IndexCodec.BLOCK:
             return None
         return lambda payload: encode(
             Packed(
@@ -320,8 +314,7 @@ class BatchedBucket:
                 self._numbers,
                 self._planned.rows["start"].astype(np.int64),
                 self._is_known,
-            ),
-            found,
+            )
         )
 
     @property

@@ -147,17 +147,6 @@ class BatchedWeights:
         return np.array([spec.dtype.code for spec in self.ledger.specs], np.int64)
 
     @cached_property
-    def in_runs(self) -> NDArray[np.bool_]:
-        """bool[parameters]: of which any elements that follow each other lie side by side."""
-        found: NDArray[np.bool_] = (self.pointers != 0) & (self.ledger.gaps == 0)
-        return found
-
-    def spans_at(self, number: Ints, start: Ints) -> Ints:
-        """int64[rows]: addresses of elements from `start` on, of parameters that are `in_runs`."""
-        addresses: Ints = self.pointers[number] + start * self.ledger.item_sizes[number]
-        return addresses
-
-    @cached_property
     def ways(self) -> Ints:
         """int64[2 * parameters]: how kernels find the sparse, and the dense, rows of each.
 

@@ -2,7 +2,7 @@
 
 docs/wire-format.md, section 4. Codecs work on numpy arrays in host memory. They never see a
 parameter's number, a payload or a connection: `encoding` and `decoding` put rows and payloads
-together, and `device_base` says what a codec on a device is.
+together.
 """
 
 from __future__ import annotations

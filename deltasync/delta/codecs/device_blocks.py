@@ -1,7 +1,8 @@
 """The codec `block` on a device: many rows of one dtype at once, in a few launches.
 
 What is made is bit for bit what `codecs.blocks` makes for the same shapes. Blocks of rows lie side
-by side, and begin at multiples of 4 bytes. The caller makes the device current.
+by side, and begin at multiples of 4 bytes. Kernels run on the current stream of the current device,
+which the caller has chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from deltasync.delta.batched.weights import Numbers, upload
 from deltasync.delta.codecs import blocks, steps
-from deltasync.delta.codecs.base import Needs
 from deltasync.delta.codecs.blocks import HEADER_BYTES
 from deltasync.delta.codecs.device_base import Checks, DeviceBlocks, DeviceRows, Ints
 from deltasync.delta.codecs.device_tiles import Tiles, add_up, begins_of
@@ -24,78 +24,99 @@ from deltasync.delta.kernels import triton_codecs as kernels
 from deltasync.delta.kernels.triton_base import TYPES
 from deltasync.dtypes import Dtype
 from deltasync.errors import InvalidIndices, TruncatedFrame
-from deltasync.wire.codecs import IndexCodec, ValueCodec
 
 
-class DeviceBlockCodec:
-    """Codes rows in independent blocks; see `DeviceCodec`.
+def encode_rows(rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> DeviceBlocks:
+    """The blocks of rows, and how long they are. Waits once for the device.
 
-    To encode waits once for the device, to read indices once, to read values not at all.
+    They may have any length: whoever calls sends a row raw if that pays.
+
+    Args:
+        rows: What the others are of.
+        indices: int32[n], those of each row increasing and below its span.
+        new, old: int[n], the bits after and before at the indices.
     """
+    measured = _measured(rows, indices, new, old)
+    return _written(rows, indices, new, old, measured)
 
-    index_codec = IndexCodec.BLOCK
-    value_codec = ValueCodec.BLOCK
-    needs = Needs.CHANGED
 
-    def encode(self, rows: DeviceRows, indices: Tensor, new: Tensor, old: Tensor) -> DeviceBlocks:
-        """The blocks of rows, and how long they are."""
-        measured = _measured(rows, indices, new, old)
-        return _written(rows, indices, new, old, measured)
+def read_indices(rows: DeviceRows, index: Tensor, index_bytes: Ints, checks: Checks) -> Tensor:
+    """int32[n]: the indices of rows, one row after another. Waits once for the device.
 
-    def indices(self, rows: DeviceRows, index: Tensor, index_bytes: Ints, checks: Checks) -> Tensor:
-        """int32[n]: the indices of rows. Raises WireError."""
-        counts, spans, begins = rows.counts, rows.spans, begins_of(index_bytes)
-        widths, count_widths = _shapes(index, index_bytes)
-        each = _num_blocks(spans, widths)
-        offsets_at = HEADER_BYTES + _bytes(each, count_widths)
-        _check_lengths(index_bytes, offsets_at + _bytes(counts, widths))
-        at = index.data_ptr() + begins
-        tiles = Tiles.of(each, kernels.LOCATED)
-        columns = [
-            at + HEADER_BYTES,
-            each,
-            count_widths,
-            at + offsets_at,
-            widths,
-            begins_of(counts),
-        ]
-        table, row = tiles.placed([*columns, counts], index.device)
-        ends = tiles.ends(1, index.device)
-        tiles.launch(kernels.count_located, table, row, ends)
-        add_up(ends.T)
-        checks.add(ends, lambda found: _check_counts(tiles.totals(found, 1)[:, 0], counts))
-        indices = torch.zeros(int(counts.sum()), dtype=torch.int32, device=index.device)
-        tiles.launch(kernels.locate_blocks, table, row, ends, indices)
-        return indices
+    The caller checks that they increase within the span, when `checks` are finished.
 
-    def values(
-        self, rows: DeviceRows, value: Tensor, value_bytes: Ints, old: Tensor, checks: Checks
-    ) -> Tensor:
-        """int[n]: the new bits of rows' changes. Raises WireError."""
-        counts, dtype = rows.counts, rows.dtype
-        nibbles_at = _bytes(counts, blocks.CODE_BITS)
-        _check_blocks(value, value_bytes, nibbles_at, "a value block is shorter than its codes")
-        at = value.data_ptr() + begins_of(value_bytes)
-        tiles = Tiles.of(counts, kernels.TILE)
-        table, row = tiles.placed(
-            [begins_of(counts), counts, at, nibbles_at, value_bytes], old.device
-        )
-        ends = tiles.ends(2, old.device)
-        tiles.launch(kernels.count_codes, table, row, ends)
-        add_up(ends.T)
+    Args:
+        rows: How many there are is at most what the payload has room for.
+        index: uint8[bytes], the rows' index blocks side by side: arbitrary bytes. It begins at an
+            address that 16 divides.
+        index_bytes: int64[rows], how long each block is.
+        checks: Where to put off what it takes the device to know.
 
-        def look(found: Ints) -> None:
-            nibbles, wholes = tiles.totals(found, 2).T
-            wholes_at = nibbles_at + _bytes(nibbles, blocks.NIBBLE_BITS)
-            _check_lengths(value_bytes, wholes_at + _bytes(wholes, 8 * dtype.item_size))
+    Raises:
+        WireError: A block is not what `encode_rows` makes of any row. Now, or in `checks`.
+    """
+    counts, spans, begins = rows.counts, rows.spans, begins_of(index_bytes)
+    widths, count_widths = _shapes(index, index_bytes)
+    each = _num_blocks(spans, widths)
+    offsets_at = HEADER_BYTES + _bytes(each, count_widths)
+    _check_lengths(index_bytes, offsets_at + _bytes(counts, widths))
+    at = index.data_ptr() + begins
+    tiles = Tiles.of(each, kernels.LOCATED)
+    columns = [
+        at + HEADER_BYTES,
+        each,
+        count_widths,
+        at + offsets_at,
+        widths,
+        begins_of(counts),
+    ]
+    table, row = tiles.placed([*columns, counts], index.device)
+    ends = tiles.ends(1, index.device)
+    tiles.launch(kernels.count_located, table, row, ends)
+    add_up(ends.T)
+    checks.add(ends, lambda found: _check_counts(tiles.totals(found, 1)[:, 0], counts))
+    indices = torch.zeros(int(counts.sum()), dtype=torch.int32, device=index.device)
+    tiles.launch(kernels.locate_blocks, table, row, ends, indices)
+    return indices
 
-        checks.add(ends, look)
-        new = torch.empty_like(old)
-        tiles.launch(
-            kernels.decode_steps, table, row, ends, old, new,
-            TYPE=TYPES[dtype.item_size], **order_constants(dtype),
-        )  # fmt: skip
-        return new
+
+def read_values(
+    rows: DeviceRows, value: Tensor, value_bytes: Ints, old: Tensor, checks: Checks
+) -> Tensor:
+    """int[n]: the new bits of rows' changes, one row after another. Does not wait.
+
+    Args:
+        rows: As those of `read_indices`.
+        value: uint8[bytes], the rows' value blocks side by side, likewise.
+        value_bytes: int64[rows].
+        old: int[n], the bits before at the indices.
+        checks: Where to put off what it takes the device to know.
+
+    Raises:
+        WireError: A block is not what `encode_rows` makes of any row. Now, or in `checks`.
+    """
+    counts, dtype = rows.counts, rows.dtype
+    nibbles_at = _bytes(counts, blocks.CODE_BITS)
+    _check_blocks(value, value_bytes, nibbles_at, "a value block is shorter than its codes")
+    at = value.data_ptr() + begins_of(value_bytes)
+    tiles = Tiles.of(counts, kernels.TILE)
+    table, row = tiles.placed([begins_of(counts), counts, at, nibbles_at, value_bytes], old.device)
+    ends = tiles.ends(2, old.device)
+    tiles.launch(kernels.count_codes, table, row, ends)
+    add_up(ends.T)
+
+    def look(found: Ints) -> None:
+        nibbles, wholes = tiles.totals(found, 2).T
+        wholes_at = nibbles_at + _bytes(nibbles, blocks.NIBBLE_BITS)
+        _check_lengths(value_bytes, wholes_at + _bytes(wholes, 8 * dtype.item_size))
+
+    checks.add(ends, look)
+    new = torch.empty_like(old)
+    tiles.launch(
+        kernels.decode_steps, table, row, ends, old, new,
+        TYPE=TYPES[dtype.item_size], **order_constants(dtype),
+    )  # fmt: skip
+    return new
 
 
 def likely_bits(counts: Ints, spans: Ints) -> Ints:

@@ -18,6 +18,7 @@ from deltasync.errors import (
     TransportTimeout,
     VersionGap,
 )
+from deltasync.sync.arguments import check_coding
 from deltasync.sync.group import orders
 from deltasync.sync.group.agreement import Agreement, Replicas, text_of, words_of
 from deltasync.sync.group.lane_sender import LaneSender
@@ -73,6 +74,7 @@ class TrainerRank(Closing):
     ) -> None:
         self.version = 0
         self.world, options = world, options or SenderOptions()
+        check_coding(options, transport.capabilities.devices)
         self._rank = rank
         self._weights = OwnWeights(source, options)
         self.source = self._weights.source
