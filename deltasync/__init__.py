@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deltasync.delta.sparsity import Sparsity, sparsity
     from deltasync.errors import DeltaSyncError
     from deltasync.files.export import Exported, export_weights
-    from deltasync.store.besides import PublishOptions
+    from deltasync.store.anchors import PublishOptions
     from deltasync.store.objects import StoreOptions
     from deltasync.store.receiver import StoreReceiver
     from deltasync.store.sender import PublishStats, StoreSender
@@ -114,7 +114,7 @@ _HOMES = {
         "delta.sparsity": "Sparsity sparsity",
         "errors": "DeltaSyncError",
         "files.export": "Exported export_weights",
-        "store.besides": "PublishOptions",
+        "store.anchors": "PublishOptions",
         "store.objects": "StoreOptions",
         "store.receiver": "StoreReceiver",
         "store.sender": "PublishStats StoreSender",

@@ -25,7 +25,7 @@ from benchmarks.descriptors import descriptors
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
 from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import RunUnknown, StoreError, TransportTimeout, WriterConflict
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
@@ -137,7 +137,6 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
         publishing=PublishOptions(
             anchor_every=chance.choice((1, 5, 20)),
             anchor_file_bytes=chance.choice((1000, 1 << 30)),
-            fold_every=chance.choice((0, 2, 3)),
         ),
     )
     truth.go(min(_newest(setting) + chance.choice((0, 1)), setting.versions) or 1)
@@ -148,8 +147,6 @@ def _write(setting: Setting, diary: Diary, chance: random.Random) -> None:
         if fingerprint(model) != truth.fingerprint():
             raise ChaosFailed(f"v{stats.version} was published from the weights of another one")
         diary.note("published", version=stats.version, kind=stats.kind, num_bytes=stats.delta_bytes)
-        if stats.fold_bytes:
-            diary.note("folded", version=stats.version)
         if stats.version % 10 == 0:
             diary.note_usage()
         if stats.version >= setting.versions:

@@ -39,7 +39,7 @@ def _names_of_errors(module: ModuleType) -> frozenset[str]:
 
 _OTHERS = {"Detached", "OutOfMemoryError"}  # no exceptions, or of torch
 _ERRORS = _names_of_errors(errors) | _names_of_errors(builtins) | _OTHERS
-_PUT = ("delta", "fold", "anchor")
+_PUT = ("delta", "anchor")
 _LIKELY = (*_names_of_errors(errors), *_OTHERS, "MemoryError", "OSError", "RuntimeError", OTHER)
 _M = TypeVar("_M", bound=MetricWrapperBase)
 _GENERATED = re.compile(
@@ -221,7 +221,7 @@ class Metrics:
     def _published(self, stats: PublishStats) -> None:
         self._publishes[stats.kind].inc()
         self._publish_s.observe(stats.total_s)
-        put = (stats.delta_bytes, stats.fold_bytes, stats.anchor_bytes)
+        put = (stats.delta_bytes, stats.anchor_bytes)
         for what, num_bytes in zip(_PUT, put, strict=True):
             _inc(self._published_bytes[what], num_bytes)
         self._published_version.set(stats.version)

@@ -79,7 +79,6 @@ class PublishLine(_Line):
     nnz: Count
     delta_bytes: Count
     anchor_bytes: Count
-    fold_bytes: Count
     dense_bytes: Count
     total_s: Seconds
     density_by: dict[str, Seconds]

@@ -207,7 +207,7 @@ def _of_publish(stats: PublishStats) -> Attributes:
     return {
         "deltasync.kind": stats.kind,
         "deltasync.density": stats.density,
-        "deltasync.payload_bytes": stats.delta_bytes + stats.fold_bytes + stats.anchor_bytes,
+        "deltasync.payload_bytes": stats.delta_bytes + stats.anchor_bytes,
         "deltasync.dense_bytes": stats.dense_bytes,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltasync.delta.bits import Flat, Live, Run
 from deltasync.delta.bucket import ReadBucket
-from deltasync.delta.codecs.old import OldRows
 from deltasync.delta.fold import fold_runs
 from deltasync.delta.host.packing import Bucket, buckets, bytes_of
 from deltasync.delta.patch import check_indices
@@ -260,8 +259,6 @@ class FoldedPlan:
     ledger: _Total
     _shares: Sequence[Share]
     _runs: Sequence[tuple[int, Run]]
-    _filled: Callable[[int, Run], Run]
-    _old: OldRows | None
 
     @classmethod
     def of(
@@ -271,8 +268,6 @@ class FoldedPlan:
         *,
         base_version: int | None,
         digest: int,
-        filled: Callable[[int, Run], Run] = lambda parameter, run: run,
-        old: OldRows | None = None,
     ) -> Self:
         """Plan.
 
@@ -281,8 +276,6 @@ class FoldedPlan:
             runs: (parameter, run) of all that is written, in layout order.
             base_version: What it fits on.
             digest: State digest of the weights after it.
-            filled: Called with each of the runs when it is packed: returns it with its new bits.
-            old: What it changes; None if that is not known.
         """
         shares = whole(tuple(specs))
         sizes = [bytes_of(shares[parameter], run) for parameter, run in runs]
@@ -293,16 +286,11 @@ class FoldedPlan:
             _Total(digest),
             shares,
             runs,
-            filled,
-            old,
         )
 
     def buckets(self) -> Iterator[Bucket]:
         """Payloads."""
-        filled = ((parameter, self._filled(parameter, run)) for parameter, run in self._runs)
-        return buckets(
-            filled, self._shares, bucket_bytes=_BUCKET_BYTES, old_of=lambda numbers: self._old
-        )
+        return buckets(iter(self._runs), self._shares, bucket_bytes=_BUCKET_BYTES)
 
     def decided(self) -> None:
         """Nothing waits for the decision."""

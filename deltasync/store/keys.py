@@ -20,9 +20,7 @@ MANIFESTS, WAYS, LAYOUTS, OBJECTS, LEASES = "manifests", "ways", "layouts", "obj
 
 _DIGITS = 16  # of a version, which is below 2^53
 _RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_KEY = (
-    r"objects/[0-9]{16}-(anchor|delta|fold)-[0-9a-f]{16}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}|\.dsyn)"
-)
+_KEY = r"objects/[0-9]{16}-(anchor|delta)-[0-9a-f]{16}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}|\.dsyn)"
 
 RunId = Annotated[str, Field(pattern=f"^{_RUN_ID}$")]
 ObjectKey = Annotated[str, Field(pattern=f"^{_KEY}$")]
@@ -66,9 +64,9 @@ def layout_key(layout_hash: str) -> str:
     return f"{LAYOUTS}/{layout_hash}.json"
 
 
-def frames_key(version: int, kind: str) -> str:
-    """A new name for the frames of a "delta" or "fold"."""
-    return f"{_object(version, kind)}.dsyn"
+def frames_key(version: int) -> str:
+    """A new name for the frames of a delta."""
+    return f"{_object(version, 'delta')}.dsyn"
 
 
 def anchor_folder(version: int) -> str:

@@ -34,7 +34,7 @@ MAX_CHANGED = 1 << 20  # parameters
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Label = Annotated[str, Field(min_length=1, max_length=256)]
-Kind = Literal["anchor", "delta", "fold"]
+Kind = Literal["anchor", "delta"]
 
 
 class _Record(BaseModel):
@@ -60,8 +60,8 @@ class Way(_Record):
     """One way to hold a version: fetch `files`, and apply them to the version `base`.
 
     An `anchor` has no base: its files are safetensors and their index, of the whole model. A
-    `delta` leads from the parent, a `fold` from an older version; each is one file of one-way
-    frames. `codecs` has the payload bytes of each codec, by name.
+    `delta` leads from the parent, and is one file of one-way frames. `codecs` has the payload bytes
+    of each codec, by name.
     """
 
     kind: Kind
@@ -72,7 +72,7 @@ class Way(_Record):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         if (self.base is None) != (self.kind == "anchor"):
-            raise ValueError("an anchor has no base, and the others have one")
+            raise ValueError("an anchor has no base, and a delta has one")
         if self.kind != "anchor" and len(self.files) != 1:
             raise ValueError(f"a {self.kind} is one file")
         if any(f"-{self.kind}-" not in file.key for file in self.files):
@@ -154,7 +154,7 @@ class LaterWay(Written):
 
     Attributes:
         manifest: SHA-256 of the bytes of that manifest.
-        way: An anchor or a fold.
+        way: An anchor.
     """
 
     kind: Literal["way"] = "way"
@@ -212,8 +212,6 @@ Signed = TypeVar("Signed", Manifest, LaterWay)
 def _check_way(way: Way, version: int, before: int | None) -> None:
     if way.kind == "delta" and way.base != before:
         raise ValueError("a delta whose base is not the parent")
-    if way.base is not None and way.base >= version:
-        raise ValueError("a base that is not older")
     if any(not file.key.startswith(f"objects/{version:016}-") for file in way.files):
         raise ValueError("a file of another version")
 

@@ -53,8 +53,8 @@ class StoreReceiver(Closing):
     `StagingThread` takes it as it takes a `WeightReceiver`; `follow` makes one. After an error the
     old version is intact unless `is_dirty`; the next call continues from there.
 
-    The fewest bytes are fetched that lead to the version: deltas, a folded delta, or an anchor and
-    the deltas after it. A receiver begins at the version that its weights have by digest. One that
+    The fewest bytes are fetched that lead to the version: deltas, or an anchor and the deltas after
+    it. A receiver begins at the version that its weights have by digest. One that
     holds parameters in part (a rank of tensor parallelism) knows only versions that it has
     committed itself, and begins at an anchor otherwise.
 

@@ -1,9 +1,9 @@
-"""The cheapest way, in bytes, from what a reader holds to a version of a run."""
+"""How a reader gets from what it holds to a version: the deltas in between, or an anchor first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deltasync.errors import ManifestInvalid, VersionMissing
 from deltasync.store.catalogue import Published, Run
@@ -34,79 +34,18 @@ class Route:
 
     Attributes:
         base: The version held that the first step applies to; None if the first is an anchor.
-        steps: In order; none if the version is held.
+        steps: In order, deltas but for that anchor; none if the version is held.
         target: The version.
-        lineage: The manifests after `base`, or after the anchor's version, up to the target, in
-            order. They say which parameters have changed.
     """
 
     base: Published | None
     steps: tuple[Step, ...]
     target: Published
-    lineage: tuple[Published, ...]
 
     @property
     def num_bytes(self) -> int:
         """Bytes to fetch."""
         return sum(step.way.num_bytes for step in self.steps)
-
-
-@dataclass(slots=True)
-class _Map:
-    """What is known so far, seen from the target backwards.
-
-    Attributes:
-        cost: Bytes from a version to the target.
-        step: The first step of that.
-        seen: The manifests that were read, from the target on.
-        anchor: The cheapest one: bytes from nothing to the target, and its step.
-    """
-
-    cost: dict[int, int]
-    step: dict[int, Step] = field(default_factory=dict)
-    seen: list[Published] = field(default_factory=list)
-    anchor: tuple[int, Step] | None = None
-
-    def look(self, published: Published, ways: list[Way], refused: Collection[str]) -> None:
-        """Take in the ways that lead to a version."""
-        self.seen.append(published)
-        here = self.cost.get(published.version)
-        if here is None:
-            return
-        for way in ways:
-            step = Step(published, way)
-            if not step.keys.isdisjoint(refused):
-                continue
-            cost = here + way.num_bytes
-            if way.base is None:
-                if self.anchor is None or cost < self.anchor[0]:
-                    self.anchor = cost, step
-            elif cost < self.cost.get(way.base, cost + 1):
-                self.cost[way.base], self.step[way.base] = cost, step
-
-    def is_settled(self, version: int) -> bool:
-        """Whether nothing below a version can be cheaper than the anchor that is known."""
-        below = [cost for base, cost in self.cost.items() if base < version]
-        return not below or (self.anchor is not None and min(below) >= self.anchor[0])
-
-    def route(self, base: Published | None) -> Route | None:
-        """The cheapest route from `base`, or from an anchor; None if there is none."""
-        target = self.seen[0]
-        via_base = None if base is None else self.cost.get(base.version)
-        steps: list[Step] = []
-        if via_base is not None and (self.anchor is None or via_base <= self.anchor[0]):
-            assert base is not None
-            at = base.version
-        elif self.anchor is not None:
-            base, at = None, self.anchor[1].to.version
-            steps.append(self.anchor[1])
-        else:
-            return None
-        lineage = tuple(one for one in reversed(self.seen) if one.version > at)
-        while at != target.version:
-            steps.append(self.step[at])
-            at = steps[-1].to.version
-        return Route(base, tuple(steps), target, lineage)
 
 
 def find_route(
@@ -116,7 +55,9 @@ def find_route(
     *,
     refused: Collection[str] = (),
 ) -> Route:
-    """The route of the fewest bytes. Reads manifests from the target back, no more than needed.
+    """The route of the fewest bytes: from the version held, or from the nearest anchor.
+
+    Reads manifests from the target back, no more than needed.
 
     Args:
         run: The run.
@@ -128,24 +69,27 @@ def find_route(
         VersionMissing: Nothing leads there.
         ManifestInvalid, MacMismatch: A manifest on the only way must not be used.
     """
-    found, base = _Map({target.version: 0}), None
-    at: Published | None = target
+    at, deltas, num_bytes = target, list[Step](), 0
+    anchored: Route | None = None
     fault: ManifestInvalid | None = None
-    while at is not None:
-        if at.version in found.cost and holds(at):
-            found.seen.append(at)
-            base = at
-            break
-        found.look(at, run.ways(at), refused)
-        if found.is_settled(at.version):
-            break
+    while anchored is None or num_bytes <= anchored.num_bytes:
+        if holds(at):
+            return Route(at, tuple(reversed(deltas)), target)
+        steps = [step for way in run.ways(at) if (step := Step(at, way)).keys.isdisjoint(refused)]
+        anchor = next((step for step in steps if step.way.kind == "anchor"), None)
+        if anchor is not None and anchored is None:
+            anchored = Route(None, (anchor, *reversed(deltas)), target)
+        delta = next((step for step in steps if step.way.kind == "delta"), None)
         try:
-            at = _parent(run, at)
+            parent = None if delta is None else _parent(run, at)
         except ManifestInvalid as error:
-            at, fault = None, error
-    route = found.route(base)
-    if route is not None:
-        return route
+            parent, fault = None, error
+        if delta is None or parent is None:
+            break
+        deltas.append(delta)
+        at, num_bytes = parent, num_bytes + delta.way.num_bytes
+    if anchored is not None:
+        return anchored
     if fault is not None:
         raise fault
     raise VersionMissing(

@@ -20,7 +20,7 @@ from deltasync.delta.host.backend import DeltaPlan
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import ConfigError, ObjectDamaged, SyncAborted
 from deltasync.store import keys
-from deltasync.store.besides import Besides, BesidesWriter, PublishOptions
+from deltasync.store.anchors import AnchorWriter, PublishOptions
 from deltasync.store.catalogue import Published, record_of
 from deltasync.store.manifest import Manifest, Way
 from deltasync.store.objects import Objects, StoreOptions
@@ -35,7 +35,6 @@ from deltasync.sync.source.layout import SentLayout
 from deltasync.sync.source.tensors import WeightSource
 from deltasync.sync.source.weights import LocalWeights, OwnWeights
 from deltasync.sync.stats import DeltaWatch
-from deltasync.transports.base import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class PublishStats(SyncEvent):
         digest: State digest of the version.
         numel: Elements of the model.
         nnz: Elements that differ from the version before.
-        delta_bytes, anchor_bytes, fold_bytes: Of the objects written.
+        delta_bytes, anchor_bytes: Of the objects written.
         dense_bytes: Bytes of all values.
         codecs: Payload bytes by codec.
         compression: What deltas are coded with.
@@ -63,8 +62,8 @@ class PublishStats(SyncEvent):
         ended_at: When the call ended, in seconds since the Unix epoch.
         phases: Parts of the call: "compare", "upload".
         density_by, warnings: As of `SyncStats`.
-        postponed: What was to be written besides and could not be, and why. The next call tries it
-            again; the version itself is complete.
+        postponed: Why an anchor that was due could not be written. The next call tries it again;
+            the version itself is complete.
     """
 
     version: int
@@ -75,7 +74,6 @@ class PublishStats(SyncEvent):
     nnz: int
     delta_bytes: int
     anchor_bytes: int
-    fold_bytes: int
     dense_bytes: int
     diff_s: float
     upload_s: float
@@ -98,7 +96,7 @@ class PublishStats(SyncEvent):
         """One line, as it is logged."""
         return (
             f"v{self.version}: {self.kind}, {self.density:.2%} of {self.numel:,} elements, "
-            f"{self.delta_bytes + self.fold_bytes + self.anchor_bytes:,} bytes, "
+            f"{self.delta_bytes + self.anchor_bytes:,} bytes, "
             f"{self.total_s * 1e3:.1f} ms"
         )
 
@@ -111,7 +109,7 @@ class _Pending:
     delta: Delta | None
 
 
-class StoreSender(Closing):
+class StoreSender:
     """Publishes the trainer's weights to a store, one version a call.
 
     The first call compares the newest version of the run with the weights: if they are the same,
@@ -152,9 +150,9 @@ class StoreSender(Closing):
         self._writer = RunWriter(objects, run, self.publishing.writer)
         self._pending: _Pending | None = None
         self._is_started = self._holds_head = False
-        self._besides = BesidesWriter(self._writer, self.publishing)
+        self._anchors = AnchorWriter(self._writer, self.publishing)
         refusal = "a version is being published; a StoreSender is for one thread"
-        self._caller = OneCaller(refusal, self._besides.close)
+        self._caller = OneCaller(refusal)
         self._watch, self._is_hinted = DeltaWatch(), False
 
     @property
@@ -213,12 +211,8 @@ class StoreSender(Closing):
             ended_at=time.time(),
         )
 
-    def close(self) -> None:
-        """Release what is kept of the last versions. They stay published."""
-        self._besides.close()
-
     def _publish_next(self, began: float) -> PublishStats:
-        if not self._holds_head or self._besides.is_damaged:
+        if not self._holds_head or self._anchors.is_damaged:
             return self._begin(began)
         head = self._writer.head
         assert head is not None
@@ -228,13 +222,22 @@ class StoreSender(Closing):
         way = self._write_delta(delta, head)
         changed = _digests_of(delta.ledger, delta.changed)
         published = self._commit([way], delta=delta, nnz=delta.nnz, changed=changed)
-        more = self._write_besides()
-        return self._stats(published, "delta", way, more, began, compared, delta)
+        anchor, postponed = self._write_anchor()
+        return self._stats(
+            published,
+            "delta",
+            began,
+            compared,
+            way=way,
+            anchor=anchor,
+            postponed=postponed,
+            delta=delta,
+        )
 
     def _write_delta(self, delta: Delta, head: Published) -> Way:
         version, codecs = self._writer.next_version, dict[str, int]()
         frames = one_way_frames(
-            self._besides.watched(delta, self._layout),
+            delta,
             self._layout.specs,
             stream_id=self.run,
             version=version,
@@ -247,7 +250,7 @@ class StoreSender(Closing):
             self._weights.release()
             self._check_still(delta)
             self._writer.put_layout(self._layout)
-            file = spool.write(self._writer.run.objects, keys.frames_key(version, "delta"))
+            file = spool.write(self._writer.run.objects, keys.frames_key(version))
         return Way(kind="delta", base=head.version, files=(file,), codecs=codecs)
 
     def _check_still(self, delta: Delta) -> None:
@@ -269,21 +272,24 @@ class StoreSender(Closing):
         self._is_started = True
         self._weights.capture(())
         compared = time.perf_counter()
-        if head is not None and not self._besides.is_damaged and self._is_same(head):
+        if head is not None and not self._anchors.is_damaged and self._is_same(head):
             self._weights.release()
             self._holds_head = True
-            self._besides.resume(head)
-            return self._stats(head, "unchanged", None, self._write_besides(), began, compared)
+            self._anchors.resume(head)
+            anchor, postponed = self._write_anchor()
+            return self._stats(
+                head, "unchanged", began, compared, anchor=anchor, postponed=postponed
+            )
         self._weights.release()
         ledger, snapshot = self._weights.digests, self._weights.snapshot
-        if self._besides.is_damaged:
+        if self._anchors.is_damaged:
             snapshot.ledger.sums[:] = snapshot.measure(np.arange(len(snapshot.ledger.sums)))
-        way = self._besides.write_anchor(
+        way = self._anchors.write(
             self._writer.next_version, self._layout, snapshot.flats, digest=ledger.total
         )
         changed = _digests_of(ledger, np.arange(len(self._layout.specs)))
         published = self._commit([way], delta=None, nnz=self._layout.numel, changed=changed)
-        return self._stats(published, "anchor", None, Besides(anchor=way), began, compared)
+        return self._stats(published, "anchor", began, compared, anchor=way)
 
     def _commit(
         self, ways: list[Way], *, delta: Delta | None, nnz: int, changed: Changed
@@ -298,10 +304,10 @@ class StoreSender(Closing):
     def _finish(self, pending: _Pending) -> Published:
         published = self._committed(pending.manifest)
         if pending.delta is None:
-            self._besides.restart()
+            self._anchors.restart()
         else:
             pending.delta.decided()
-            self._besides.add(pending.manifest.ways[0])
+            self._anchors.add(pending.manifest.ways[0])
         self._holds_head, self._pending = True, None
         return published
 
@@ -334,10 +340,9 @@ class StoreSender(Closing):
         is_layout = head.manifest.layout_hash == self._layout.hash
         return is_layout and int(head.manifest.digest, 16) == self._weights.digests.total
 
-    def _write_besides(self) -> Besides:
-        """Anchors and folds of the version just published, which the snapshot has."""
-        flats = self._weights.snapshot.flats
-        return self._besides.write(self._layout, flats, self._weights.options.compression)
+    def _write_anchor(self) -> tuple[Way | None, str]:
+        """An anchor of the version just published, which the snapshot has, if one is due."""
+        return self._anchors.write_due(self._layout, self._weights.snapshot.flats)
 
     @property
     def _layout(self) -> SentLayout:
@@ -349,48 +354,49 @@ class StoreSender(Closing):
         self,
         published: Published,
         kind: Literal["delta", "anchor", "unchanged"],
-        delta: Way | None,
-        more: Besides,
         began: float,
         compared: float,
-        found: Delta | None = None,
+        *,
+        way: Way | None = None,
+        anchor: Way | None = None,
+        postponed: str = "",
+        delta: Delta | None = None,
     ) -> PublishStats:
         version, manifest, options = published.version, published.manifest, self._weights.options
-        noticed = self._watch.look(self._weights, found, options, version=version)
+        noticed = self._watch.look(self._weights, delta, options, version=version)
         now = time.perf_counter()
         return PublishStats(
             version=version,
-            base_version=None if delta is None else delta.base,
+            base_version=None if way is None else way.base,
             kind=kind,
             digest=int(manifest.digest, 16),
             numel=manifest.numel,
             nnz=0 if kind == "unchanged" else manifest.nnz,
-            delta_bytes=0 if delta is None else delta.num_bytes,
-            anchor_bytes=0 if more.anchor is None else more.anchor.num_bytes,
-            fold_bytes=0 if more.fold is None else more.fold.num_bytes,
+            delta_bytes=0 if way is None else way.num_bytes,
+            anchor_bytes=0 if anchor is None else anchor.num_bytes,
             dense_bytes=self._layout.num_bytes,
-            codecs={} if delta is None else dict(delta.codecs),
+            codecs={} if way is None else dict(way.codecs),
             compression=self._weights.options.compression,
             diff_s=compared - began,
             upload_s=now - compared,
             total_s=now - began,
-            postponed=more.postponed,
+            postponed=postponed,
             run=self.run,
             ended_at=time.time(),
             phases=(("compare", 0.0, compared - began), ("upload", compared - began, now - began)),
             density_by=noticed.density_by,
-            warnings=(*noticed.warnings, *self._hint(found)),
+            warnings=(*noticed.warnings, *self._hint(delta)),
         )
 
-    def _hint(self, found: Delta | None) -> tuple[str, ...]:
+    def _hint(self, delta: Delta | None) -> tuple[str, ...]:
         """Say once that of a narrower dtype less would change."""
         numels = (s.numel for s in self._layout.specs if s.dtype.name in ("float32", "float64"))
         numel = self._layout.numel
-        if found is None or self._is_hinted or min(found.nnz, sum(numels)) <= numel / 2:
+        if delta is None or self._is_hinted or min(delta.nnz, sum(numels)) <= numel / 2:
             return ()
         self._is_hinted = True
         text = (
-            f"{found.nnz / numel:.2%} of the elements changed, and most are float32: if engines "
+            f"{delta.nnz / numel:.2%} of the elements changed, and most are float32: if engines "
             "hold bfloat16, publish that, which steps change less: "
             "SenderOptions(wire_dtypes={'*': 'bfloat16'})"
         )

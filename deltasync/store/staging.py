@@ -153,7 +153,8 @@ def join(
 
 def changed_along(route: Route) -> dict[int, str]:
     """The digest of each parameter that has changed on the way, after the last of its changes."""
-    return {number: digest for one in route.lineage for number, digest in one.manifest.changed}
+    deltas = (step for step in route.steps if step.way.kind == "delta")
+    return {number: digest for step in deltas for number, digest in step.to.manifest.changed}
 
 
 def check_digests(route: Route, weights: BoundWeights, reached: Set[int]) -> None:

@@ -43,7 +43,7 @@ class Fault:
 
     Attributes:
         version: Which one.
-        what: "manifest", or the kind of the way: "anchor", "delta", "fold".
+        what: "manifest", or the kind of the way: "anchor", "delta".
         why: What was found.
     """
 

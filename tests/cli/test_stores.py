@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.objects import StoreOptions
 from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions

@@ -56,7 +56,6 @@ _PUBLISHED = PublishStats(
     nnz=10,
     delta_bytes=600,
     anchor_bytes=2000,
-    fold_bytes=0,
     dense_bytes=2000,
     diff_s=0.003,
     upload_s=0.002,

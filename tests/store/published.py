@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, ModuleTarget, ReceiverOptions, SenderOptions
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from tests.store.stores import Place

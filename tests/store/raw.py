@@ -68,7 +68,7 @@ def signed_run(folder: Path) -> Stored:
     """Ten versions, signed, with anchors at 1, 4, 7 and 10; from 7 on of another layout."""
     place, states = Place(str(folder), StoreOptions(mac_key=SecretBytes(KEY)), folder), {}
     for model, versions in ((Model(), range(1, 7)), (Other(), range(7, 11))):
-        sender = sender_of(model, place, anchor_every=3, fold_every=2, anchor_file_bytes=600_000)
+        sender = sender_of(model, place, anchor_every=3, anchor_file_bytes=600_000)
         for version in versions:
             assert sender.publish().version == version
             states[version] = weights_of(model)

@@ -191,7 +191,7 @@ def test_s03_an_upload_that_is_named_while_gc_runs_stays(
     model = Model()
     sender = sender_of(model, bad)
     sender.publish()
-    run_of(place).objects.put(keys.frames_key(1, "delta"), b"half")  # which gc meets first
+    run_of(place).objects.put(keys.frames_key(1), b"half")  # which gc meets first
     model.step(1)
     _publish_in_vain(sender, faults, "lost request")
     _collected(place, advance=lambda objects: sender.publish() if sender.version == 1 else None)
@@ -273,7 +273,7 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from deltasync import ModuleSource
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from deltasync.store.objects import StoreOptions

@@ -212,7 +212,6 @@ def test_a_store_that_vanished_is_not_continued(publisher: Publisher) -> None:
 
 def test_runs_of_one_prefix_do_not_meet(tmp_path: Path, publisher: Publisher) -> None:
     other = Publisher(publisher.place)
-    other.sender.close()
     second = StoreSender(
         ModuleSource(other.model), publisher.place.url, options=SenderOptions(stream_id="other")
     )

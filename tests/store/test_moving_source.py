@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
 from deltasync.delta.backend import Delta
 from deltasync.errors import SyncAborted
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Published
 from deltasync.store.manifest import Way
 from deltasync.store.verifying import verify_run
@@ -43,7 +43,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def raced(model: nn.Module, folder: Path, options: SenderOptions = OPTIONS) -> Raced:
-    publishing = PublishOptions(anchor_every=3, fold_every=2)
+    publishing = PublishOptions(anchor_every=3)
     return Raced(ModuleSource(model), folder, options=options, publishing=publishing)
 
 
@@ -94,7 +94,6 @@ def test_a_version_that_something_wrote_into_is_not_published(
                 sender.publish()
             sender.write = lambda: None
             if turn == 3:  # the trainer is started again
-                sender.close()
                 sender = raced(model, tmp_path)
             continue
         published += 1
@@ -177,7 +176,7 @@ def test_a_write_during_the_upload_is_of_the_next_version(tmp_path: Path) -> Non
 def test_an_anchor_that_is_not_the_version_is_none_and_the_next_one_heals(tmp_path: Path) -> None:
     """A bit of the copy that the trainer keeps flips in its memory."""
     model, weights = net(), StreamedWeights(OPTIONS)
-    sender = StoreSender(weights, tmp_path, publishing=PublishOptions(anchor_every=4, fold_every=0))
+    sender = StoreSender(weights, tmp_path, publishing=PublishOptions(anchor_every=4))
     stats = []
     for turn in range(9):
         weights.take(model.state_dict().items())

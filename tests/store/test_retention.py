@@ -143,7 +143,7 @@ def test_s11_an_anchor_with_a_missing_file_is_none(
 
 def test_uploads_of_no_version_go_when_they_are_old(place: Place, history: History) -> None:
     objects = run_of(place).objects
-    orphans = [keys.frames_key(9, "delta"), f"{keys.anchor_folder(11)}/model.safetensors"]
+    orphans = [keys.frames_key(9), f"{keys.anchor_folder(11)}/model.safetensors"]
     for key in orphans:
         objects.put(key, b"half")
     assert collect(place, keep=99).objects == 0
@@ -224,7 +224,7 @@ def test_a_folder_that_is_a_link_is_collected(
 def test_ages_beyond_all_times_are_never_reached(
     place: Place, history: History, age_s: float
 ) -> None:
-    run_of(place).objects.put(keys.frames_key(9, "delta"), b"half")
+    run_of(place).objects.put(keys.frames_key(9), b"half")
     time.sleep(1.2)
     assert collect(place, keep=99, unfinished_after_s=age_s).unfinished == 0
     assert collect(place, keep=99, unfinished_after_s=0).unfinished == 1

@@ -18,16 +18,14 @@ from deltasync.errors import (
     RunUnknown,
     WriterConflict,
 )
-from deltasync.files.checkpoint import Checkpoint
-from deltasync.files.patch_file import PatchFile, apply_patch_file
 from deltasync.store import keys
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.objects import Objects, StoreOptions
 from deltasync.store.sender import StoreSender
 from deltasync.sync.options import SenderOptions
 from deltasync.sync.source.streamed import StreamedWeights
-from tests.store.replay import assert_holds, checkpoint_of, fetched
+from tests.store.replay import assert_holds, checkpoint_of
 from tests.store.stores import Place
 
 
@@ -349,43 +347,6 @@ def test_streamed_weights_are_published(place: Place, tmp_path: Path) -> None:
     assert_holds(run_of(place), 3, expected, tmp_path)
 
 
-def test_folds_are_what_their_deltas_are_together(place: Place, tmp_path: Path) -> None:
-    model = Model()
-    sender = sender_of(model, place, fold_every=3)
-    history = {}
-    for number in range(1, 9):
-        stats = sender.publish()
-        assert (stats.fold_bytes > 0) == (number in (4, 7))
-        history[number] = weights_of(model)
-        model.step(number % 3)
-    run = run_of(place)
-    for version, base in ((4, 1), (7, 4)):
-        published = run.require(version)
-        (fold,) = (way for way in run.ways(published) if way.kind == "fold")
-        assert fold.base == base
-        deltas = [run.require(base + n + 1).manifest.ways[0].num_bytes for n in range(3)]
-        assert fold.num_bytes < sum(deltas)
-        held = checkpoint_of(run, base, tmp_path / f"base{base}")
-        made = tmp_path / f"made{version}"
-        digest = apply_patch_file(PatchFile(fetched(run, fold.files[0], tmp_path)), held, made)
-        assert digest == int(published.manifest.digest, 16)
-        for name, tensor in history[version].items():
-            found = Checkpoint(made).tensor(name)
-            assert torch.equal(
-                found.contiguous().reshape(-1).view(torch.uint8),
-                tensor.contiguous().reshape(-1).view(torch.uint8),
-            )
-
-
-def test_no_fold_is_larger_than_its_deltas_or_its_bound(place: Place) -> None:
-    model = Model()
-    sender = sender_of(model, place, fold_every=2, fold_max_bytes=100)
-    for number in range(5):
-        assert sender.publish().fold_bytes == 0
-        model.step(number)
-    assert sender_of(model, place, fold_every=0).publish().fold_bytes == 0
-
-
 def test_other_dtypes_are_sent_as_asked(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     options = SenderOptions(wire_dtypes={"*": "bfloat16"}, stream_id="run")
@@ -424,7 +385,6 @@ def test_codecs_are_counted_in_manifests(tmp_path: Path, coding: Any) -> None:
         ModuleSource(model),
         tmp_path / "store",
         options=SenderOptions(stream_id="run", compression=coding),
-        publishing=PublishOptions(fold_every=2),
     )
     for number in range(4):
         stats = sender.publish()

@@ -15,7 +15,7 @@ from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
 from deltasync.errors import ConfigError, StoreUnavailable, TransportTimeout
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from tests.cli.command import ENVIRONMENT
 from tests.store.faulty import Faults, faulty
 from tests.store.stores import Place, s3_place, wait_until

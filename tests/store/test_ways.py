@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, ModuleTarget, SenderOptions, StoreReceiver, StoreSender
 from deltasync.delta.codecs.coding import Coding
 from deltasync.errors import ProtocolViolation
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.store.checkpoints import fetch_checkpoint
 from deltasync.store.retention import GcStats, gc
 from deltasync.store.verifying import verify_run
@@ -130,20 +130,9 @@ def test_what_is_verified_is_not_collected_meanwhile(tmp_path: Path) -> None:
 def test_a_damaged_anchor_leaves_nothing_to_an_older_one_that_begins_alike(
     tmp_path: Path, compression: Coding
 ) -> None:
-    states = published(tmp_path, compression, 5, anchor_every=3, fold_every=0)
+    states = published(tmp_path, compression, 5, anchor_every=3)
     flip(file_of(tmp_path, 4, 3))
     engine, receiver = reader_of(tmp_path)
-    assert receiver.fetch(timeout_s=20) == 5
-    assert holds(engine, states[5])
-    receiver.close()
-
-
-def test_a_version_from_which_nothing_leads_hides_no_older_anchor(tmp_path: Path) -> None:
-    states = published(tmp_path, "zstd", 5, anchor_every=100, fold_every=4)
-    (delta,) = tmp_path.glob("run/objects/0000000000000004-delta-*")
-    assert list(tmp_path.glob("run/objects/0000000000000005-fold-*"))
-    delta.unlink()
-    engine, receiver = reader_of(tmp_path, states[3])
     assert receiver.fetch(timeout_s=20) == 5
     assert holds(engine, states[5])
     receiver.close()
@@ -155,9 +144,9 @@ def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
 ) -> None:
     """Positions that the weights have not would be an IndexError of torch."""
     folder, larger = tmp_path / "store", tmp_path / "larger"
-    states = published(folder, compression, 3, fold_every=0)
+    states = published(folder, compression, 3)
     model = Frozen(numel=NUMEL * 10)
-    sender = sender_of(larger, model, compression, fold_every=0)
+    sender = sender_of(larger, model, compression)
     sender.publish()
     with torch.no_grad():
         model.get_parameter("b")[5 * NUMEL :: 3] *= 1.25

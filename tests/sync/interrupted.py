@@ -32,7 +32,7 @@ from deltasync.delta.bits import as_bits
 from deltasync.delta.bucket import MIN_BUCKET_BYTES
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.store.besides import PublishOptions
+from deltasync.store.anchors import PublishOptions
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.transports import inprocess, shared_memory
 from tests.integrations.fleets import OneCall, Server, fleet_of
@@ -267,9 +267,8 @@ class Stored:
         self._stack, self._which = ExitStack(), which
         url = self._url = self._stack.enter_context(TemporaryDirectory()) + "/store"
         self.source, self.replica = random_model(SHAPES, 0), random_model(SHAPES, 1)
-        publishing = PublishOptions(anchor_every=4, fold_every=2)
+        publishing = PublishOptions(anchor_every=4)
         self._sender = StoreSender(ModuleSource(self.source), url, publishing=publishing)
-        self._stack.callback(self._sender.close)
         self._sender.publish()
         self._receiver = StoreReceiver(ModuleTarget(self.replica), url)
         self._stack.callback(self._receiver.close)

@@ -447,11 +447,8 @@ def test_a_receiver_that_an_aborted_sync_leaves_dirty_reports_it() -> None:
 def test_stores_report_what_is_published_and_fetched(tmp_path: Path) -> None:
     shapes = {"a": (256, 256)}
     source, target = random_model(shapes, 0), random_model(shapes, 1)
-    with (
-        heard() as events,
-        StoreSender(ModuleSource(source), tmp_path) as sender,
-        StoreReceiver(ModuleTarget(target), tmp_path) as receiver,
-    ):
+    sender = StoreSender(ModuleSource(source), tmp_path)
+    with heard() as events, StoreReceiver(ModuleTarget(target), tmp_path) as receiver:
         anchor = sender.publish()
         receiver.fetch(timeout_s=5)
         source.get_parameter("a").data[0] += 1

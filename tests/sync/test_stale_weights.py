@@ -184,8 +184,8 @@ def test_silence_is_warned_of_again_after_a_change() -> None:
 
 def test_a_store_is_warned_that_nothing_it_gets_changes(tmp_path: Path) -> None:
     options = SenderOptions(warn_unchanged_syncs=3)
-    with StoreSender(ModuleSource(nn.Linear(4, 4)), tmp_path / "store", options=options) as sender:
-        told = [sender.publish().warnings for _ in range(6)]
+    sender = StoreSender(ModuleSource(nn.Linear(4, 4)), tmp_path / "store", options=options)
+    told = [sender.publish().warnings for _ in range(6)]
     assert [len(warnings) for warnings in told] == [0, 0, 0, 1, 0, 0]
 
 

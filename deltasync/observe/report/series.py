@@ -181,7 +181,7 @@ def _row(line: SyncLine | PublishLine | ReceiveLine) -> Row:
             return Row(
                 line.version,
                 line.time,
-                line.delta_bytes + line.anchor_bytes + line.fold_bytes,
+                line.delta_bytes + line.anchor_bytes,
                 line.dense_bytes,
                 line.nnz / line.numel if is_delta and line.numel else None,
                 None,

@@ -132,7 +132,7 @@ def sync_for_a_while() -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         link = shared_memory.Sender()
         sender = stack.enter_context(WeightSender(ModuleSource(trained), link))
-        store = stack.enter_context(StoreSender(ModuleSource(trained), folder))
+        store = StoreSender(ModuleSource(trained), folder)
         engines = {number: Engine(link, number) for number in range(4)}
         sender.wait_for_receivers(len(engines))
         for step in range(STEPS):
