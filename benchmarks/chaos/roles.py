@@ -50,7 +50,7 @@ class Setting:
         folder: For what they report, and for temporary files.
         versions: How many are published.
         seed: Of weights and moments.
-        unfinished_after_s: What the collector takes for abandoned.
+        keep_s: What the collector takes for young.
     """
 
     url: str
@@ -58,7 +58,7 @@ class Setting:
     folder: Path
     versions: int
     seed: int
-    unfinished_after_s: float
+    keep_s: float
 
     @property
     def store(self) -> StoreOptions:
@@ -171,11 +171,11 @@ def _collect(setting: Setting, diary: Diary, chance: random.Random) -> None:
                 setting.url,
                 RUN,
                 keep=chance.choice((1, 1, 3, 8)),
-                unfinished_after_s=setting.unfinished_after_s,
+                keep_s=setting.keep_s,
                 options=setting.store,
             )
             facts = {"versions": stats.versions, "unfinished": stats.unfinished}
-            diary.note("collected", objects=stats.objects, leases=stats.leases, **facts)
+            diary.note("collected", objects=stats.objects, **facts)
         except StoreError as error:
             diary.note("refused", why=type(error).__name__, text=str(error))
         rounds += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from typing import Any
 
 from benchmarks.chaos.check import faults_of_folders, faults_of_objects, faults_of_versions
 from benchmarks.chaos.roles import RUN, Setting, act
-from deltasync.errors import DeltaSyncError, RunUnknown
-from deltasync.store import keys
+from deltasync.errors import DeltaSyncError
 from deltasync.store.catalogue import Run
 from deltasync.store.retention import gc
 
@@ -145,8 +143,6 @@ class Chaos:
             self._bury(actor)
             if actor.role == "writer":
                 self._be_patient()
-            elif actor.role.startswith("reader"):
-                self._expire_leases()
 
     def _be_patient(self) -> None:
         """Let lives be longer where writers do not come to publish anything."""
@@ -170,11 +166,6 @@ class Chaos:
         assert actor.process is not None
         actor.process.close()
         actor.process = None
-
-    def _expire_leases(self) -> None:
-        """Let the time of all leases run out: that of the reader that died, and of the others."""
-        with suppress(RunUnknown):
-            expire_leases(Run.open(self.setting.url, RUN, self.setting.store))
 
     def _arrive(self) -> None:
         """Let readers come to the newest version, and end all processes."""
@@ -214,17 +205,6 @@ class Chaos:
             print(f"v{newest}, {self.kills.total()} kills", file=sys.stderr, flush=True)
 
 
-def expire_leases(run: Run) -> None:
-    """Make the leases of a local store two hours old; delete those of another one."""
-    for lease in run.objects.listed(keys.LEASES):
-        if run.objects.folder is None:
-            run.objects.delete(lease.key)
-        else:
-            with suppress(FileNotFoundError):
-                then = time.time() - 7200
-                os.utime(run.objects.folder / lease.key, (then, then))
-
-
 def run_chaos(
     *,
     versions: int,
@@ -246,7 +226,7 @@ def run_chaos(
         for part in ("spool", "tmp", "store"):
             (folder / part).mkdir()
         where = url or str(folder / "store")
-        setting = Setting(where, config or {}, folder, versions, seed, unfinished_after_s=20.0)
+        setting = Setting(where, config or {}, folder, versions, seed, keep_s=20.0)
         chaos, began = Chaos(setting, timeout_s), time.monotonic()
         failures: list[str] = []
         try:
@@ -267,8 +247,7 @@ def _checked(chaos: Chaos) -> Iterator[str]:
     if newest is None or newest.version < max(seen.published):
         yield f"v{max(seen.published)} was published, and the store has {newest}"
     for keep in (setting.versions, 3, 1):
-        expire_leases(run)
-        gc(setting.url, RUN, keep=keep, unfinished_after_s=0, options=setting.store)
+        gc(setting.url, RUN, keep=keep, keep_s=0, options=setting.store)
         yield from faults_of_versions(setting)
         yield from faults_of_objects(setting)
     yield from faults_of_folders(setting)

@@ -1,4 +1,4 @@
-"""`deltasync gc`: delete versions of a run that nobody needs."""
+"""`deltasync gc`: delete old versions of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def gc(
         int,
         typer.Option(min=1, help="How many of the newest versions anybody can still fetch."),
     ] = 100,
-    unfinished_after: Annotated[
+    keep_hours: Annotated[
         float,
         typer.Option(
-            min=0, help="Hours after which objects of no version are deleted: longer than uploads."
+            min=0, help="What was written in so many hours stays: longer than a fetch or upload."
         ),
     ] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, count only.")] = False,
@@ -31,7 +31,7 @@ def gc(
 ) -> None:
     """Delete old versions of a run, and uploads left unfinished.
 
-    What the newest versions need stays, and what readers with a lease need.
+    The newest versions stay, and the young ones, with what is needed to fetch them.
     """
     from deltasync.store.retention import gc as collect
 
@@ -41,7 +41,7 @@ def gc(
             url,
             run,
             keep=keep,
-            unfinished_after_s=unfinished_after * 3600,
+            keep_s=keep_hours * 3600,
             dry_run=dry_run,
             options=options,
             advance=phase("deleting"),
@@ -54,4 +54,4 @@ def gc(
     left = "no version yet" if found.oldest is None else f"v{found.oldest} to v{found.newest} stay"
     console = make_console()
     console.print(f"run {found.run}: {verb} {what}, {size(found.num_bytes)}; {left}")
-    console.print(f"{count(found.unfinished)} of them of no version; {count(found.leases)} leases")
+    console.print(f"{count(found.unfinished)} of them of no version")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deltasync.delta.bits import Flat
 from deltasync.delta.digests import digest_text
-from deltasync.errors import DigestMismatch, LayoutMismatch, VersionMissing
+from deltasync.errors import DigestMismatch, LayoutMismatch, ObjectDamaged, VersionMissing
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.output import appearing, refuse_existing
@@ -18,7 +18,6 @@ from deltasync.files.patch_file import copy_checkpoint
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, flats_of, take_cheapest
 from deltasync.store.folding import FoldedDeltas, named_in
-from deltasync.store.lease import Leaseholder
 from deltasync.store.objects import StoreOptions
 from deltasync.store.routes import Route, find_route
 
@@ -70,7 +69,8 @@ def fetch_checkpoint(
     Args:
         url: The store, or a run in it.
         out: The new folder (or file, if `base` is one). It appears as a whole or not at all.
-        to: The version; None for the newest one.
+        to: The version; None for the newest one, also if it is published meanwhile and the one
+            that was fetched is deleted.
         run: The run below `url`; needed if there are several.
         base: A checkpoint that is there already; only read.
         options: How the store is reached.
@@ -92,7 +92,14 @@ def fetch_checkpoint(
     if base is not None:
         digest = measure_digests(base, advance=phase("reading", base.num_bytes)).total
     with appearing(path) as made:
-        return _Writer(found, target, base, digest, made, phase).write()
+        while True:
+            try:
+                return _Writer(found, target, base, digest, made, phase).write()
+            except (ObjectDamaged, VersionMissing):
+                newest = found.newer(target) if to is None else None
+                if newest is None:
+                    raise
+                target = newest
 
 
 class _Writer:
@@ -109,13 +116,11 @@ class _Writer:
     ) -> None:
         self._run, self._target, self._made, self._phase = run, target, made, phase
         self._base, self._digest = base, digest
-        self._lease = Leaseholder(run)
-        self._from: int | None = None  # the version that the route begins at
         self._ways: tuple[str, ...] = ()
         self._progress = Progress()
 
     def write(self) -> WrittenVersion:
-        objects = Fetched(self._run.objects, self._made.parent, check=self._keep)
+        objects = Fetched(self._run.objects, self._made.parent)
         try:
             if not take_cheapest(
                 self._route,
@@ -128,7 +133,6 @@ class _Writer:
                 self._check(Checkpoint(self._made))
         finally:
             objects.close()
-            self._lease.drop()
         written = Checkpoint(self._made)
         return WrittenVersion(
             run=self._run.name,
@@ -146,13 +150,8 @@ class _Writer:
     def _route(self, refused: set[str]) -> Route:
         route = find_route(self._run, self._target, self._holds, refused=refused)
         if route.steps:
-            self._from = None if route.base is None else route.base.version
-            self._keep()
             self._progress.advanced = self._phase("fetching", route.num_bytes)
         return route
-
-    def _keep(self) -> None:
-        self._lease.refresh(holds=self._from, version=self._target.version)
 
     def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
         specs = self._run.layout(self._target.manifest.layout_hash)

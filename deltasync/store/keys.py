@@ -16,7 +16,8 @@ from deltasync.errors import ConfigError
 
 RUN = "run.json"
 LATEST = "latest.json"
-MANIFESTS, WAYS, LAYOUTS, OBJECTS, LEASES = "manifests", "ways", "layouts", "objects", "leases"
+CLOCK = "clock"
+MANIFESTS, WAYS, LAYOUTS, OBJECTS = "manifests", "ways", "layouts", "objects"
 
 _DIGITS = 16  # of a version, which is below 2^53
 _RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -72,11 +73,6 @@ def frames_key(version: int) -> str:
 def anchor_folder(version: int) -> str:
     """A new name for a folder of safetensors files, without a slash at its end."""
     return _object(version, "anchor")
-
-
-def lease_key(holder: str) -> str:
-    """The lease of a reader with this name of 32 hexadecimal digits."""
-    return f"{LEASES}/{holder}.json"
 
 
 def _object(version: int, kind: str) -> str:

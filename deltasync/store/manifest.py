@@ -186,25 +186,6 @@ class Latest(_Record):
     version: Version
 
 
-class Lease(_Record):
-    """A reader needs the ways to `version`, from what it `holds`, until the lease expires.
-
-    Attributes:
-        holder: The reader: 32 hexadecimal digits.
-        holds: The version that it has; None if it has none.
-        version: The version that it fetches, or holds if it fetches none.
-        seconds: How long the lease lives, by the store's clock, from the time it was written.
-    """
-
-    kind: Literal["lease"] = "lease"
-    format: Literal[1] = 1
-    run: RunId
-    holder: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    holds: Version | None
-    version: Version
-    seconds: Annotated[int, Field(ge=1, le=30 * 86400)]
-
-
 Record = TypeVar("Record", bound=_Record)
 Signed = TypeVar("Signed", Manifest, LaterWay)
 

@@ -24,7 +24,6 @@ from deltasync.errors import (
 )
 from deltasync.store.catalogue import Published, Run
 from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheapest
-from deltasync.store.lease import Leaseholder
 from deltasync.store.manifest import sha256_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
@@ -97,7 +96,6 @@ class StoreReceiver(Closing):
         check_options(store, StoreOptions)
         self._url, self._run_id, self._store_options = url, run, store
         self._run: Run | None = None
-        self._lease: Leaseholder | None = None
         self._spool_folder, self._world = spool, world
         self._label = None if spool is None else f"{rank}of{world}"
         self._objects: Fetched | None = None  # what was fetched, also by attempts that failed
@@ -285,10 +283,7 @@ class StoreReceiver(Closing):
             self._attached.set()
 
     def close(self) -> None:
-        """End the lease, and remove what was fetched unless it is in a `spool`. The weights stay.
-
-        Any thread may call it.
-        """
+        """Remove what was fetched unless it is in a `spool`. The weights stay. Any thread may."""
         self._is_closed = True
         self._attached.set()
         with self._lock:
@@ -296,14 +291,10 @@ class StoreReceiver(Closing):
             if self._objects is not None:
                 self._objects.close()
         self._record.flush()
-        if self._lease is not None:
-            self._lease.drop()
 
     def _opened(self) -> Run:
-        if self._run is None or self._lease is None:
+        if self._run is None:
             self._run = Run.open(self._url, self._run_id, self._store_options)
-            self._lease = Leaseholder(self._run)
-        self._lease.renew()
         return self._run
 
     def _stage(self, to: int | None, timeout_s: float, *, wants_newer: bool) -> bool:
@@ -336,8 +327,8 @@ class StoreReceiver(Closing):
                 raise
             except (ObjectDamaged, VersionMissing):
                 # A collector may have gone past it; then there is a newer one.
-                newest = self._found(None, wants_newer=False) if to is None else None
-                if newest is None or newest.version <= target.version:
+                newest = self._opened().newer(target) if to is None else None
+                if newest is None:
                     raise
                 target = newest
 
@@ -357,8 +348,6 @@ class StoreReceiver(Closing):
         self._check_attached()
         if self._is_broken_off:
             raise TransportTimeout(f"{self.progress}: broken off; the next call goes on from there")
-        if self._lease is not None:
-            self._lease.renew()
 
     def _is_known(self, found: Published) -> bool:
         """Whether it is the version that was committed here last, and the weights are in order."""
@@ -376,7 +365,7 @@ class StoreReceiver(Closing):
             run.objects, self._spool_folder, label=label, check=self._check_wanted
         )
         if take_cheapest(
-            lambda refused: self._route(run, target, refused),
+            lambda refused: find_route(run, target, self._holds, refused=refused),
             lambda fetched: self._take(StoredSync(fetched, self._weights)),
             fetched_of=lambda route: self._fetched(route, objects),
             failed=self._leave,
@@ -390,17 +379,6 @@ class StoreReceiver(Closing):
         backend = self._weights.backend
         flats, specs = backend.flats, backend.ledger.specs
         return FetchedRoute(route, objects, self.progress, specs=specs, flats=flats)
-
-    def _route(self, run: Run, target: Published, refused: set[str]) -> Route:
-        route = find_route(run, target, self._holds, refused=refused)
-        if route.steps:
-            self._keep(target)
-        return route
-
-    def _keep(self, target: Published) -> None:
-        self._check_wanted()
-        assert self._lease is not None
-        self._lease.refresh(holds=self._session.version, version=target.version)
 
     def _bind(self, run: Run, target: Published) -> None:
         """Find the weights of the target's layout and measure them, unless that was done."""

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from deltasync.delta.bits import Flat
@@ -29,7 +28,6 @@ from deltasync.store.catalogue import Published, Run
 from deltasync.store.checkpoints import Phase, no_phase
 from deltasync.store.fetched import Fetched, flats_of
 from deltasync.store.folding import FoldedDeltas
-from deltasync.store.lease import Leaseholder
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
 from deltasync.wire.digest import MASK
@@ -81,7 +79,7 @@ def verify_run(
 ) -> Verified:
     """Read every manifest and every object of a run, and put each version together.
 
-    Takes disk space for the largest version twice. A lease keeps `gc` away meanwhile.
+    Takes disk space for the largest version twice. What `gc` deletes meanwhile is no fault.
 
     Args:
         url: The store, or a run in it.
@@ -95,10 +93,9 @@ def verify_run(
         ConfigError: The disk is full, or cannot be written.
     """
     found = Run.open(url, run, options)
-    versions, lease = found.versions(), Leaseholder(found)
+    versions = found.versions()
     advance, result = phase("verifying", len(versions)), Verified(found.name, len(versions))
-    need = partial(lease.refresh, holds=min(versions, default=0), version=max(versions, default=0))
-    objects = Fetched(found.objects, spool, check=need)
+    objects = Fetched(found.objects, spool)
     try:
         check = _Check(found, objects, result)
         for version in versions:
@@ -106,7 +103,6 @@ def verify_run(
             advance(1)
     finally:
         objects.close()
-        lease.drop()
     return result
 
 
@@ -189,6 +185,8 @@ class _Check:
         except (StoreUnavailable, StoreRefused, ConfigError):  # of this machine, or of the store
             raise
         except DeltaSyncError as error:
+            if version < min(self._run.versions(), default=0):
+                return  # it was deleted meanwhile
             self._result.faults.append(Fault(version, what, f"{type(error).__name__}: {error}"))
 
 

@@ -85,9 +85,10 @@ def test_log_shows_a_table(store: Path) -> None:
 
 
 def test_gc_deletes_what_nobody_needs(store: Path) -> None:
-    planned = told("gc", store, "--keep", "2", "--dry-run")
+    assert told("gc", store, "--keep", "2")["versions"] == 0, "all are young"
+    planned = told("gc", store, "--keep", "2", "--keep-hours", "0", "--dry-run")
     assert (planned["dry_run"], planned["versions"], planned["oldest"]) == (True, 3, 4)
-    done = run(*COMMAND, "gc", store, "--keep", "2")
+    done = run(*COMMAND, "gc", store, "--keep", "2", "--keep-hours", "0")
     assert done.returncode == 0
     assert "deleted 3 versions" in done.stdout
     assert "v4 to v5 stay" in done.stdout

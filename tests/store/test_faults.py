@@ -121,8 +121,7 @@ def test_s03_the_next_call_finds_out_what_became_of_a_manifest(
 
 def _collected(place: Place, **more: Any) -> GcStats:
     """What a collector does to whom nothing is too young."""
-    time.sleep(1.2)  # S3 tells seconds
-    return gc(place.url, "run", keep=99, unfinished_after_s=0, options=place.options, **more)
+    return gc(place.url, "run", keep=99, keep_s=0, options=place.options, **more)
 
 
 @pytest.mark.parametrize("arrives", [True, False])

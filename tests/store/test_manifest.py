@@ -15,7 +15,6 @@ from deltasync.store import keys
 from deltasync.store.manifest import (
     LaterWay,
     Latest,
-    Lease,
     Manifest,
     RunRecord,
     canonical,
@@ -25,7 +24,7 @@ from deltasync.store.manifest import (
     signed,
 )
 
-MODELS: list[Any] = [Manifest, LaterWay, Latest, Lease, RunRecord]
+MODELS: list[Any] = [Manifest, LaterWay, Latest, RunRecord]
 ZEROS = "0" * 64
 
 

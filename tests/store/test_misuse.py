@@ -30,7 +30,7 @@ from deltasync.errors import (
 from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
-from tests.store.published import RUN, Follower, Publisher
+from tests.store.published import Follower, Publisher
 from tests.store.stores import local_place, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -136,9 +136,6 @@ def test_closing_ends_a_fetch_of_another_thread(publisher: Publisher, seed: int)
         [end] = ends
         assert end == 5 or isinstance(end, TransportClosed), repr(end)
         assert_right(publisher, follower)
-        folder = publisher.place.folder
-        assert folder is not None
-        assert not list(folder.rglob("leases/*")), turn
 
 
 def test_one_thread_uses_a_receiver_at_a_time(publisher: Publisher) -> None:
@@ -297,7 +294,4 @@ def test_a_fork_changes_nothing(publisher: Publisher) -> None:
     wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, timeout_s=30)
     assert follower.receiver.commit() == 4
     assert_right(publisher, follower)
-    folder = publisher.place.folder
-    assert folder is not None
-    assert len(list(folder.glob(f"{RUN}/leases/*"))) == 1
     follower.receiver.close()

@@ -263,12 +263,10 @@ def test_nothing_is_left_behind_but_what_was_not_written(tmp_path: Path) -> None
         assert not list(spool.iterdir())
         receiver.stage(timeout_s=10)
         assert list(spool.iterdir())
-        assert len(list((tmp_path / "store").rglob("leases/*"))) == 1
     assert len(list(spool.iterdir())) == 1
     with StoreReceiver(ModuleTarget(reader.model), place.url, spool=spool) as receiver:
         receiver.fetch(timeout_s=10)
     assert not list(spool.iterdir())
-    assert not list((tmp_path / "store").rglob("leases/*"))
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:

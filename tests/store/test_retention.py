@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from deltasync.errors import ConfigError, ManifestInvalid, StoreRefused
 from deltasync.store import keys
-from deltasync.store.manifest import Lease, canonical
 from deltasync.store.retention import GcStats, gc
 from tests.store.replay import assert_holds
 from tests.store.stores import Place
@@ -34,18 +33,13 @@ def history(place: Place) -> History:
 
 
 def collect(place: Place, **more: object) -> GcStats:
-    return gc(place.url, "run", options=place.options, **more)  # type: ignore[arg-type]
-
-
-def put_lease(place: Place, *, holds: int | None, version: int, seconds: int = 600) -> str:
-    holder = os.urandom(16).hex()
-    lease = Lease(run="run", holder=holder, holds=holds, version=version, seconds=seconds)
-    run_of(place).objects.put(keys.lease_key(holder), canonical(lease))
-    return keys.lease_key(holder)
+    """What is left by a collector to whom nothing is young, if `more` says nothing else."""
+    return gc(place.url, "run", options=place.options, **{"keep_s": 0} | more)  # type: ignore[arg-type]
 
 
 def keys_of(place: Place) -> list[str]:
-    return sorted(facts.key for facts in run_of(place).objects.listed(""))
+    found = {facts.key for facts in run_of(place).objects.listed("")}
+    return sorted(found - {keys.CLOCK})
 
 
 @pytest.mark.parametrize(("keep", "oldest"), [(1, 10), (2, 7), (4, 7), (5, 4), (10, 1), (99, 1)])
@@ -66,65 +60,36 @@ def test_s11_versions_that_are_kept_can_be_fetched(
     assert collect(place, keep=keep).objects == 0
 
 
-@pytest.mark.parametrize(
-    ("holds", "version", "oldest"),
-    [(3, 10, 3), (3, 3, 3), (None, 5, 4), (None, 10, 10), (9, 10, 9)],
-)
-def test_s11_what_a_lease_needs_stays(
-    place: Place,
-    history: History,
-    holds: int | None,
-    version: int,
-    oldest: int,
-) -> None:
-    put_lease(place, holds=holds, version=version)
-    stats = collect(place, keep=1)
-    assert (stats.oldest, stats.leases) == (oldest, 1)
-    assert run_of(place).versions() == list(range(oldest, 11))
-    assert len(history) == 10
-
-
-def test_s11_expired_leases_keep_nothing(place: Place, history: History) -> None:
-    lease = put_lease(place, holds=2, version=2, seconds=1)
-    time.sleep(3.5 if place.folder is not None or place.url.startswith("memory") else 4.5)
-    stats = collect(place, keep=1)
-    assert (stats.oldest, stats.leases) == (10, 0)
-    assert lease not in keys_of(place)
-    assert len(history) == 10
-
-
 @pytest.mark.parametrize("place", ["local"], indirect=True)  # where times can be set
-def test_s11_a_lease_that_is_renewed_meanwhile_stays(place: Place, history: History) -> None:
+@pytest.mark.parametrize(
+    ("aged", "age_s", "oldest"), [(6, 3700, 7), (5, 3700, 4), (10, 3700, 10), (10, 3500, 1)]
+)
+def test_s11_what_is_young_stays(
+    place: Place, history: History, tmp_path: Path, aged: int, age_s: int, oldest: int
+) -> None:
+    """The first versions are that old, by the times of the store."""
     assert place.folder is not None
-    lease = put_lease(place, holds=9, version=10)
-    data = (place.folder / "run" / lease).read_bytes()
-    os.utime(place.folder / "run" / lease, (1, 1))
-
-    def renew(objects: int) -> None:
-        run_of(place).objects.put(lease, data)
-
-    collect(place, keep=5, advance=renew)
-    assert lease in keys_of(place)
-    collect(place, keep=1)
-    assert run_of(place).versions() == [9, 10], "what the lease needs"
-    assert len(history) == 10
+    then = time.time() - age_s
+    for version in range(1, aged + 1):
+        os.utime(place.folder / "run" / keys.manifest_key(version), (then, then))
+    assert collect(place, keep=1, keep_s=3600).oldest == oldest
+    assert run_of(place).versions() == list(range(oldest, 11))
+    assert_holds(run_of(place), oldest, history[oldest], tmp_path / "out")
 
 
-def test_s01_s11_a_lease_that_cannot_be_read_stops_it(place: Place, history: History) -> None:
-    run_of(place).objects.put(keys.lease_key("0" * 32), b'{"kind":"lease","format":2}')
+def test_s11_nothing_that_is_young_is_deleted(place: Place, history: History) -> None:
+    run_of(place).objects.put(keys.frames_key(9), b"half")
     before = keys_of(place)
-    with pytest.raises(ManifestInvalid, match="leases/"):
-        collect(place, keep=1)
+    assert collect(place, keep=1, keep_s=3600).objects == 0
     assert keys_of(place) == before
     assert len(history) == 10
 
 
 def test_a_manifest_that_cannot_be_read_stops_it(place: Place, history: History) -> None:
     run_of(place).objects.put(keys.manifest_key(9), b"{}")
-    time.sleep(1.2)  # S3 tells seconds
     before = keys_of(place)
     with pytest.raises(ManifestInvalid, match="manifests/0000000000000009"):
-        collect(place, keep=5, unfinished_after_s=0)
+        collect(place, keep=5)
     assert keys_of(place) == before
     assert len(history) == 10
 
@@ -146,9 +111,8 @@ def test_uploads_of_no_version_go_when_they_are_old(place: Place, history: Histo
     orphans = [keys.frames_key(9), f"{keys.anchor_folder(11)}/model.safetensors"]
     for key in orphans:
         objects.put(key, b"half")
-    assert collect(place, keep=99).objects == 0
-    time.sleep(1.2)
-    stats = collect(place, keep=99, unfinished_after_s=0)
+    assert collect(place, keep=99, keep_s=60).objects == 0
+    stats = collect(place, keep=99)
     assert stats.unfinished == 2
     assert not set(orphans) & set(keys_of(place))
     newest = run_of(place).newest()
@@ -162,9 +126,9 @@ def test_files_of_killed_uploads_go(tmp_path: Path) -> None:
     sender.publish()
     left = tmp_path / "run" / "objects" / f"{2:016}-delta-{0:016}.dsyn#1"
     left.write_bytes(b"half")
-    assert collect(place, keep=1).unfinished == 0
+    assert collect(place, keep=1, keep_s=60).unfinished == 0
     os.utime(left, (1, 1))
-    assert collect(place, keep=1).unfinished == 1
+    assert collect(place, keep=1, keep_s=60).unfinished == 1
     assert not left.exists()
 
 
@@ -215,7 +179,7 @@ def test_a_folder_that_is_a_link_is_collected(
 ) -> None:
     assert place.folder is not None
     (tmp_path / "link").symlink_to(place.folder)
-    assert gc(tmp_path / "link", keep=1).oldest == 10
+    assert gc(tmp_path / "link", keep=1, keep_s=0).oldest == 10
     assert run_of(place).versions() == [10]
     assert len(history) == 10
 
@@ -225,13 +189,12 @@ def test_ages_beyond_all_times_are_never_reached(
     place: Place, history: History, age_s: float
 ) -> None:
     run_of(place).objects.put(keys.frames_key(9), b"half")
-    time.sleep(1.2)
-    assert collect(place, keep=99, unfinished_after_s=age_s).unfinished == 0
-    assert collect(place, keep=99, unfinished_after_s=0).unfinished == 1
+    assert collect(place, keep=1, keep_s=age_s).objects == 0
+    assert collect(place, keep=99).unfinished == 1
     assert len(history) == 10
 
 
 @pytest.mark.parametrize("age_s", [-1.0, float("nan"), float("-inf"), "1", None])
 def test_ages_that_are_none_are_refused(tmp_path: Path, age_s: Any) -> None:
-    with pytest.raises(ConfigError, match="unfinished_after_s"):
-        gc(tmp_path, keep=1, unfinished_after_s=age_s)
+    with pytest.raises(ConfigError, match="keep_s"):
+        gc(tmp_path, keep=1, keep_s=age_s)

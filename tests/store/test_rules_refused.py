@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,17 +68,6 @@ def test_s01_what_was_moved_is_refused(stored: Stored) -> None:
     newest = run.newest()
     assert newest is not None
     assert newest.version == 10
-
-
-def test_s01_a_lease_of_another_run_is_refused(stored: Stored) -> None:
-    holder = "0" * 32
-    lease = {"kind": "lease", "format": 1, "run": "other", "holder": holder}
-    (stored.run / "leases").mkdir(exist_ok=True)
-    path = stored.run / f"leases/{holder}.json"
-    path.write_bytes(bytes_of(lease | {"holds": 1, "version": 1, "seconds": 600}))
-    with pytest.raises(ManifestInvalid, match=r"leases/.*other"):
-        gc(stored.run, keep=1)
-    assert stored.versions() == list(range(1, 11))
 
 
 @pytest.mark.parametrize("base", [8, 5, None])
@@ -182,7 +170,7 @@ def test_s10_times_of_writers_mean_nothing(stored: Stored, tmp_path: Path, writt
     assert newest is not None
     assert newest.version == 10
     assert_holds(run, 6, stored.states[6], tmp_path / "6")
-    assert gc(stored.run, keep=1).oldest == 10
+    assert gc(stored.run, keep=1, keep_s=0).oldest == 10
 
 
 @pytest.mark.parametrize("hint", [None, 1, 2, 77])
@@ -195,8 +183,7 @@ def test_s10_a_reader_whose_version_is_gone_finds_newer_ones(
     assert follower.receiver.fetch() == 2
     trainer.publish(6)
     run = tmp_path / "store" / RUN
-    shutil.rmtree(run / "leases")
-    assert gc(run, keep=2).oldest == 7
+    assert gc(run, keep=2, keep_s=0).oldest == 7
     (run / "latest.json").unlink()
     if hint is not None:
         record = {"kind": "latest", "format": 1, "run": RUN, "version": hint}
@@ -231,7 +218,7 @@ def test_s11_a_collector_may_die_at_any_moment(made: Stored, tmp_path: Path, kee
                 raise _Killed
 
         try:
-            gc(left.run, keep=keep, advance=advance)
+            gc(left.run, keep=keep, keep_s=0, advance=advance)
         except _Killed:
             is_killed = True
         versions = left.versions()
@@ -242,29 +229,13 @@ def test_s11_a_collector_may_die_at_any_moment(made: Stored, tmp_path: Path, kee
         for version in range(versions[0], 11):
             for way in left.ways(version):
                 assert all((left.run / file["key"]).exists() for file in way["files"])
-        gc(left.run, keep=keep)
+        gc(left.run, keep=keep, keep_s=0)
         assert left.versions() == list(range(anchored, 11))
         objects = [path for path in (left.run / "objects").rglob("*") if path.is_file()]
         names = {path.relative_to(left.run / "objects").parts[0][:16] for path in objects}
         assert min(names) == f"{anchored:016}"
         shutil.rmtree(folder)
     assert number > 5
-
-
-@pytest.mark.parametrize(("age_s", "oldest"), [(500, 3), (700, 10), (-4000, 3)])
-def test_s11_leases_expire_by_the_times_of_the_store(
-    stored: Stored, age_s: int, oldest: int
-) -> None:
-    """A lease of 600 seconds whose last write was so long ago."""
-    holder = "0" * 32
-    path = stored.run / f"leases/{holder}.json"
-    path.parent.mkdir(exist_ok=True)
-    lease = {"kind": "lease", "format": 1, "run": "run", "holder": holder}
-    path.write_bytes(bytes_of(lease | {"holds": 3, "version": 5, "seconds": 600}))
-    written = path.stat().st_mtime - age_s
-    os.utime(path, (written, written))
-    assert gc(stored.run, keep=1).oldest == oldest
-    assert path.exists() == (oldest == 3)
 
 
 # What no rule of the table has
