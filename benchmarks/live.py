@@ -144,7 +144,7 @@ class Turned(VllmServer):
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
-        self._keeping = VllmServer(client, caches="version")
+        self._keeping = VllmServer(client, caches="keep")
         self.way = "one"
 
     def reach(self, paused: Callable[[], object], /) -> int:

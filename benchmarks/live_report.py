@@ -17,8 +17,8 @@ _COLUMNS = (
 _RATES = ("before", "paced", "kept_paced", "after")
 _SAID = (
     "Medians of syncs by turns; in brackets, with updates in several calls. The gaps are the "
-    "longest without a token of any request: around a sync, and in 0.1 s before it. Requests that "
-    'run are computed anew after a sync, unless they keep theirs (`caches="version"`).'
+    "longest without a token of any request: around a sync, and in 0.1 s before it. After a sync, "
+    "vLLM recomputes the keys and values of running requests, unless they are kept."
 )
 
 

@@ -17,10 +17,9 @@ from deltasync.transports.control.connection import LONGEST_S
 Work = Literal["write", "pass", "name"]
 """What an update does: write a version; take one that changes nothing; only name one."""
 
-Caches = Literal["clear", "keep", "version"]
+Caches = Literal["clear", "keep"]
 """What becomes of keys and values that older weights computed. "clear": they are dropped in each
-update, and those of running requests computed again. "version": new requests find none of them,
-running requests keep theirs. "keep": new requests find them, too.
+update, and those of running requests computed again. "keep": new requests find them.
 """
 
 WithoutRoutes = Literal["refuse", "reload"]

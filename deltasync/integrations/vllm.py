@@ -44,12 +44,6 @@ def register() -> None:
     vllm_core.register()
 
 
-_ONE_CALL = (
-    'caches="version" needs updates in one call, which this engine, its client or `paused` does '
-    'not allow: see docs/integrations/vllm.md, or say caches="clear"'
-)
-
-
 class Client(Protocol):
     """Calls that reach every worker of a server, with the names of vLLM's own clients.
 
@@ -232,10 +226,8 @@ class VllmServer:
             reaches several engines, each of its calls has to reach them at the same time.
         caches: "clear" drops in each update what the old weights computed: cached prefixes, keys
             and values of requests that are kept (vLLM recomputes them), and encodings of images.
-            "version" gives each request the version at which it begins as (a part of) its
-            `cache_salt`: it shares keys and values with requests of that version alone. Requests
-            that run keep theirs. It needs updates in one call. "keep": prompts continue with keys
-            and values of old weights for as long as vLLM keeps them.
+            "keep": prompts continue with keys and values of old weights for as long as vLLM keeps
+            them.
 
     Raises:
         ConfigError: The client cannot do that.
@@ -250,8 +242,6 @@ class VllmServer:
         if caches not in get_args(Caches):
             known = ", ".join(get_args(Caches))
             raise ConfigError(f"caches is {caches!r}, which is none of {known}")
-        if caches == "version" and self._call is None:
-            raise ConfigError(f"{type(client).__name__} has no collective_rpc: {_ONE_CALL}")
         if caches == "clear":
             self._clear_cache = getattr(client, "clear_cache", None)
             if self._clear_cache is None:
@@ -264,9 +254,6 @@ class VllmServer:
         self._client.init_weight_transfer_engine({"trainer": trainer})
 
     def update(self, version: int, /) -> None:
-        """Raises ConfigError if requests are to be told apart by version."""
-        if self._caches == "version":
-            raise ConfigError(_ONE_CALL)
         self._is_stale = True
         self._update(lambda: self._client.update_weights({"version": version}))
         self._clear()
@@ -291,18 +278,13 @@ class VllmServer:
     def reach(self, paused: Callable[[], object], /) -> int:
         """Ask how many workers `switch` updates. Returns 0 if it must not be used.
 
-        Raises ConfigError then if requests are to be told apart by version.
-
         Args:
             paused: How the caller pauses generation. `switch` replaces the client's `paused` with
                 its default mode, and pausing not at all.
         """
         pauses_alike = paused in (nullcontext, getattr(self._client, "paused", nullcontext))
         call = self._call if pauses_alike else None
-        reached = 0 if call is None else int(call(vllm_core.REACH)[0])
-        if self._caches == "version" and not reached:
-            raise ConfigError(_ONE_CALL)
-        return reached
+        return 0 if call is None else int(call(vllm_core.REACH)[0])
 
     def switch(self, version: int, work: Work, stays_paused: bool, /) -> None:
         """Do `update` and `name` in one call, between two steps of the engine.

@@ -8,10 +8,9 @@ imports vLLM only within functions, because the trainer's end uses its names.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,15 +47,10 @@ class _Noted:
     Attributes:
         is_stopped: Whether it is paused since an update here failed.
         is_stale: Whether its caches may hold results of older weights.
-        salt: Tells what requests compute from now on from what earlier ones did; empty before the
-            first version that is told apart.
-        name: Of this core alone, since what is cached may outlive it.
     """
 
     is_stopped: bool = False
     is_stale: bool = False
-    salt: str = ""
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 _NOTED: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
@@ -68,7 +62,6 @@ def register() -> None:
 
     if not hasattr(EngineCore.collective_rpc, "takes_updates"):
         EngineCore.collective_rpc = _taking_updates(EngineCore.collective_rpc)
-        EngineCore.add_request = _salting(EngineCore.add_request)
 
 
 def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,25 +81,6 @@ def _taking_updates(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
     call.takes_updates = True  # type: ignore[attr-defined]
     return call
-
-
-def _salting(add_request: Callable[..., Any]) -> Callable[..., Any]:
-    """Requests are salted where updates are made, in the core's own thread.
-
-    When a request was hashed, as it arrived, an update could still overtake it.
-    """
-
-    @wraps(add_request)
-    def add(core: Any, request: Any, *more: Any, **named: Any) -> Any:
-        noted = _NOTED.get(core)
-        if noted is not None and noted.salt:
-            own = request.cache_salt
-            request.cache_salt = f"{own}|{noted.salt}" if own else noted.salt
-            request.block_hashes = []
-            request.update_block_hashes()
-        return add_request(core, request, *more, **named)
-
-    return add
 
 
 def _said(call: Callable[..., None], *arguments: Any) -> str:
@@ -168,7 +142,7 @@ def update(core: Any, version: int, work: Work, caches: Caches, stays_paused: bo
             noted.is_stale = noted.is_stale or work == "write"
             _write(core, version, work)
         if caches != "keep" and noted.is_stale:
-            _clear(core, caches, f"{noted.name}-{version}")
+            _clear(core)
             noted.is_stale = False
         core.set_weight_version(str(version))
     except Exception as error:
@@ -279,16 +253,12 @@ def _end_steps(core: Any) -> None:
         raise
 
 
-def _clear(core: Any, caches: Caches, salt: str) -> None:
+def _clear(core: Any) -> None:
     """Let no request find what older weights computed. Raises EngineFailed.
 
-    If caches are cleared, requests that run are recomputed: their keys are of old weights.
+    Requests that run are recomputed: their keys and values are of old weights.
     """
-    if caches == "version":
-        _NOTED[core].salt = salt
-    elif core.reset_prefix_cache(True, True):
-        _NOTED[core].salt = ""
-    else:
+    if not core.reset_prefix_cache(True, True):
         raise EngineFailed(NOT_CLEARED)
     model = core.vllm_config.model_config
     if model.is_multimodal_model or model.is_encoder_decoder or model.runner_type != "generate":

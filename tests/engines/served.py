@@ -120,7 +120,6 @@ async def serve(folder: Path, weights: dict[str, Tensor]) -> None:
         await a_pause_of_others_is_not_ended(engine, sync, source)
         await a_link_that_is_gone_is_no_crash(engine, sync)
         await asyncio.to_thread(sync.disconnect)
-        await versions_tell_requests_apart(engine, client, source, folder)
         if "DELTASYNC_TESTS_FAIL" in os.environ:
             await a_step_that_fails_in_an_update_ends_the_engine(engine, sync, source)
     engine.shutdown()
@@ -175,28 +174,6 @@ async def prompts_are_computed_with_the_weights_as_they_are(
     assert new == await answer(engine, LONG | {"cache_salt": "nothing is cached with this"})
     await running
     assert kept.num_tokens == 400
-
-
-async def versions_tell_requests_apart(
-    engine: Any, client: AsyncClient, source: Weights, folder: Path
-) -> None:
-    """While one that began with the old weights goes on, and others wait for their turn."""
-    server, link = VllmServer(client, caches="version"), shared_memory.Sender(folder / "apart")
-    with EngineSync(source, server, link, paused=client.paused) as sync:
-        await asyncio.to_thread(sync.send_weights)
-        before, salted = await answer(engine, LONG), LONG | {"cache_salt": "of a user"}
-        running = [asyncio.create_task(Request(engine).run(400)) for _ in range(4)]
-        late = [asyncio.create_task(answer(engine, prompt)) for prompt in (LONG, salted)]
-        change(source, 0.5)
-        await asyncio.to_thread(sync.send_weights)
-        new = await answer(engine, LONG)
-        assert new != before
-        assert [new, new] == [await answer(engine, salted), await answer(engine, salted)]
-        assert set(map(tuple, await asyncio.gather(*late))) <= {tuple(before), tuple(new)}
-        await asyncio.gather(*running)
-        change(source, 2.0)
-        await asyncio.to_thread(sync.send_weights)
-        assert await answer(engine, LONG) == before
 
 
 async def tokens_are_of_the_old_weights_and_then_of_the_new(

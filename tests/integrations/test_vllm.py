@@ -254,20 +254,6 @@ def test_a_client_that_cannot_clear_caches_is_refused() -> None:
     VllmServer(cast("Client", Without()), caches="keep")
 
 
-def test_requests_are_told_apart_by_version_in_one_call_alone(tmp_path: Path) -> None:
-    source, server = model(0), Server(model(1))
-    with pytest.raises(ConfigError, match=r"needs updates in one call.* or say caches="):
-        VllmServer(server, caches="version")
-    server.collective_rpc = lambda *_: [0]  # type: ignore[attr-defined]
-    told_apart = VllmServer(server, caches="version")
-    with (
-        EngineSync(ModuleSource(source), told_apart, shared_memory.Sender(tmp_path / "s")) as sync,
-        pytest.raises(ConfigError, match=r"needs updates in one call.* or say caches="),
-    ):
-        sync.send_weights()
-    assert not bits_equal(source, server.module)
-
-
 class Without:
     """Stands for a client of vLLM's own."""
 
