@@ -40,9 +40,8 @@ from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.http import Http
 from deltasync.integrations.trainer_info import Work
 from deltasync.integrations.vllm import AsyncClient, HttpClient, OfflineClient, VllmServer
-from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import ServedSource, served_weights
-from tests.engines.quantized import CONFIGS
+from tests.engines.quantized import CONFIGS, forms_of
 from tests.ranks import free_port
 
 ENGINES = {
@@ -198,7 +197,7 @@ def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.devi
     config = config_of(geometry)
     if form:
         config["quantization_config"] = CONFIGS[form]
-        served = served_weights(trainer.weights.items(), forms_of_config(CONFIGS[form]))
+        served = served_weights(trainer.weights.items(), forms_of(form))
         weights = {name: tensor.cpu() for name, tensor in served}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -208,7 +207,7 @@ def _write_model(geometry: Geometry, form: str, folder: Path, device: torch.devi
 def _measured(
     kind: str, form: str, live: Live, trainer: Trainer, folder: Path, plan: LivePlan
 ) -> Iterator[Result]:
-    source = ServedSource(trainer, forms_of_config(CONFIGS[form])) if form else trainer
+    source = ServedSource(trainer, forms_of(form)) if form else trainer
     server = Turned(live.client)
     paused = getattr(live.client, "paused", None)
     options = {} if paused is None else {"paused": paused}

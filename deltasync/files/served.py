@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltasync.errors import ConfigError
 from deltasync.files.checkpoint import Checkpoint
-from deltasync.quant.config import named_form, scheme_of
+from deltasync.quant.config import form_of_layer, forms_of_targets
 from deltasync.quant.form import Form
 from deltasync.quant.served import Forms
 from deltasync.wire.messages import ParameterSpec
@@ -43,7 +43,7 @@ def forms_of_checkpoint(path: str | Path, *, config: Mapping[str, object] | None
             have other shapes or dtypes, and for one that fuses or stacks quantized ones.
     """
     path = Path(path)
-    groups, _ = scheme_of(_config_of(path) if config is None else config)
+    groups = forms_of_targets(_config_of(path) if config is None else config)
     layers: dict[str, dict[str, ParameterSpec]] = defaultdict(dict)
     for name, spec in Checkpoint(path).specs.items():
         layer, _, part = name.rpartition(".")
@@ -54,7 +54,10 @@ def forms_of_checkpoint(path: str | Path, *, config: Mapping[str, object] | None
         if _is_quantized(parts)
     }
     if not quantized:
-        raise ConfigError(f"{path}: no tensor is quantized; make the forms by forms_of_config")
+        raise ConfigError(
+            f"{path}: no tensor is quantized; give the checkpoint that the engine serves, or a "
+            "function of your own as forms"
+        )
     return _CheckpointForms(quantized, frozenset(layers))
 
 
@@ -156,7 +159,7 @@ def _is_quantized(parts: Mapping[str, ParameterSpec]) -> bool:
 
 def _form_of(groups: Mapping[str, Form], layer: str) -> Form:
     """Raises ConfigError if the config has no form for a layer."""
-    form = named_form(groups, layer) or groups.get("Linear")
+    form = form_of_layer(groups, layer) or groups.get("Linear")
     if form is None:
         raise ConfigError(f"{layer} is quantized, and is no target of the quantization_config")
     return form

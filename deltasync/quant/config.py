@@ -1,23 +1,216 @@
-"""What an engine quantizes, from the `quantization_config` of its checkpoint's config.json.
-
-Which layers are left alone follows vLLM 0.32 (layers/quantization): for fp8 `is_layer_skipped` in
-utils/quant_utils.py, for compressed-tensors `should_ignore_layer` and `find_matched_target` in
-compressed_tensors/utils.py, for ModelOpt `is_layer_excluded` in modelopt.py. Where SGLang 0.5.23
-does something else (`is_layer_skipped` in its layers/quantization/utils.py), a layer is refused.
-"""
+"""The forms that a `quantization_config` means, as an engine's checkpoint has it in config.json."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from pydantic import Field
+
+from deltasync.delta.options import OptionsModel
 from deltasync.errors import ConfigError
+from deltasync.quant.block_fp8 import BlockFp8
 from deltasync.quant.form import Form
-from deltasync.quant.methods import CompressedTensors, Fp8, ModelOpt, engines_layer
-from deltasync.quant.served import Forms
+from deltasync.quant.fp8 import Fp8 as PlainFp8
+from deltasync.quant.int4 import Int4
+from deltasync.quant.int8 import Int8
+from deltasync.quant.mxfp4 import MxFp4
+from deltasync.quant.mxfp8 import MxFp8
+from deltasync.quant.nvfp4 import CompressedNvfp4, ModelOptNvfp4
+
+_REGEX = "re:"
+_CLASSES = (  # of vLLM's layers; it finds a target in these that is a part of one
+    *("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear"),
+    *("QKVParallelLinear", "RowParallelLinear", "RoutedExperts", "ParallelLMHead"),
+)
+_KV = (
+    "the engine's cache has scales of its own: give the config without it, and those scales as "
+    "`constants` of ServedSource"
+)
+
+
+class Fp8(OptionsModel):
+    """DeepSeek's, and that of transformers: `quant_method` "fp8"."""
+
+    quant_method: str
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    scale_fmt: Literal["float", "ue8m0"] | None = None
+    ignored_layers: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+    modules_to_convert: None = None
+    packed_modules_mapping: dict[str, list[str]] | None = None
+    dequantize: Literal[False] = False
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        if self.weight_block_size is None:
+            raise ConfigError(
+                "there is no weight_block_size: FP8 then has one scale for a matrix; the config "
+                "does not say by whose arithmetic; engines round the codes of fused layers again; "
+                'serve FP8 in blocks, or "float-quantized" of compressed-tensors'
+            )
+        if self.weight_block_size != (128, 128):
+            raise ConfigError(f"weight_block_size {self.weight_block_size} has no served form")
+        return {"Linear": BlockFp8("ue8m0" if self.scale_fmt == "ue8m0" else "float32")}
+
+
+class Arguments(OptionsModel):
+    """How one kind of tensor is quantized: `QuantizationArgs` of compressed-tensors."""
+
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: bool | str | None = None
+    scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: dict[str, Any] | None = None
+
+
+class Group(OptionsModel):
+    """One of the `config_groups` of compressed-tensors."""
+
+    targets: list[str]
+    weights: Arguments
+    input_activations: Arguments | None = None
+    output_activations: None = None
+    format: str | None = None
+
+
+class CompressedTensors(OptionsModel):
+    """`quant_method` "compressed-tensors"."""
+
+    quant_method: str
+    config_groups: dict[str, Group] = Field(min_length=1)
+    format: str | None = None
+    ignore: list[str] = Field(default_factory=list)
+    kv_cache_scheme: object = None
+    sparsity_config: object = None
+    transform_config: object = None
+    quantization_status: Literal["compressed", "frozen"] = "compressed"
+    global_compression_ratio: float | None = None
+    version: str | None = None
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        if self.kv_cache_scheme:
+            raise ConfigError(f"kv_cache_scheme: {_KV}")
+        for name in ("sparsity_config", "transform_config"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}: weights that are changed so have no served form")
+        found: dict[str, Form] = {}
+        for name, group in self.config_groups.items():
+            for target in group.targets:
+                if target != "Linear" and _is_of_classes(target):
+                    raise ConfigError(f"{name}: layers of class {target!r} have no served form")
+                try:
+                    found[target] = _form_of(group.weights, group.format or self.format)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
+        return found
+
+
+def _is_of_classes(target: str) -> bool:
+    """Whether vLLM finds layers by their class with it. A pattern of everything finds by name."""
+    if target.startswith(_REGEX):
+        pattern = re.compile(target.removeprefix(_REGEX))
+        return not pattern.match("") and any(pattern.match(one) for one in _CLASSES)
+    is_one = "." not in target and target[:1].isupper()
+    return is_one or any(target.lower() in one.lower() for one in _CLASSES)
+
+
+def _form_of(weights: Arguments, kind: str | None) -> Form:
+    """The form of a group. Raises ConfigError for one that is not known."""
+    if not weights.symmetric:
+        raise ConfigError("weights with zero points (symmetric: false) have no served form")
+    if weights.dynamic:
+        raise ConfigError("dynamic weights are quantized by the engine in each step")
+    if weights.actorder:
+        raise ConfigError(
+            f"actorder {weights.actorder!r}: an order found by calibration has no served form"
+        )
+    scale = None if weights.scale_dtype is None else weights.scale_dtype.removeprefix("torch.")
+    match (kind, weights.type, weights.num_bits, weights.strategy, scale):
+        case ("pack-quantized", "int", 4, "group", None | "bfloat16"):
+            return Int4(weights.group_size)
+        case ("pack-quantized", "int", 4, "channel", None | "bfloat16"):
+            return Int4(None)
+        case ("nvfp4-pack-quantized", "float", 4, "tensor_group", None | "float8_e4m3fn"):
+            if weights.group_size == 16:
+                return CompressedNvfp4()
+        case ("mxfp4-pack-quantized", "float", 4, "group", "uint8"):
+            if weights.group_size == 32:
+                return MxFp4()
+        case ("mxfp8-quantized", "float", 8, "group", "uint8"):
+            if weights.group_size == 32:
+                return MxFp8("compressed-tensors")
+        case ("float-quantized", "float", 8, "channel", None | "bfloat16"):
+            return PlainFp8("channel")
+        case ("float-quantized", "float", 8, "tensor", None | "bfloat16"):
+            return PlainFp8("tensor")
+        case ("float-quantized", "float", 8, "block", None | "bfloat16"):
+            if weights.block_structure in ([128, 128], "128x128"):
+                return BlockFp8(arithmetic="compressed-tensors")
+        case ("int-quantized", "int", 8, "channel", None | "bfloat16"):
+            return Int8()
+    told = {name: value for name, value in weights.model_dump().items() if value is not None}
+    for name in ("observer", "observer_kwargs", "zp_dtype", "symmetric", "dynamic", "actorder"):
+        told.pop(name, None)
+    raise ConfigError(f"format {kind!r} with weights {told} has no served form")
+
+
+class ModelOpt(OptionsModel):
+    """`quant_method` "modelopt", or the whole of hf_quant_config.json."""
+
+    quant_method: str = "modelopt"
+    quantization: dict[str, Any] | None = None
+    quant_algo: str | None = None
+    group_size: int | None = None
+    ignore: list[str] = Field(default_factory=list)
+    config_groups: object = None
+    producer: object = None
+    kv_cache_scheme: object = None
+
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each target. Raises ConfigError for one that is not known."""
+        told = self._told()
+        if told.kv_cache_quant_algo or self.kv_cache_scheme:
+            raise ConfigError(f"kv_cache_quant_algo: {_KV}")
+        match (told.quant_algo.upper(), told.group_size):
+            case ("NVFP4" | "W4A16_NVFP4", None | 16):
+                form = ModelOptNvfp4()
+            case algorithm, size:
+                raise ConfigError(f"quant_algo {algorithm!r}, group_size {size}: no served form")
+        return {"Linear": form}
+
+    def _told(self) -> Inner:
+        """Either of the two ways to say it. Raises ConfigError."""
+        if self.quantization is not None:
+            return Inner(**self.quantization)
+        return Inner(
+            quant_algo=self.quant_algo or "",
+            group_size=self.group_size,
+            exclude_modules=self.ignore,
+        )
+
+
+class Inner(OptionsModel):
+    """What hf_quant_config.json has under "quantization"."""
+
+    quant_algo: str
+    kv_cache_quant_algo: str | None = None
+    group_size: int | None = None
+    exclude_modules: list[str] = Field(default_factory=list)
+    has_zero_point: Literal[False] = False
+    pre_quant_scale: Literal[False] = False
+
 
 _METHODS: dict[str, type[Fp8 | CompressedTensors | ModelOpt]] = {
     "fp8": Fp8,
@@ -26,46 +219,16 @@ _METHODS: dict[str, type[Fp8 | CompressedTensors | ModelOpt]] = {
     "modelopt_fp4": ModelOpt,
 }
 
-_REGEX = "re:"
-_LINEAR = re.compile(r".*_proj|kv_a_proj_with_mqa|w[123]|fc[12]|dense\w*|query_key_value")
-_UNSURE = re.compile(r"in_proj\w*|weights_proj")  # engines keep some of these as they are
-_TOWERS = {"visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"}
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-_OTHERS = {
-    *("embed_tokens", "word_embeddings", "embed_positions", "wte", "wpe", "tok_embeddings"),
-    *("lm_head", "embed_out"),
-}
 
-
-def forms_of_config(
-    config: Mapping[str, object], *, alone: Collection[str] = (), linear: Collection[str] = ()
-) -> Forms:
-    """Return the forms of what an engine serves that was started with this `quantization_config`.
-
-    A config does not say which tensors are weights of linear layers. So names are looked at: those
-    of linear layers, embeddings, heads and routers that vLLM's models share are known, and a matrix
-    of another name is refused. If the engine's checkpoint is quantized itself,
-    `deltasync.files.served.forms_of_checkpoint` needs no such knowledge.
+def forms_of_targets(config: Mapping[str, object]) -> Mapping[str, Form]:
+    """Return the form of each target of a `quantization_config`.
 
     Args:
         config: As in config.json, or the whole of hf_quant_config.json.
-        alone: Patterns (`fnmatch`) of tensors that the engine does not quantize.
-        linear: Patterns of weights of linear layers whose names are not known.
 
     Raises:
-        ConfigError: Of the config, something is unknown or cannot be matched bit for bit. The
-            forms raise it for a tensor of which it is not known whether it is quantized.
+        ConfigError: Of the config, something is unknown or cannot be matched bit for bit.
     """
-    if isinstance(alone, str) or isinstance(linear, str):
-        raise ConfigError("alone and linear are lists of patterns, not one")
-    groups, ignores = scheme_of(config)
-    return _Forms(groups, ignores, tuple(alone), tuple(linear))
-
-
-def scheme_of(
-    config: Mapping[str, object],
-) -> tuple[Mapping[str, Form], Callable[[str], bool]]:
-    """The form of each target, and which layers are left alone. Raises ConfigError."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"quantization_config is a {type(config).__name__}, not a mapping")
     method = config.get("quant_method")
@@ -77,79 +240,19 @@ def scheme_of(
             f"{sorted(_METHODS)}; serve bfloat16, or reload the engine"
         )
     try:
-        said: dict[str, Any] = {str(key): value for key, value in config.items()}
-        told = _METHODS[method.lower()](**said)
-        return told.forms(), told.ignores()
+        settings: dict[str, Any] = {str(key): value for key, value in config.items()}
+        return _METHODS[method.lower()](**settings).forms()
     except ConfigError as error:
         raise ConfigError(f"quantization_config: {error}") from None
     except re.error as error:
         raise ConfigError(f"quantization_config: {error.pattern!r}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Forms:
-    """See `forms_of_config`."""
-
-    groups: Mapping[str, Form]
-    ignores: Callable[[str], bool]
-    alone: tuple[str, ...]
-    linear: tuple[str, ...]
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Form | None:
-        layer, _, last = name.rpartition(".")
-        is_stacked = len(shape) == 3 and "experts" in name.split(".")
-        if _any_matches(self.alone, name) or not (is_stacked or len(shape) == 2):
-            return None
-        if last != "weight" and not is_stacked:
-            return None
-        if self.ignores(layer) or layer.split(".")[-1] in _ROUTERS:
-            return None
-        form, theirs = named_form(self.groups, layer), _engines_form(self.groups, layer)
-        if (form or self.groups.get("Linear")) != (theirs or self.groups.get("Linear")):
-            raise ConfigError(
-                f"{layer}: its target in config_groups is not that of the layer of vLLM that has "
-                "it; give all of q, k and v, of gate and up, and of a layer's experts one target"
-            )
-        if form is not None:
-            return form
-        if "Linear" not in self.groups:
-            return None
-        if is_stacked or _any_matches(self.linear, name) or _is_linear(name):
-            return self.groups["Linear"]
-        return None
-
-
-def _engines_form(groups: Mapping[str, Form], layer: str) -> Form | None:
-    """As `named_form`, for the layer of vLLM that a layer of the checkpoint is a part of."""
-    fused, parts = engines_layer(layer)
-    if (form := named_form(groups, fused)) is not None or not parts:
-        return form
-    forms = [named_form(groups, part) for part in parts]
-    return forms[0] if None not in forms else None
-
-
-def named_form(groups: Mapping[str, Form], layer: str) -> Form | None:
+def form_of_layer(forms: Mapping[str, Form], layer: str) -> Form | None:
     """The form of the first target that is the layer's name, or a regular expression of it."""
-    for target, form in groups.items():
+    for target, form in forms.items():
         if target == layer:
             return form
         if target.startswith(_REGEX) and re.match(target.removeprefix(_REGEX), layer):
             return form
     return None
-
-
-def _any_matches(patterns: Collection[str], name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_linear(name: str) -> bool:
-    """Whether it is a linear layer of a language model. Raises ConfigError if that is not known."""
-    *owners, last, _ = name.split(".")
-    if last in _OTHERS or "norm" in last:
-        return False
-    if _LINEAR.fullmatch(last) and not _UNSURE.fullmatch(last) and not _TOWERS.intersection(owners):
-        return True
-    raise ConfigError(
-        f"{name}: whether the engine quantizes it cannot be told from its name; say so by `alone` "
-        "or `linear`, or take the forms from the engine's checkpoint: forms_of_checkpoint"
-    )

@@ -5,6 +5,7 @@ How elements are rounded does not matter here: routes know no arithmetic.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deltasync.quant.config import forms_of_targets
+from deltasync.quant.served import Forms
 from tests.engines.repacked import use_repacking
 
 _FP8 = torch.float8_e4m3fn
@@ -76,6 +79,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, {}
     ),
 }
+
+
+_LINEAR = re.compile(r".*\.(\w+_proj(_with_mqa)?|w[123])\.weight")
+
+
+def forms_of(form: str) -> Forms:
+    """What a trainer serves to such an engine: all linear layers but the head and routers."""
+    linear = forms_of_targets(CONFIGS[form])["Linear"]
+    return lambda name, shape: linear if len(shape) == 2 and _LINEAR.fullmatch(name) else None
 
 
 def served(form: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:

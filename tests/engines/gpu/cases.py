@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deltasync.quant.config import forms_of_config
 from deltasync.quant.served import Forms
-from tests.engines.quantized import CONFIGS
+from tests.engines.quantized import forms_of
 
 Way = Literal["LLM", "AsyncLLM", "vllm serve", "SGLang"]
 
@@ -44,8 +43,8 @@ class Case:
 
     @property
     def forms(self) -> Forms:
-        """What trainers make of its `quantization_config`."""
-        return forms_of_config(CONFIGS[self.form])
+        """What its trainer quantizes."""
+        return forms_of(self.form)
 
     @property
     def program(self) -> str:
