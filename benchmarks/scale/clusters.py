@@ -52,7 +52,6 @@ class Prediction:
         gpus, engines: Of the whole cluster; what the trainer does not take serves.
         sync_s, pause_s: Seconds.
         parts: Seconds by part, with "network" and "receivers" besides those of `Costs`.
-        dense_s: Of a broadcast of all weights at the speed of the same links, and nothing else.
     """
 
     model: Model
@@ -61,7 +60,6 @@ class Prediction:
     sync_s: float
     pause_s: float
     parts: dict[str, float]
-    dense_s: float
 
 
 def predict(
@@ -89,42 +87,9 @@ def predict(
     pause = parts["commit"]
     if work.is_in_place:
         pause += parts["transfer"] + parts["network"]
-    dense = model.numel * 2 / (NVLINK if gpus <= 8 else NETWORK)
-    return Prediction(model, gpus, engines, sum(parts.values()), pause, parts, dense)
+    return Prediction(model, gpus, engines, sum(parts.values()), pause, parts)
 
 
 def _network(num_bytes: float, ranks: int) -> float:
     """What a broadcast to GPUs of other nodes takes longer than one within a node."""
     return num_bytes * (1 / NETWORK - 1 / NVLINK) + HOP_S * (ranks - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Far:
-    """A sync to another region: bytes over one link, coded on CPUs.
-
-    Attributes:
-        codec: What coded it; "" for all weights as they are.
-        num_bytes: Of one version.
-        seconds: On the link and to encode and decode, one after the other.
-    """
-
-    codec: str
-    num_bytes: float
-    seconds: float
-
-
-def far(
-    model: Model, bytes_per_s: float, codecs: dict[str, tuple[float, float, float]], cores: int
-) -> list[Far]:
-    """One sync by each codec, and of all weights.
-
-    Args:
-        codecs: Bytes, and seconds of one core to encode and to decode, for each changed element.
-        cores: That code at each end.
-    """
-    changed, dense = DENSITY * model.numel, 2 * model.numel
-    found = [Far("", dense, dense / bytes_per_s)]
-    for name, (size, encode_s, decode_s) in codecs.items():
-        coding = changed * (encode_s + decode_s) / cores
-        found.append(Far(name, changed * size, changed * size / bytes_per_s + coding))
-    return found

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from benchmarks.scale import clusters, fanout, fit, report
 from benchmarks.scale.fit import Measured
 from benchmarks.scale.model import Costs, Work, features
-from benchmarks.scale.simulate import Fleet, simulate
 
 COSTS = Costs(
     "made up",
@@ -90,19 +89,6 @@ def test_a_cluster_without_room_has_no_prediction() -> None:
     assert found is not None
     assert found.engines == 2
     assert found.parts["receivers"] == pytest.approx(2 * largest.engine * 1e-3)
-
-
-def test_an_engine_that_comes_back_holds_up_the_trainer_unless_there_is_a_store() -> None:
-    fleet = Fleet(engines=50, fails_every_s=3600.0, stall=0.0)
-    alone, stored = simulate(fleet), simulate(replace(fleet, has_store=True))
-    assert stored.sync_s == pytest.approx(fleet.sync_s)
-    assert alone.sync_s > fleet.sync_s
-    assert simulate(fleet) == alone
-
-
-def test_engines_that_never_fail_always_serve() -> None:
-    outcome = simulate(Fleet(engines=20, fails_every_s=1e30, stall=0.0), steps=50)
-    assert (outcome.serving, outcome.behind, outcome.failures) == (1.0, 0.0, 0)
 
 
 def test_each_receiver_costs_the_trainer_something() -> None:
