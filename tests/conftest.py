@@ -62,7 +62,7 @@ set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "deltasync.testing.links",
-        "deltasync.files.inspection",
+        "deltasync.files.frame_check",
         *(f"deltasync.cli.{name}" for name in COMMANDS),
     ]
 )

@@ -18,14 +18,12 @@ from deltasync.cli.signals import (
 
 COMMANDS = {
     "apply": ("deltasync.files.patch_file",),
-    "bench": ("deltasync.cli.probes.measuring",),
     "demo": ("deltasync.demo.trainer", "deltasync.demo.report"),
     "diff": ("deltasync.files.patch_file", "deltasync.delta.sparsity"),
     "doctor": ("deltasync.cli.probes.checks",),
     "export": ("deltasync.files.export",),
     "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),
-    "inspect": ("deltasync.files.inspection",),
     "log": ("deltasync.store.history",),
     "report": ("deltasync.observe.report.page",),
     "verify": ("deltasync.files.comparing",),

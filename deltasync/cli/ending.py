@@ -44,7 +44,7 @@ def with_exit_codes(
         except DigestMismatch as error:
             raise told(error, FAILED) from None
         except WireError as error:
-            raise told(error, BAD_INPUT, hint="; deltasync inspect says where") from None
+            raise told(error, BAD_INPUT, hint="; deltasync verify FILE says where") from None
         except DeltaSyncError as error:
             raise told(error, BAD_INPUT) from None
         except OSError as error:  # such as a full disk, to which stdout may go

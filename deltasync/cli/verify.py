@@ -1,4 +1,4 @@
-"""`deltasync verify`: whether two checkpoints are equal bit for bit."""
+"""`deltasync verify`: equality of two checkpoints, soundness of a patch file or of a store."""
 
 from __future__ import annotations
 
@@ -47,18 +47,21 @@ def verify(
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether two checkpoints are equal, or a store is intact.
+    """Compare two checkpoints bit for bit, or check a patch or a store.
 
-    Exits with 1 if a bit differs. FIRST and SECOND are safetensors files, or folders of them.
-    Without SECOND, FIRST is the URL of a store: then all of its manifests and objects are read, and
-    each version is put together.
+    Exits with 1 if they differ or it is damaged. FIRST and SECOND are safetensors files, or folders of them. A FIRST alone
+    is a patch file, of which the first damaged byte is named, or the URL of a store, of which all
+    manifests and objects are read, and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 
     if second is None:
         if digest or only or rename or ignore_missing:
             raise typer.BadParameter("compares two checkpoints; give a second one")
-        _verify_store(first, run, config, key_file, as_json=as_json)
+        if Path(first).exists() and not Path(first).is_dir():
+            _verify_frames(Path(first), as_json=as_json)
+        else:
+            _verify_store(first, run, config, key_file, as_json=as_json)
         return
     if run or config or key_file:
         raise typer.BadParameter("--run, --config and --key-file are for a store: give one URL")
@@ -68,6 +71,29 @@ def verify(
     compare = _by_digest if digest else _by_bits
     if not compare(*checkpoints, limit=limit, as_json=as_json):
         raise typer.Exit(FAILED)
+
+
+def _verify_frames(path: Path, *, as_json: bool) -> None:
+    from deltasync.files.frame_check import FrameCheck
+
+    if path.suffix == ".safetensors":
+        raise typer.BadParameter(f"{path} is a checkpoint; give a second one")
+    found = FrameCheck(path)
+    if as_json:
+        fault = None if found.fault is None else asdict(found.fault)
+        facts = {"bytes": found.num_bytes, "is_patch": found.is_patch, "frames": found.num_frames}
+        print_json(facts | {"fault": fault})
+    else:
+        what = "patch file" if found.is_patch else "frames"
+        frames = f"{count(found.num_frames)} sound frames"
+        make_console().print(f"{what}, {size(found.num_bytes)}, {frames}", soft_wrap=True)
+    if found.fault is None:
+        return
+    if not as_json:
+        where = f"damaged at byte {count(found.fault.offset)}, rule {found.fault.rules}"
+        line = f"{where}: {found.fault.error}: {found.fault.reason}"
+        make_console().print(line, style="red", soft_wrap=True)
+    raise typer.Exit(FAILED)
 
 
 def _verify_store(

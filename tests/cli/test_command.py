@@ -97,14 +97,12 @@ def test_ctrl_c_at_any_moment_ends_quietly(name: str, takes_s: float, tmp_path: 
     new = save(stepped(model()), tmp_path / "new.safetensors")
     words: dict[str, list[str | Path]] = {
         "apply": [tmp_path / "patch", old, "--out", tmp_path / "made"],
-        "bench": ["--numel", "50M"],
         "demo": ["--quick", "--steps", "100000"],
         "diff": [old, new, "--out", tmp_path / "out"],
         "doctor": [],
         "export": ["--connect", f"shared_memory:{tmp_path}/none", "--out", tmp_path / "out"],
         "fetch": [tmp_path / "store", "--out", tmp_path / "out"],
         "gc": [tmp_path / "store"],
-        "inspect": [tmp_path / "patch"],
         "log": [tmp_path / "store"],
         "report": [tmp_path / "log", "--out", tmp_path / "page"],
         "verify": [old, new],

@@ -1,4 +1,4 @@
-"""What `bench`, `doctor` and `demo` start ends when they do, however and whenever they end."""
+"""What `doctor` and `demo` start ends when they do, however and whenever they end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from deltasync.cli.probes.follower import followed, make_model
+from deltasync.errors import PeerLost
 from tests.cli.command import ENVIRONMENT, MAIN, wait_until_gone
 from tests.programs import Program
 
@@ -28,7 +30,7 @@ number = int(sys.argv.pop())
 subprocess.Popen = Popen
 main()
 """
-BENCH, DOCTOR, DEMO = ["bench", "--numel", "1M"], ["doctor"], ["demo", "--quick"]
+DOCTOR, DEMO = ["doctor"], ["demo", "--quick"]
 
 
 @contextmanager
@@ -58,10 +60,8 @@ def descendants(process: int) -> list[int]:
 @pytest.mark.parametrize(
     ("words", "number", "code"),
     [
-        (BENCH, signal.SIGINT, 130),
-        (BENCH, signal.SIGTERM, 143),
-        (BENCH, signal.SIGHUP, 129),
-        (BENCH, signal.SIGKILL, -9),
+        (DOCTOR, signal.SIGINT, 130),
+        (DOCTOR, signal.SIGHUP, 129),
         (DOCTOR, signal.SIGTERM, 143),
         (DOCTOR, signal.SIGKILL, -9),
         (DEMO, signal.SIGKILL, -9),
@@ -77,10 +77,9 @@ def test_a_signal_as_soon_as_it_starts_leaves_no_process(
         wait_until_gone(int(companion))
 
 
-@pytest.mark.parametrize("words", [BENCH, DOCTOR], ids=["bench", "doctor"])
 @pytest.mark.parametrize("moment", [0.5, 3.0])
-def test_what_is_killed_at_any_moment_leaves_no_process(words: list[str], moment: float) -> None:
-    with running(MAIN, *words) as process:
+def test_what_is_killed_at_any_moment_leaves_no_process(moment: float) -> None:
+    with running(MAIN, *DOCTOR) as process:
         while not descendants(process.pid):
             assert process.poll() is None
             signal.sigtimedwait([], 0.05)
@@ -90,3 +89,11 @@ def test_what_is_killed_at_any_moment_leaves_no_process(words: list[str], moment
         process.wait()
         for companion in found:
             wait_until_gone(companion)
+
+
+def test_a_second_process_that_cannot_follow_is_heard() -> None:
+    with (
+        pytest.raises(PeerLost, match=r"second process ended: RuntimeError: .*nonsense"),
+        followed(make_model("cpu"), "shared_memory", devices=("cpu", "nonsense")),
+    ):
+        pass

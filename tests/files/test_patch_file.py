@@ -19,8 +19,8 @@ from deltasync.errors import ConfigError, DeltaSyncError, DigestMismatch, Layout
 from deltasync.files import patch_file
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import compare_bits, compare_checkpoints, measure_digests
+from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile
-from deltasync.files.inspection import Inspection
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
 from tests.files.saved import holds, model, save, save_sharded, stepped
 from tests.strategies import models, mutations
@@ -76,7 +76,7 @@ def test_diff_then_apply_is_the_new_version_bit_for_bit(
         assert summary.nnz == sum(equality.different.values())
         assert summary.digest == digest == measure_digests(Checkpoint(second)).total
         assert summary.num_bytes == (folder / "patch").stat().st_size
-        found = Inspection(folder / "patch")
+        found = FrameCheck(folder / "patch")
         assert (found.is_patch, found.fault) == (True, None)
         measured = compare_checkpoints(Checkpoint(first), Checkpoint(second))
         assert {n: s.changed for n, s in measured.items() if s.changed} == equality.different
@@ -191,7 +191,7 @@ def test_one_wrong_bit_is_found_before_anything_is_written(at: int, bit: int) ->
         data = bytearray((folder / "patch").read_bytes())
         data[at % len(data)] ^= 1 << bit
         (folder / "patch").write_bytes(data)
-        if Inspection(folder / "patch").fault is None:
+        if FrameCheck(folder / "patch").fault is None:
             applied(folder / "patch", old, folder / "out")
             assert holds(folder / "out", stepped(model(layers=1)))
             return
@@ -205,7 +205,7 @@ def test_a_coded_patch_makes_the_new_checkpoint(tmp_path: Path, codec: Coding) -
     old = save(model(), tmp_path / "old")
     new = save(stepped(model()), tmp_path / "new")
     write_patch(Checkpoint(old), Checkpoint(new), tmp_path / "patch", codec=codec)
-    assert Inspection(tmp_path / "patch").fault is None
+    assert FrameCheck(tmp_path / "patch").fault is None
     applied(tmp_path / "patch", old, tmp_path / "out")
     assert holds(tmp_path / "out", stepped(model()))
     with pytest.raises(DigestMismatch):

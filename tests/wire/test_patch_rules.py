@@ -20,8 +20,8 @@ from deltasync.errors import (
     WrongStream,
 )
 from deltasync.files.checkpoint import Checkpoint
+from deltasync.files.frame_check import FrameCheck
 from deltasync.files.frame_file import FrameFile, write_frames
-from deltasync.files.inspection import Inspection
 from deltasync.files.patch_file import PatchFile, apply_patch_file, write_patch
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
@@ -177,7 +177,7 @@ def test_w25_a_damaged_payload_is_found_without_the_weights(
         wrong = bytearray(data)
         wrong[place] ^= 0x10
         (tmp_path / "wrong").write_bytes(wrong)
-        fault = Inspection(tmp_path / "wrong").fault
+        fault = FrameCheck(tmp_path / "wrong").fault
         assert fault is not None
         assert (fault.offset, fault.rules) == (at, "W9")
 

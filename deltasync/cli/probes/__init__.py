@@ -1,4 +1,4 @@
-"""What `deltasync doctor` and `deltasync bench` try on a machine, in separate processes.
+"""What `deltasync doctor` tries on a machine, in separate processes.
 
 Begin with checks.py, then trial.py.
 """

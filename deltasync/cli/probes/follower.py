@@ -1,4 +1,4 @@
-"""A second process that follows this one's weights: what `doctor` tries and `bench` times."""
+"""A second process that follows this one's weights, which `doctor` tries."""
 
 from __future__ import annotations
 
@@ -27,23 +27,16 @@ from deltasync.cli.probes.companion import start_companion
 from deltasync.errors import PeerLost, TransportTimeout
 from deltasync.transports.address import Address, LinkName, listen
 
-PARAMETER_NUMEL = 1 << 22
+_NUMEL = 1000
 START_TIMEOUT_S = 100.0
 JOIN_TIMEOUT_S = 180.0  # joining compiles kernels, at both ends
 _POLL_S = 0.5
 _EXIT_TIMEOUT_S = 10.0
 
 
-def make_model(numel: int, device: str) -> nn.Module:
-    """Return `numel` bf16 elements in parameters of 2^22, like a model's, always the same bits."""
-    generator = torch.Generator(device).manual_seed(0)
-    module = nn.Module()
-    for number, start in enumerate(range(0, numel, PARAMETER_NUMEL)):
-        size = min(PARAMETER_NUMEL, numel - start)
-        values = torch.empty(size, dtype=torch.bfloat16, device=device)
-        values.normal_(0, 0.02, generator=generator)
-        module.register_parameter(f"p{number}", nn.Parameter(values))
-    return module
+def make_model(device: str) -> nn.Module:
+    """Return a few bf16 elements, always the same bits."""
+    return nn.ParameterList([torch.arange(_NUMEL, dtype=torch.bfloat16, device=device)])
 
 
 @contextmanager
@@ -66,13 +59,12 @@ def followed(
         PeerLost: The other process ended; the message has its last line.
         TransportTimeout: It does not connect.
     """
-    numel = sum(parameter.numel() for parameter in module.parameters())
     options = options or SenderOptions()
     with TemporaryDirectory(prefix="deltasync-") as folder, TemporaryFile() as said:
         path = Path(folder) / "weights.sock"
         transport, address = listen(link, path=path, device=devices[0])
         with WeightSender(ModuleSource(module), transport, options=options) as sender:
-            words = [address.model_dump_json(), str(numel), devices[1], options.kernels]
+            words = [address.model_dump_json(), devices[1], options.kernels]
             with start_companion("deltasync.cli.probes.follower", *words, stderr=said) as process:
                 try:
                     _wait(sender, process, said)
@@ -105,8 +97,8 @@ def _wait(sender: WeightSender, process: subprocess.Popen[bytes], said: IO[bytes
 
 def main() -> None:
     """Follow the sender that `sys.argv` names until it has left."""
-    address, numel, device, kernels = sys.argv[1:]
-    target = ModuleTarget(make_model(int(numel), device))
+    address, device, kernels = sys.argv[1:]
+    target = ModuleTarget(make_model(device))
     options = ReceiverOptions.model_validate({"kernels": kernels})
     link = Address.model_validate_json(address).receiver(torch.device(device))
     receiver = WeightReceiver(target, link, options=options)

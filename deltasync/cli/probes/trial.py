@@ -21,8 +21,6 @@ from deltasync.cli.probes.follower import followed, last_line, make_model
 from deltasync.errors import SyncError
 from deltasync.transports.address import LinkName
 
-_NUMEL = 1000
-
 
 class Trial:
     """One trial, which begins at once. Use it in a `with` block, which ends its processes."""
@@ -69,7 +67,7 @@ class Trial:
 
 def try_link(link: LinkName, devices: tuple[str, str]) -> None:
     """Send a delta of one element to another process, checked by digest."""
-    module = make_model(_NUMEL, devices[0])
+    module = make_model(devices[0])
     options = SenderOptions(kernels="torch")  # Triton's have a trial of their own
     with followed(module, link, devices=devices, options=options) as sender:
         with torch.no_grad():

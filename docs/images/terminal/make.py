@@ -26,7 +26,6 @@ COMMANDS = {
     "doctor": ["deltasync doctor"],
     "demo": ["deltasync demo --out run"],
     "diff": ["deltasync diff run/first.safetensors run/last.safetensors --out run/step.patch"],
-    "inspect": ["deltasync inspect run/step.patch --limit 3"],
     "verify": [
         "deltasync apply run/step.patch run/first.safetensors --out run/made.safetensors",
         "deltasync verify run/last.safetensors run/made.safetensors",

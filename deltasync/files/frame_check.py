@@ -1,4 +1,4 @@
-"""Takes frames and patch files apart, and finds what is wrong with damaged ones, and where."""
+"""Checks frames and patch files without the weights: which byte is damaged, and by which rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +28,10 @@ from deltasync.errors import (
 from deltasync.files.frame_file import FrameFile
 from deltasync.sync.protocol.one_way import OneWayReader
 from deltasync.transports.base import Frame
-from deltasync.wire.coded import CodedPayload, Lengths
+from deltasync.wire.coded import CodedPayload
 from deltasync.wire.frame import decode
-from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout, Message
-from deltasync.wire.table import ROW, RowKind, Rows, read_table
+from deltasync.wire.messages import MAX_NUMEL, Bucket, Layout
+from deltasync.wire.table import ROW, Rows, read_table
 
 _HEADER_RULES: dict[type[DeltaSyncError], str] = {
     TruncatedFrame: "W1",
@@ -49,35 +48,6 @@ _TABLE_RULES: dict[type[DeltaSyncError], str] = {
     UnknownCodec: "W11",
     InvalidTable: "W11 to W13, W17",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FrameFacts:
-    """One frame.
-
-    Attributes:
-        offset: Where it begins in the file.
-        header_bytes, payload_bytes: Its lengths; the header's includes the message.
-        checksum: The header's, in hexadecimal.
-        message: What it says.
-        rows: The patch table of a bucket, as it travels; empty in others.
-        codecs: Bytes of a bucket's payload by what took them: rows by their codecs if it is coded,
-            otherwise its compression.
-    """
-
-    offset: int
-    header_bytes: int
-    payload_bytes: int
-    checksum: str
-    message: Message
-    rows: Rows
-    codecs: dict[str, int]
-
-    def row_facts(self) -> Iterator[dict[str, Any]]:
-        """The fields of each row."""
-        for row in self.rows:
-            fields = {name: int(row[name]) for name in ROW.names or () if name != "reserved"}
-            yield fields | {"kind": RowKind(fields["kind"]).name.lower()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +85,17 @@ def _breaking(rules: str, kind: type[DeltaSyncError], offset: int) -> Iterator[N
         raise _Found(error, offset, rules) from error
 
 
-class Inspection:
-    """Takes a file of frames apart: one frame, or a patch file.
+class FrameCheck:
+    """Checks a file of frames: one frame, or a patch file.
 
     Args:
         path: The file.
 
     Attributes:
-        frames: The frames before the fault.
+        num_bytes: Size of the file.
+        num_frames: Frames before the fault.
         fault: The first fault; None if there is none.
         is_patch: Whether it is a patch file, which begins with a layout.
-        num_bytes: Size of the file.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -133,13 +103,13 @@ class Inspection:
 
     def __init__(self, path: str | Path) -> None:
         self._file = FrameFile(path)
-        self.num_bytes = self._file.num_bytes
-        self.frames: list[FrameFacts] = []
+        self.num_bytes, self.num_frames = self._file.num_bytes, 0
         self.fault: Fault | None = None
         self._reader: OneWayReader | None = None
         try:
             for frame in self._frames():
-                self.frames.append(self._facts(frame))
+                self._check(frame)
+                self.num_frames += 1
             if self._reader is not None:
                 with _breaking("W21", DeltaSyncError, self.num_bytes):
                     self._reader.check_sealed()
@@ -160,47 +130,40 @@ class Inspection:
             rules = _HEADER_RULES.get(type(error), "W1")
             raise _Found(error, self._file.offset, rules) from error
 
-    def _facts(self, frame: Frame) -> FrameFacts:
+    def _check(self, frame: Frame) -> None:
         offset, at = self._file.offset, self._file.payload_offset or 0
         with _breaking(_MESSAGE, WireError, offset):
-            message, payload_bytes = decode(frame.header)
-        if isinstance(message, Layout) and not self.frames and at < self.num_bytes:
+            message, _ = decode(frame.header)
+        if isinstance(message, Layout) and not self.num_frames and at < self.num_bytes:
             self._reader = OneWayReader()
-        rows: Rows = np.empty(0, ROW)
-        codecs: dict[str, int] = {}
         if isinstance(message, Bucket) and frame.payload is not None:
-            codecs = {message.compression: payload_bytes}
-            if message.compression == "coded":
-                coded = self._coded(message, frame.payload, offset, at)
-                lengths = Lengths.of(frame.payload.numpy().data)
-                rows, codecs = coded.rows, coded.bytes_by_codec(lengths)
-            else:
-                rows = self._rows(message, frame.payload, offset, at)
+            check = self._check_coded if message.compression == "coded" else self._check_rows
+            check(message, frame.payload, offset, at)
         elif self._reader is not None:
             with _breaking(_ORDER, DeltaSyncError, offset):
                 self._reader.accept(message, _NOTHING)
-        checksum = frame.header[12:16][::-1].hex()
-        return FrameFacts(offset, len(frame.header), payload_bytes, checksum, message, rows, codecs)
 
-    def _coded(self, message: Bucket, payload: Tensor, offset: int, at: int) -> CodedPayload:
-        """A coded payload; what its blocks hold shows only with the weights."""
+    def _check_coded(self, message: Bucket, payload: Tensor, offset: int, at: int) -> None:
+        """What the blocks of a coded payload hold shows only with the weights."""
         try:
             if self._reader is not None:
-                return self._reader.glance(message, payload)
+                self._reader.glance(message, payload)
+                return
             data, raw_bytes = payload.numpy().data, message.raw_bytes
-            return CodedPayload.from_bytes(data, num_rows=message.num_rows, raw_bytes=raw_bytes)
+            CodedPayload.from_bytes(data, num_rows=message.num_rows, raw_bytes=raw_bytes)
         except WireError as error:
             raise _Found(error, at, _CODED) from error
         except DeltaSyncError as error:
             raise _Found(error, offset, _ORDER) from error
 
-    def _rows(self, message: Bucket, payload: Tensor, offset: int, at: int) -> Rows:
+    def _check_rows(self, message: Bucket, payload: Tensor, offset: int, at: int) -> None:
         with _breaking(_COMPRESSION, WireError, at):
             raw = inflated(message, payload)
         at = at if message.compression == "none" else 0
         try:
             if self._reader is None:
-                return _rows_alone(raw, message)
+                _check_table(raw, message)
+                return
             plain = message.model_copy(update={"compression": "none"})
             bucket = self._reader.accept(plain, raw)
         except WireError as error:
@@ -211,18 +174,17 @@ class Inspection:
         except DeltaSyncError as error:
             raise _Found(error, offset, _ORDER) from error
         assert bucket is not None
-        _check_rows(bucket, at)
-        return bucket.rows
+        _check_indices(bucket, at)
 
 
-def _check_rows(bucket: ReadBucket, at: int) -> None:
+def _check_indices(bucket: ReadBucket, at: int) -> None:
     for number, (parameter, run) in enumerate(bucket.runs()):
         with _breaking(_INDICES, InvalidIndices, at + int(bucket.index_at[number])):
             check_indices(run, name=f"row {number}, {bucket.specs[parameter].name}")
 
 
-def _rows_alone(payload: Tensor, message: Bucket) -> Rows:
-    """The table of a bucket whose layout is not known, with all checks that need no layout."""
+def _check_table(payload: Tensor, message: Bucket) -> None:
+    """Check the table of a bucket whose layout is not known, as far as that is possible."""
     table = payload[: message.num_rows * ROW.itemsize].numpy()
     if len(table) < message.num_rows * ROW.itemsize:
         raise TruncatedFrame(f"payload of {len(payload)} bytes cannot hold its patch table")
@@ -232,9 +194,6 @@ def _rows_alone(payload: Tensor, message: Bucket) -> Rows:
     item_sizes[compact] = rows["value_bytes"] // np.maximum(rows["count"], 1)
     rows["parameter"] = compact
     numels = np.full(len(numbers), MAX_NUMEL, np.uint64)
-    rows, _, _ = read_table(
+    read_table(
         rows.view(np.uint8), payload_bytes=len(payload), numels=numels, item_sizes=item_sizes
     )
-    rows = rows.copy()
-    rows["parameter"] = numbers[compact]
-    return rows
