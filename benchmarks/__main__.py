@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import live, live_report
+from benchmarks import headlines, live, live_report
 from benchmarks import report as cpu_report
 from benchmarks.cases import GROUPS
 from benchmarks.codec import command as codec_command
@@ -386,7 +386,7 @@ def plot(folder: Path = IMAGES) -> None:
 
 @app.command()
 def report(page: Path = PAGE, readme: Path = README) -> None:
-    """Put all records into docs/performance.md, and the summary into README.md."""
+    """Put what records show into docs/performance.md, and the summary into README.md."""
     text = page.read_text(encoding="utf-8")
     kept = (
         RECORDS,
@@ -399,10 +399,11 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         store_record.RECORDS,
     )
     for records in kept:
-        if records.exists():
+        if records.exists() and f"<!-- begin {records.stem} -->" in text:
             drawn = sorted((page.parent / "images").glob(f"{records.stem}-*.svg"))
-            images = [f"images/{path.name}" for path in drawn]
-            text = gpu_report.insert(text, records.stem, _markdown(records), images)
+            images = [f"images/{path.name}" for path in drawn if path.stem in headlines.IMAGES]
+            markdown = _markdown(records, only_headlines=True)
+            text = gpu_report.insert(text, records.stem, markdown, images)
     page.write_text(text, encoding="utf-8")
     running = LIVE_RECORDS["cuda"]
     summary = gpu_report.make_summary(
@@ -412,18 +413,22 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
     readme.write_text(text, encoding="utf-8")
 
 
-def _markdown(records: Path) -> str:
+def _markdown(records: Path, *, only_headlines: bool = False) -> str:
     if records in TIMELINES.values():
         return timeline.make_markdown(timeline.read(records))
     if records == codec_record.RECORDS:
-        return codec_report.make_markdown(codec_record.read_records(records))
+        codecs = codec_record.read_records(records)
+        return codec_report.make_markdown(headlines.of_codecs(codecs) if only_headlines else codecs)
     if records == store_record.RECORDS:
-        return store_report.make_markdown(store_record.read_records(records))
+        stores = store_record.read_records(records)
+        return store_report.make_markdown(headlines.of_stores(stores) if only_headlines else stores)
     results = read_records(records)
     if records in LIVE_RECORDS.values():
-        return live_report.make_markdown(results)
-    is_gpu = any(result.model for result in results)
-    return gpu_report.make_markdown(results) if is_gpu else cpu_report.make_markdown(results)
+        return live_report.make_markdown(headlines.of_live(results) if only_headlines else results)
+    make = gpu_report if any(result.model for result in results) else cpu_report
+    if only_headlines:
+        return headlines.without_parts(make.make_markdown(headlines.of_results(results)))
+    return make.make_markdown(results)
 
 
 def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:

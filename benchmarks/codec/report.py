@@ -13,6 +13,10 @@ from benchmarks.codec.record import CHANGES_GOAL, DENSE_GOAL, CodecRecord
 from benchmarks.report import bold, describe, row
 
 BASELINE = "int32 + value, zstd"  # of the ratios of speeds
+_RESUMED = (
+    " Resumed ones lie anywhere between two bf16 numbers, as in the middle of a training: there "
+    "the old exponent says less."
+)
 _SWEPT = 1e-6  # the learning rate at which steps between syncs vary
 _COLUMNS = ("codec", "bytes", "goal", "of bound", "encode", "", "decode", "")
 
@@ -40,16 +44,19 @@ def make_markdown(records: Sequence[CodecRecord]) -> str:
     plain = [r for r in records if r.form == BFLOAT16]
     rates = [r for r in plain if r.steps == 1]
     swept = [r for r in plain if r.lr == _SWEPT and r.kept == "masters"]
+    swept = swept if len({r.steps for r in swept}) > 1 else []
     served = [r for r in records if r.form != BFLOAT16]
+    resumed = [r for r in rates if r.lr == _SWEPT and r.kept == "resumed"]
     sizes = sorted({record.numel for record in plain})
     sections = [
         "Bytes per changed element, all headers and tables counted; a bold figure misses its "
         f"goal. The model has {sizes[-1] / 1e6:.0f} M elements.",
         "By learning rate, one step between syncs. fp32 masters begin at a bf16 checkpoint, ten "
-        "steps before. Resumed ones lie anywhere between two bf16 numbers, as in the middle of a "
-        "training: there the old exponent says less.",
+        "steps before." + (_RESUMED if resumed else ""),
         _bytes(rates, [f"{_kept(r)}{rate(r.lr)}" for r in _firsts(rates)]),
-        f"By optimizer steps between syncs, masters, learning rate {rate(_SWEPT)}:",
+        f"By optimizer steps between syncs, masters, learning rate {rate(_SWEPT)}:"
+        if swept
+        else "",
         _bytes(swept, [str(r.steps) for r in _firsts(swept)]),
         "What engines serve of the matrices of the model's blocks:",
         _bytes(served, [f"{r.form}, {rate(r.lr)}, {r.steps} steps" for r in _firsts(served)]),
@@ -57,8 +64,8 @@ def make_markdown(records: Sequence[CodecRecord]) -> str:
         f'dense weights, in a second; in brackets relative to "{BASELINE}". They begin with the '
         "changes found and end with positions and new values checked.",
         _speeds([r for r in rates if r.lr == _SWEPT and r.kept == "masters"]),
-        "The same of a resumed training:",
-        _speeds([r for r in rates if r.lr == _SWEPT and r.kept == "resumed"]),
+        "The same of a resumed training:" if resumed else "",
+        _speeds(resumed),
         "\n".join(
             dict.fromkeys(describe(r.environment)[:-1] + f"; zstd {r.zstd}." for r in records)
         ),
