@@ -1,4 +1,4 @@
-"""slime: SGLang follows its actors by deltas. docs/integrations/slime.md.
+"""slime: SGLang follows its actors by deltas. docs/integrations/trainers.md.
 
 python train.py ... --custom-megatron-init-path slime_updater.use  # with this folder in PYTHONPATH
 """

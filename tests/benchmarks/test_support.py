@@ -80,7 +80,7 @@ def test_each_table_has_its_place(tmp_path: Path) -> None:
     rows = [line("A/eager", "routed", environment=environment)] * 2
     records.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     for _ in range(2):
-        support.write_cpu(page, "| of CPUs |")
+        support.write_cpu(page, {("Toy 0.0", "of CPUs"): {"1": "routed"}})
         support.write_gpu(page, [records])
     text = page.read_text(encoding="utf-8")
     assert text.count("| of CPUs |") == text.count("| A |") == text.count("0123456789ab") == 1
@@ -110,11 +110,31 @@ def test_architectures_are_judged_with_and_without_packing() -> None:
     assert "| A | transformers | routed | reloaded | leaves out bias |" in text
     assert r"| B | transformers | unbuilt |  | no \| configuration |" in text
     assert "| C | made up | refused | refused | stale |" in text
+    short = sweep.summary(rows)
+    assert "| refused | refused | C* |" in short
+    assert "| routed | reloaded | A |" in short
+
+
+def test_what_was_found_is_grouped() -> None:
+    found = {
+        ("Toy 0.0", "A"): {"1": "routed", "TP 2": "routed"},
+        ("Toy 0.0", "B"): {"1": "routed"},
+        ("Toy 0.0", "C"): {"1": "refused"},
+    }
+    text = support.make_cpu_table(found)
+    assert "| Toy 0.0 | routed | A (TP 2); B |" in text
+    assert "| Toy 0.0 | refused | C |" in text
+    rows = [
+        line("A/eager", "routed"),
+        line("A/sleep", "routed"),
+        line("A/LoRA", "refused", refused="x"),
+    ]
+    assert "| vLLM 0.0 | A | refused: LoRA. routed: eager; sleep |" in support.make_summary(rows)
 
 
 def test_the_page_has_all_places(tmp_path: Path) -> None:
     page = tmp_path / "support.md"
     page.write_bytes(support.PAGE.read_bytes())
-    support.write_cpu(page, "")
+    support.write_cpu(page, {})
     support.write_gpu(page, [])
     support.write_swept(page, tmp_path / "none")

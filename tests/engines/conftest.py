@@ -19,11 +19,6 @@ Row = tuple[str, str]
 
 _SETUPS = ("1", "TP 2", "TP 2, EP 2", "PP 2")
 _FOUND = pytest.StashKey[dict[Row, dict[str, str]]]()
-_TABLE = """\
-| engine | architecture | one process | tensor parallel 2 | tensor and expert parallel 2 \
-| pipeline parallel 2 |
-| --- | --- | --- | --- | --- | --- |
-"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,13 +54,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     page = session.config.getoption("--support")
     if page is None:
         return
-    lines = [
-        f"| {engine} {_version(engine)} | {architecture} | "
-        + " | ".join(outcomes.get(setup, "") for setup in _SETUPS)
-        + " |"
-        for (engine, architecture), outcomes in sorted(session.config.stash[_FOUND].items())
-    ]
-    support.write_cpu(page, _TABLE + "\n".join(lines))
+    found = session.config.stash[_FOUND].items()
+    support.write_cpu(page, {(f"{e} {_version(e)}", a): outcomes for (e, a), outcomes in found})
 
 
 def _version(engine: str) -> str:

@@ -199,13 +199,33 @@ def said(row: dict[str, Any]) -> str:
     return f"{text}: {row['unbuilt'][:160]}" if "unbuilt" in row else text
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown: totals, and a line for each. The latest of an architecture counts."""
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown: totals, and a line for each pair of outcomes, with its architectures."""
+    lines = totals(rows)
+    head = (*SETUPS, "architectures")
+    lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, row in sorted(rows.items()):
+        is_made_up = row.get("checkpoint", "").startswith("vLLM")
+        found.setdefault((*outcomes(row), "")[:2], []).append(name + "*" * is_made_up)
+    lines += [f"| {' | '.join(pair)} | {', '.join(found[pair])} |" for pair in sorted(found)[::-1]]
+    where = {row["environment"]["commit"][:12]: None for row in rows.values()}
+    cpus = {row["environment"]["cpu"]: None for row in rows.values()}
+    return "\n".join([*lines, "", f"{', '.join(cpus)}; commits {', '.join(where)}."])
+
+
+def totals(rows: dict[str, dict[str, Any]]) -> list[str]:
     lines = []
     for number, setup in enumerate(SETUPS):
-        totals = Counter((outcomes(row) * 2)[number] for row in rows.values())
-        counted = ", ".join(f"{count} {what}" for what, count in totals.most_common())
+        counts = Counter((outcomes(row) * 2)[number] for row in rows.values())
+        counted = ", ".join(f"{count} {what}" for what, count in counts.most_common())
         lines += [f"{setup.capitalize()}: {counted}.", ""]
+    return lines
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown: totals, and a line for each. The latest of an architecture counts."""
+    lines = totals(rows)
     head = ("architecture", "checkpoint", *SETUPS, "why")
     lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, row in sorted(rows.items()):
