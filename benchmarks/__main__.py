@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,12 +24,10 @@ from benchmarks.codec import report as codec_report
 from benchmarks.engines import EnginesPlan
 from benchmarks.engines import run as run_engines
 from benchmarks.gpu import report as gpu_report
-from benchmarks.gpu import timeline
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.worker import GROUPS as GPU_GROUPS
 from benchmarks.gpu.worker import run_groups
-from benchmarks.proofs import run as run_proofs
 from benchmarks.record import RESULTS, ROOT, Environment, Result, append_records, read_records
 from benchmarks.runner import GroupFailed, run_group
 from benchmarks.scale import command as scale_command
@@ -46,10 +43,6 @@ from benchmarks.verl import run as run_verl
 RECORDS = RESULTS / "cpu.jsonl"
 GPU_RECORDS = {"NCCL": RESULTS / "gpu-nccl.jsonl", "CUDA IPC": RESULTS / "gpu-ipc.jsonl"}
 CODEC_GPU_RECORDS = RESULTS / "codec-gpu.jsonl"
-TIMELINES = {
-    "NCCL": RESULTS / "timeline-nccl.jsonl",
-    "CUDA IPC": RESULTS / "timeline-ipc.jsonl",
-}
 LIVE_RECORDS = {"cpu": RESULTS / "live-cpu.jsonl", "cuda": RESULTS / "live-gpu.jsonl"}
 ENGINE_RECORDS = {"cpu": RESULTS / "engines-cpu.jsonl", "cuda": RESULTS / "engines-gpu.jsonl"}
 SHARDED_RECORDS = {
@@ -118,14 +111,8 @@ def gpu(
     geometry: Annotated[str, typer.Option(help=f"One of: {', '.join(GEOMETRIES)}.")] = _MODEL,
     device: Device = None,
     link: Link = None,
-    is_timeline: Annotated[
-        bool, typer.Option("--timeline", help="Note what a sync does when instead.")
-    ] = False,
 ) -> None:
     """Measure on one or two GPUs; under seven minutes, under two and a half with --quick."""
-    if is_timeline:
-        _note_timelines(_setup("quick", geometry, device, link), out, record=record)
-        return
     groups = _chosen(only, GPU_GROUPS)
     setup = _setup("quick" if quick else "full", geometry, device, link)
     failures: list[str] = []
@@ -137,20 +124,6 @@ def gpu(
         print(f"failed: {failure}", file=sys.stderr)
     if failures:
         raise typer.Exit(1)
-
-
-def _note_timelines(setup: Setup, out: Path | None, *, record: bool) -> None:
-    """A sync at each share that changes, as a table and, with `record`, as docs show it."""
-    kept = TIMELINES[setup.transport] if record else None
-    if kept is not None:
-        kept.unlink(missing_ok=True)
-    found = []
-    for one in timeline.run(setup):
-        found.append(one)
-        for path in filter(None, (kept, out)):
-            with path.open("a", encoding="utf-8") as file:
-                print(one.to_json(), file=file)
-    print(timeline.make_markdown(found))
 
 
 @app.command()
@@ -194,7 +167,7 @@ def engines(
         _show(_kept(live.run(chosen), kept, out), live_report.make_table, as_json=as_json)
         return
     plan = EnginesPlan.choose(_scale(quick=quick, tiny=tiny), device, patch_file)
-    results: Iterator[Result] = chain(run_engines(plan), run_proofs(plan))
+    results: Iterator[Result] = run_engines(plan)
     kept = ENGINE_RECORDS[plan.device.type] if record else None
     if kept is not None:
         kept.unlink(missing_ok=True)
@@ -369,13 +342,10 @@ def plot(folder: Path = IMAGES) -> None:
     from benchmarks import plots as cpu_plots
     from benchmarks.codec import plots as codec_plots
     from benchmarks.gpu import plots as gpu_plots
-    from benchmarks.gpu import timeline_plots
 
     paths = cpu_plots.draw_all(read_records(RECORDS), folder) if RECORDS.exists() else []
     for records in filter(Path.exists, (*GPU_RECORDS.values(), *SHARDED_RECORDS.values())):
         paths += gpu_plots.draw_all(read_records(records), folder, name=records.stem)
-    for records in filter(Path.exists, TIMELINES.values()):
-        paths += timeline_plots.draw(timeline.read(records), folder, name=records.stem)
     for records in filter(Path.exists, LIVE_RECORDS.values()):
         paths += live_plots.draw_all(read_records(records), folder, name=records.stem)
     if codec_record.RECORDS.exists():
@@ -392,7 +362,6 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
         RECORDS,
         *(r for of in (GPU_RECORDS, SHARDED_RECORDS, ENGINE_RECORDS) for r in of.values()),
         *LIVE_RECORDS.values(),
-        *TIMELINES.values(),
         VERL_RECORDS,
         codec_record.RECORDS,
         CODEC_GPU_RECORDS,
@@ -414,8 +383,6 @@ def report(page: Path = PAGE, readme: Path = README) -> None:
 
 
 def _markdown(records: Path, *, only_headlines: bool = False) -> str:
-    if records in TIMELINES.values():
-        return timeline.make_markdown(timeline.read(records))
     if records == codec_record.RECORDS:
         codecs = codec_record.read_records(records)
         return codec_report.make_markdown(headlines.of_codecs(codecs) if only_headlines else codecs)

@@ -19,7 +19,6 @@ from benchmarks.gpu import baselines
 from benchmarks.gpu.exchange import ENGINE, Broadcasts, Exchange, SharedBuffer, attach
 from benchmarks.gpu.geometry import GEOMETRIES, Geometry
 from benchmarks.gpu.links import connect
-from benchmarks.gpu.recording import Recording
 from benchmarks.gpu.serving import served_module
 from benchmarks.gpu.setup import Setup
 from deltasync import DeltaSyncError, ModuleTarget, WeightReceiver
@@ -103,12 +102,6 @@ class Engine:
         if baseline:
             weights = list(self._fused().parts.values())
         return baselines.differing(weights, self._link())
-
-    def on_record(self) -> None:
-        self._recording = Recording("engine", self._device)
-
-    def on_recorded(self) -> list[tuple[str, str, int, int]]:
-        return [(s.lane, s.what, s.begin_ns, s.end_ns) for s in self._recording.stop()]
 
     def on_watch(self) -> None:
         self._watch = Watch(self._device)

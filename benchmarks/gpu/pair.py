@@ -21,7 +21,6 @@ from benchmarks.gpu.engine import Watch, free_memory, synchronize
 from benchmarks.gpu.exchange import TRAINER, Broadcasts, Exchange, SharedBuffer, share
 from benchmarks.gpu.geometry import GEOMETRIES
 from benchmarks.gpu.links import listen
-from benchmarks.gpu.recording import Span
 from benchmarks.gpu.serving import served_module, served_source
 from benchmarks.gpu.setup import Setup
 from benchmarks.workload import bits_of
@@ -185,16 +184,6 @@ class Pair:
         self._give("differing", self._give_dense, baseline=baseline)
         if wrong := self._engine.answer():
             raise RuntimeError(f"{wrong} parameters of the engine are not the trainer's")
-
-    def record(self) -> None:
-        """From now on the engine notes what it does when, until `recorded`."""
-        self._engine.say("record")
-        self._engine.answer()
-
-    def recorded(self) -> list[Span]:
-        """What it has noted."""
-        self._engine.say("recorded")
-        return [Span(*one) for one in self._engine.answer()]
 
     def watch(self) -> None:
         """From now on the memory taken at both ends is measured."""

@@ -60,9 +60,6 @@ ENGINE_TITLES = {
     "engine_pause_over_sparse": "the engine's pause vs. vLLM's sparse patches",
     "engine_pause_over_dense": "the engine's pause vs. loading everything",
     "engine_recording": "recording the loader, once",
-    "engine_proof": "proving what updates reach, once, vs. copying the weights",
-    "engine_proof_memory": "memory of that proof beyond the model vs. eight layers",
-    "engine_upkeep": "commit with derived tensors in all layers vs. without",
 }
 SHARDED_TITLES = {
     "sharded_over_dense": "whole sync vs. gather and dense broadcast",
@@ -192,7 +189,6 @@ def _alt(image: str) -> str:
         "bytes": "Bytes per changed element by share of changed elements, with their bounds",
         "codec": "Times with payloads in blocks and without, by share of changed elements",
         "commit": "Receiver commit time by model size",
-        "lanes": "What the trainer, the engine and their GPUs do in one sync, and when",
         "kernels": "Kernel times by share of changed elements",
         "requests": "Gaps between tokens, and tokens per second, with syncs and without",
         "sync": "Whole-sync time by share of changed elements",

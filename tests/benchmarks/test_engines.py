@@ -11,7 +11,6 @@ import torch
 from benchmarks.engines import EnginesPlan, run
 from benchmarks.fused import Fused
 from benchmarks.gpu.geometry import GEOMETRIES
-from benchmarks.proofs import run as run_proofs
 
 PATCHES = """
 from typing import NamedTuple
@@ -46,13 +45,6 @@ def test_every_way_is_measured_and_the_engine_is_right_at_the_end(plan: EnginesP
     for result in results:
         assert result.seconds > 0
         assert result.ratio > 0
-
-
-def test_proofs_are_measured(plan: EnginesPlan) -> None:
-    results = {result.case: result for result in run_proofs(plan)}
-    assert results.keys() == {"engine_proof", "engine_proof_memory", "engine_upkeep"}
-    assert all(result.seconds > 0 for result in results.values())
-    assert results["engine_proof_memory"].bound_bytes > 0
 
 
 @pytest.mark.parametrize("key", ["tiny", "tiny-moe"])
