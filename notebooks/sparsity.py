@@ -38,7 +38,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 from safetensors.torch import save_file
 
-from deltasync import Sparsity, sparsity
+from deltasync import sparsity
+from deltasync.delta.sparsity import Sparsity
 from deltasync.demo.grpo import group_advantages, grpo_loss
 from deltasync.demo.policy import Policy, PolicySize
 from deltasync.files.checkpoint import Checkpoint

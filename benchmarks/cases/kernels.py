@@ -102,7 +102,7 @@ def _time_applies(
 ) -> dict[str, list[float]]:
     """`target` becomes equal to `module`."""
     patches = [
-        deltasync.diff(new.detach(), old, policy=ALWAYS_SPARSE)
+        deltasync.diff(old, new.detach(), policy=ALWAYS_SPARSE)
         for new, old in zip(module.parameters(), target, strict=True)
     ]
     values = values_at(bits_of(module), flip.positions)

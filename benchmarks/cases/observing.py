@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.record import PER_SYNC, Result
 from benchmarks.workload import Scale
-from deltasync import ReceiveStats, SyncEvent, SyncStats
+from deltasync import SyncStats
 from deltasync.observe.metrics import Metrics
 from deltasync.observe.run_log import RunLog
+from deltasync.sync.events import ReceiveStats, SyncEvent
 
 _CALLS = 500  # a sample
 _NUMEL, _NNZ, _PARAMETERS = 1 << 30, 1 << 20, 300

@@ -13,15 +13,13 @@ from deltasync.delta.policy import Policy
 from deltasync.errors import LayoutMismatch
 
 
-def diff(
-    new: Tensor, base: Tensor, *, name: str = "", policy: Policy | None = None
-) -> Patch | None:
-    """The patch that makes `base` bit-identical to `new`, or None if it is already.
+def diff(old: Tensor, new: Tensor, *, name: str = "", policy: Policy | None = None) -> Patch | None:
+    """The patch that makes `old` bit-identical to `new`, or None if it is already.
 
     Args:
-        new: The parameter; of `base`'s dtype or of another floating dtype, which is then
-            rounded to `base`'s. Any strides.
-        base: What the receiver holds. Same shape and device.
+        old: What the receiver holds.
+        new: The parameter, of the same shape and device; of `old`'s dtype or of another floating
+            dtype, which is then rounded to `old`'s. Any strides.
         name: Checkpoint name to put into the patch.
         policy: When to go dense.
 
@@ -29,17 +27,17 @@ def diff(
         LayoutMismatch: The shapes differ.
         ConfigError: The dtypes cannot be compared, or a tensor has no plain storage.
     """
-    if new.shape != base.shape:
-        raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(base.shape)}")
-    reader = WireReader.of(new, dtype_of(base), name=name)
-    runs, _ = find_runs(reader, Flat.of(base, name=name), policy or Policy())
+    if new.shape != old.shape:
+        raise LayoutMismatch(f"{name}: shape {tuple(new.shape)} against {tuple(old.shape)}")
+    reader = WireReader.of(new, dtype_of(old), name=name)
+    runs, _ = find_runs(reader, Flat.of(old, name=name), policy or Policy())
     if not runs:
         return None
     filled = [
         replace(run, bits=reader.read(run.start, run.stop).clone()) if run.bits is None else run
         for run in runs
     ]
-    return patch_from_runs(name, tuple(base.shape), filled, base.dtype)
+    return patch_from_runs(name, tuple(old.shape), filled, old.dtype)
 
 
 def find_runs(reader: WireReader, old: Flat, policy: Policy) -> tuple[list[Run], int]:

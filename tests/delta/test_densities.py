@@ -86,7 +86,7 @@ def tensor_of(bits: Bits, dtype: Dtype) -> Tensor:
 def runs_between(new: Model, old: Model, policy: Policy) -> Runs:
     found: Runs = []
     for number, name in enumerate(new):
-        patch = diff(new[name], old[name], name=name, policy=policy)
+        patch = diff(old[name], new[name], name=name, policy=policy)
         found += [(number, run) for run in runs_of(patch)] if patch is not None else []
     return found
 

@@ -34,7 +34,7 @@ def histories(draw: DrawFn) -> list[Tensor]:
 
 def deltas_of(versions: list[Tensor], chosen: list[Policy]) -> list[Patch | None]:
     pairs = zip(versions[1:], versions, chosen, strict=False)
-    return [diff(new, old, name="w", policy=policy) for new, old, policy in pairs]
+    return [diff(old, new, name="w", policy=policy) for new, old, policy in pairs]
 
 
 def applied(base: Tensor, patch: Patch | None) -> Tensor:
@@ -70,7 +70,7 @@ def test_with_the_base_a_fold_of_sparse_patches_is_the_diff_of_the_ends(
     versions: list[Tensor],
 ) -> None:
     patches = deltas_of(versions, [SPARSE] * 5)
-    direct = diff(versions[-1], versions[0], name="w", policy=SPARSE)
+    direct = diff(versions[0], versions[-1], name="w", policy=SPARSE)
     folded = fold(patches, base=versions[0])
     numel = versions[0].numel()
     assert changes(folded, numel) == changes(direct, numel)
@@ -107,7 +107,7 @@ def test_nothing_folds_to_nothing() -> None:
 
 def test_without_the_base_what_ends_where_it_began_stays() -> None:
     base, other = torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 0.0])
-    there, back = diff(other, base, policy=SPARSE), diff(base, other, policy=SPARSE)
+    there, back = diff(base, other, policy=SPARSE), diff(other, base, policy=SPARSE)
     folded = fold([there, back])
     assert isinstance(folded, SparsePatch)
     assert folded.indices.tolist() == [1]
@@ -118,7 +118,7 @@ def test_signs_of_zero_and_payloads_of_nan_are_kept() -> None:
     bits = torch.tensor([0x7FC1, -0x8000, 0x7F81, 0], dtype=torch.int16)
     end = bits.view(torch.bfloat16)
     base, middle = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
-    patches = [diff(middle, base, policy=SPARSE), diff(end, middle, policy=SPARSE)]
+    patches = [diff(base, middle, policy=SPARSE), diff(middle, end, policy=SPARSE)]
     assert torch.equal(as_bits(applied(base, fold(patches, base=base))), bits)
 
 
@@ -135,10 +135,10 @@ def test_no_sparse_run_spans_more_than_an_index_counts(monkeypatch: pytest.Monke
 
 def test_patches_that_do_not_belong_together_are_refused() -> None:
     base = torch.zeros(4)
-    patch = diff(torch.ones(4), base, name="a")
-    other = diff(torch.ones(4), base, name="b")
-    longer = diff(torch.ones(5), torch.zeros(5), name="a")
-    wider = diff(torch.ones(4).double(), base.double(), name="a")
+    patch = diff(base, torch.ones(4), name="a")
+    other = diff(base, torch.ones(4), name="b")
+    longer = diff(torch.zeros(5), torch.ones(5), name="a")
+    wider = diff(base.double(), torch.ones(4).double(), name="a")
     for wrong in (other, longer, wider):
         with pytest.raises(LayoutMismatch, match="cannot be folded"):
             fold([patch, wrong])

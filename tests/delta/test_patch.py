@@ -45,7 +45,7 @@ def test_applying_the_diff_gives_the_new_bits(
     pair: tuple[Tensor, Tensor], policy: Policy, layout: own.Layout
 ) -> None:
     new, base = pair
-    patch = diff(new, base, name="w", policy=policy)
+    patch = diff(base, new, name="w", policy=policy)
     assert (patch is None) == same_bits(new, base)
     live = relaid(base, layout)
     for _ in range(2):  # values are absolute: twice equals once
@@ -59,7 +59,7 @@ def test_every_form_of_a_change_does_the_same(pair: tuple[Tensor, Tensor]) -> No
     new, base = pair
     for form, policy in FORMS.items():
         live = relaid(base, "contiguous")
-        patch = diff(new, base, policy=policy)
+        patch = diff(base, new, policy=policy)
         if patch is not None:
             apply_patch(live, patch)
         assert same_bits(live, new), form
@@ -68,7 +68,7 @@ def test_every_form_of_a_change_does_the_same(pair: tuple[Tensor, Tensor]) -> No
 @given(pair=own.pairs(shapes=st.just((4, 5))))
 def test_sparse_patch_names_exactly_the_changed_elements(pair: tuple[Tensor, Tensor]) -> None:
     new, base = pair
-    patch = diff(new, base, policy=FORMS["sparse, small chunks"])
+    patch = diff(base, new, policy=FORMS["sparse, small chunks"])
     different = (as_bits(new) != as_bits(base)).flatten().nonzero().flatten()
     if patch is None:
         assert not len(different)
@@ -83,13 +83,13 @@ def test_policy_decides_the_form() -> None:
     base = torch.zeros(12)
     new = base.clone()
     new[0] = 1
-    kinds = {form: type(diff(new, base, policy=policy)) for form, policy in FORMS.items()}
+    kinds = {form: type(diff(base, new, policy=policy)) for form, policy in FORMS.items()}
     assert kinds["sparse"] is kinds["sparse, small chunks"] is SparsePatch
     assert kinds["dense chunks"] is ChunkedPatch
     assert kinds["dense"] is DensePatch
-    assert type(diff(base + 1, base, policy=FORMS["dense chunks"])) is DensePatch
+    assert type(diff(base, base + 1, policy=FORMS["dense chunks"])) is DensePatch
     new[3:6] = 1
-    mixed = diff(new, base, policy=FORMS["mixed"])
+    mixed = diff(base, new, policy=FORMS["mixed"])
     assert isinstance(mixed, ChunkedPatch)
     assert [(c.start, c.numel, c.indices is None) for c in mixed.chunks] == [
         (0, 3, False),
@@ -100,7 +100,7 @@ def test_policy_decides_the_form() -> None:
 
 def test_patch_does_not_alias_the_source() -> None:
     new, base = torch.ones(8), torch.zeros(8)
-    patch = diff(new, base, policy=FORMS["dense"])
+    patch = diff(base, new, policy=FORMS["dense"])
     new.fill_(7)
     assert isinstance(patch, DensePatch)
     assert patch.values.tolist() == [1] * 8
@@ -109,8 +109,8 @@ def test_patch_does_not_alias_the_source() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_negative_zero_is_a_change_and_nan_is_none(dtype: torch.dtype) -> None:
     base = torch.tensor([0.0, torch.nan, 1.0], dtype=dtype)
-    assert diff(base.clone(), base) is None
-    patch = diff(torch.tensor([-0.0, torch.nan, 1.0], dtype=dtype), base, policy=FORMS["sparse"])
+    assert diff(base, base.clone()) is None
+    patch = diff(base, torch.tensor([-0.0, torch.nan, 1.0], dtype=dtype), policy=FORMS["sparse"])
     assert isinstance(patch, SparsePatch)
     assert patch.indices.tolist() == [0]
     live = base.clone()
@@ -127,11 +127,11 @@ def test_masters_are_compared_as_torch_casts_them(
     nan = as_bits(torch.full((), torch.nan, dtype=wire))
     expected = torch.where(new.isnan(), nan, as_bits(new.contiguous().to(wire))).view(wire)
     base = torch.zeros(new.shape, dtype=wire)
-    patch = diff(new, base, policy=policy)
+    patch = diff(base, new, policy=policy)
     if patch is not None:
         apply_patch(base, patch)
     assert same_bits(base, expected)
-    assert diff(new, base) is None
+    assert diff(base, new) is None
 
 
 def test_how_weights_are_sliced_does_not_change_how_nan_is_cast() -> None:
@@ -139,11 +139,11 @@ def test_how_weights_are_sliced_does_not_change_how_nan_is_cast() -> None:
     bits = generator.integers(0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF, 101, np.int64)
     new = torch.from_numpy(bits).view(torch.float64)
     base = torch.zeros(101, dtype=torch.bfloat16)
-    patch = diff(new, base)
+    patch = diff(base, new)
     assert patch is not None
     apply_patch(base, patch)
     for chunk_numel in (1, 7, 64):
-        assert diff(new, base, policy=Policy(chunk_numel=chunk_numel)) is None
+        assert diff(base, new, policy=Policy(chunk_numel=chunk_numel)) is None
 
 
 @given(base=own.tensors(shapes=st.tuples(st.integers(2, 6), st.integers(2, 6))))
@@ -153,7 +153,7 @@ def test_live_parameter_of_any_strides_leaves_the_rest_of_its_storage_alone(base
     live = storage[1::2, 1::2]
     before = as_bits(storage).clone()
     before[1::2, 1::2] = as_bits(base)
-    patch = diff(base, live)
+    patch = diff(live, base)
     if patch is not None:
         apply_patch(live, patch)
     assert torch.equal(as_bits(storage), before)
@@ -163,7 +163,7 @@ def test_the_same_storage_in_another_order_is_a_change() -> None:
     new = torch.arange(9.0).view(3, 3)
     for left, right in ((new, new.T), (new.T, new)):
         live = relaid(right, "contiguous") if right.is_contiguous() else right.T.clone().T
-        patch = diff(left, live)
+        patch = diff(live, left)
         assert patch is not None
         assert patch.nnz == 6 or isinstance(patch, DensePatch)
         apply_patch(live, patch)
@@ -183,7 +183,7 @@ def test_autograd_learns_that_a_parameter_was_written(step: int) -> None:
 
 def test_parameter_that_needs_a_gradient_is_written() -> None:
     live = torch.nn.Parameter(torch.zeros(4))
-    patch = diff(torch.ones(4), live)
+    patch = diff(live, torch.ones(4))
     assert patch is not None
     apply_patch(live, patch)
     assert live.tolist() == [1] * 4
@@ -279,7 +279,7 @@ def test_values_of_an_unknown_dtype_are_refused() -> None:
 @given(pair=own.pairs(shapes=st.just((6, 7))), seed=own.SEEDS)
 def test_damaged_patch_writes_nothing(pair: tuple[Tensor, Tensor], seed: int) -> None:
     new, base = pair
-    patch = diff(new, base, policy=FORMS["sparse"])
+    patch = diff(base, new, policy=FORMS["sparse"])
     if patch is None:
         return
     assert isinstance(patch, SparsePatch)
@@ -334,14 +334,14 @@ def test_tensor_without_plain_storage_of_its_own_is_refused(
     with pytest.raises(ConfigError):
         apply_patch(strange, patch)
     with pytest.raises(ConfigError):
-        diff(strange, torch.zeros(4, 3))
+        diff(torch.zeros(4, 3), strange)
 
 
 def test_diff_names_what_cannot_be_compared() -> None:
     with pytest.raises(LayoutMismatch, match=r"w: shape \(2,\) against \(3,\)"):
-        diff(torch.zeros(2), torch.zeros(3), name="w")
+        diff(torch.zeros(3), torch.zeros(2), name="w")
     with pytest.raises(ConfigError, match="w: int32 cannot be sent as float32"):
-        diff(torch.zeros(2, dtype=torch.int32), torch.zeros(2), name="w")
+        diff(torch.zeros(2), torch.zeros(2, dtype=torch.int32), name="w")
 
 
 @pytest.mark.parametrize("policy", FORMS.values(), ids=FORMS.keys())

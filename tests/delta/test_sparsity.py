@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltasync import Sparsity, sparsity
+from deltasync import sparsity
 from deltasync.delta.bits import as_bits, dtype_of
 from deltasync.delta.patch import CHUNK_NUMEL
-from deltasync.delta.sparsity import MAX_STEP, _gap_bytes
+from deltasync.delta.sparsity import MAX_STEP, Sparsity, _gap_bytes
 from deltasync.errors import LayoutMismatch
 from tests import strategies as own
 

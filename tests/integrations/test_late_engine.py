@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from deltasync import ModuleSource, ModuleTarget, ReceiverState
+from deltasync import ModuleSource, ModuleTarget
 from deltasync.delta.host.staging import Staging
 from deltasync.errors import (
     ConfigError,
@@ -26,6 +26,7 @@ from deltasync.errors import (
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
+from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, bits_equal, random_model, until

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import ModuleSource, SyncFailed, SyncStats, subscribe
+from deltasync import ModuleSource, SyncStats, subscribe
 from deltasync.errors import DeltaSyncError, TransportTimeout
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.verl_ends import Options, Trainer
-from deltasync.sync.events import SyncEvent
+from deltasync.sync.events import SyncEvent, SyncFailed
 from deltasync.sync.options import SenderOptions
 from deltasync.transports import shared_memory
 from tests.integrations.fleets import OneCall, Server, fleet_of, model, outcome

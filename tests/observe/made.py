@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from deltasync import PublishStats, ReceiveStats, SyncFailed, SyncStats
+from deltasync import SyncStats
 from deltasync.errors import SyncAborted
+from deltasync.store.sender import PublishStats
+from deltasync.sync.events import ReceiveStats, SyncFailed
 
 _SYNC = SyncStats(
     version=2,

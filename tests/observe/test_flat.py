@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from deltasync import SyncEvent
 from deltasync.errors import SyncAborted
 from deltasync.observe.flat import flat
+from deltasync.sync.events import SyncEvent
 from tests.observe.made import failed, published, received, sync
 
 SYNC_NAMES = [

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import SyncFailed, subscribe
+from deltasync import subscribe
 from deltasync.errors import ConfigError, DirtyReceiver, PeerLost
 from deltasync.integrations.engine import new_name as engine_name
 from deltasync.integrations.verl_ends import _new_name as rollout_name
+from deltasync.sync.events import SyncFailed
 from tests.observe.made import failed, published, received, sync
 from tests.sync.harness import fleet, random_model, step, until
 

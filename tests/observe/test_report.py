@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync import SyncEvent
 from deltasync.observe.report.page import make_page
 from deltasync.observe.report.scales import Bins, LogScale, round_rows
 from deltasync.observe.report.series import series_of
 from deltasync.observe.report.texts import escaped, seconds, shortened, size
 from deltasync.observe.run_lines import read_run
 from deltasync.observe.run_log import RunLog
+from deltasync.sync.events import SyncEvent
 from tests.observe.made import failed, published, received, sync
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -42,7 +42,7 @@ def main() -> None:
     stats: SyncStats = synced(trainer, engine)
     density: float = stats.density
     assert torch.equal(trainer.weight, engine.weight), density
-    patch = diff(torch.ones(4), torch.zeros(4), name="weight")
+    patch = diff(torch.zeros(4), torch.ones(4), name="weight")
     assert patch is not None
     target = torch.zeros(4)
     apply_patch(target, patch)

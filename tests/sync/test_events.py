@@ -16,14 +16,9 @@ import torch
 from deltasync import (
     ModuleSource,
     ModuleTarget,
-    PublishStats,
     ReceiverOptions,
-    ReceiveStats,
     StoreReceiver,
     StoreSender,
-    Subscription,
-    SyncEvent,
-    SyncFailed,
     SyncStats,
     WeightSender,
     subscribe,
@@ -39,7 +34,8 @@ from deltasync.errors import (
     TransportTimeout,
 )
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.sync.events import reporting
+from deltasync.store.sender import PublishStats
+from deltasync.sync.events import ReceiveStats, Subscription, SyncEvent, SyncFailed, reporting
 from deltasync.transports import collective, inprocess
 from tests.programs import run
 from tests.sync.harness import Fleet, Stubborn, fleet, random_model, step, until

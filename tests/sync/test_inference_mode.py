@@ -325,7 +325,7 @@ def test_patches_are_made_and_applied_in_any_mode(schedule: Sequence[bool], made
     patches = []
     for is_inside, new, old in zip(schedule, steps, [weights, *steps], strict=False):
         with mode(is_inside):
-            patches.append(diff(new, old))
+            patches.append(diff(old, new))
     with mode(schedule[1]):
         merged = fold(patches)
     assert merged is not None

@@ -9,22 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltasync import (
-    Flat,
-    Live,
-    Loader,
-    NamedTensor,
-    ParameterSpec,
-    WeightReceiver,
-    WeightSender,
-    WeightSource,
-    WeightTarget,
-    match_parameters,
-    refuse_overlap,
-)
+from deltasync import NamedTensor, WeightReceiver, WeightSender, WeightSource, WeightTarget
+from deltasync.delta.bits import Flat, Live
+from deltasync.delta.routes.loading import Loader
 from deltasync.errors import LayoutMismatch, TargetMoved
+from deltasync.sync.target.base import match_parameters, refuse_overlap
 from deltasync.testing.target import TargetContract
 from deltasync.transports import inprocess
+from deltasync.wire.messages import ParameterSpec
 
 
 class DictSource(WeightSource):
