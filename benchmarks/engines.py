@@ -38,8 +38,8 @@ from deltasync import (
     WeightSender,
     WeightSource,
 )
+from deltasync.engines.proof.proving import Upkeep
 from deltasync.errors import TransportClosed
-from deltasync.sync.proof.proving import Upkeep
 from deltasync.transports import inprocess
 from deltasync.transports.base import Frame
 

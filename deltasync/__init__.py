@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.delta.fold import fold as fold
     from deltasync.delta.patch import Patch as Patch
     from deltasync.delta.policy import Policy as Policy
-    from deltasync.delta.routes.recorder import CheckpointTensor as CheckpointTensor
     from deltasync.delta.shard import ShardSpec as ShardSpec
     from deltasync.delta.sparsity import sparsity as sparsity
+    from deltasync.engines.reloaded import ReloadedTarget as ReloadedTarget
+    from deltasync.engines.routed import RoutedTarget as RoutedTarget
+    from deltasync.engines.routes.recorder import CheckpointTensor as CheckpointTensor
     from deltasync.errors import DeltaSyncError as DeltaSyncError
     from deltasync.files.export import export_weights as export_weights
     from deltasync.store.anchors import PublishOptions as PublishOptions
@@ -38,8 +40,6 @@ if TYPE_CHECKING:  # each public name, written once: what follows reads this blo
     from deltasync.sync.staging_thread import StagingThread as StagingThread
     from deltasync.sync.stats import SyncStats as SyncStats
     from deltasync.sync.target.base import WeightTarget as WeightTarget
-    from deltasync.sync.target.reloaded import ReloadedTarget as ReloadedTarget
-    from deltasync.sync.target.routed import RoutedTarget as RoutedTarget
 
 __version__ = "0.2.0"
 

@@ -22,11 +22,11 @@ from deltasync.delta.bucket import ReadBucket
 from deltasync.delta.codecs.coding import Coded
 from deltasync.delta.codecs.decoding import Decoder
 from deltasync.delta.codecs.old import OldRows
+from deltasync.delta.codes import Codes
 from deltasync.delta.computation import kept_dtype
 from deltasync.delta.digests import DigestLedger, Ints
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.policy import Policy
-from deltasync.delta.routes.codes import Codes
 from deltasync.delta.shard import Share
 from deltasync.errors import ConfigError
 from deltasync.wire.codecs import IndexCodec

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import check_plain
 from deltasync.delta.modes import in_plain_mode
-from deltasync.delta.routes.naming import unwrapped
+from deltasync.delta.naming import unwrapped
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError
 from deltasync.sync.module import (

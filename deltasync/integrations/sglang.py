@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from deltasync.engines.proof.cold import Startup, default_dtype
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.http import Http
 from deltasync.integrations.trainer_info import TrainerInfo, WorkerRequest
 from deltasync.integrations.worker import Worker
-from deltasync.sync.proof.cold import Startup, default_dtype
-from deltasync.sync.proof.proving import Proof
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

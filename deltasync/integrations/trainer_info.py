@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from deltasync import dtypes
 from deltasync.delta.bits import torch_dtype
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import UnknownDtype
 from deltasync.transports.address import Address
 from deltasync.transports.control.connection import LONGEST_S

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.modes import in_plain_mode, writable
+from deltasync.delta.naming import unwrapped
 from deltasync.delta.region import Region, ordered
-from deltasync.delta.routes.naming import unwrapped
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
 from deltasync.delta.shard import is_sharded
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError
 from deltasync.sync.module import (
     ModuleSource,
@@ -27,7 +28,6 @@ from deltasync.sync.module import (
     unwrapped_module,
 )
 from deltasync.sync.source.tensors import NamedTensor
-from deltasync.sync.target.routed import RoutedTarget
 
 
 class TransformersSource(ModuleSource):

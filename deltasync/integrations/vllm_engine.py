@@ -34,16 +34,16 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+from deltasync.engines.proof.cold import FAILURES, Startup, WithoutMemory, default_dtype
+from deltasync.engines.proof.proving import Proof, reached
+from deltasync.engines.proof.unwritten import storages
+from deltasync.engines.reloaded import ReloadedTarget
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.integrations.vllm_core import TRY, WRITE, attempt, write
 from deltasync.integrations.worker import Worker
 from deltasync.sync.module import Registered
-from deltasync.sync.proof.cold import FAILURES, Startup, WithoutMemory, default_dtype
-from deltasync.sync.proof.proving import Proof, reached
-from deltasync.sync.proof.unwritten import storages
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.reloaded import ReloadedTarget
 
 logger = init_logger(__name__)
 

@@ -14,8 +14,13 @@ from torch import Tensor, nn
 
 from deltasync.config import network_secret
 from deltasync.delta.modes import in_plain_mode
-from deltasync.delta.routes.loading import Loader
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.learnt import LearntTarget
+from deltasync.engines.proof.learnt import learn_routes
+from deltasync.engines.proof.proving import Proof, Upkeep
+from deltasync.engines.proof.recomputed import Learnt
+from deltasync.engines.proof.unwritten import Unwritten
+from deltasync.engines.routed import RoutedTarget, Routes, pieces_of, refuse_parts
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import (
     ConfigError,
     DirtyReceiver,
@@ -29,16 +34,11 @@ from deltasync.errors import (
 from deltasync.integrations.trainer_info import SentTensors, TrainerInfo
 from deltasync.observe.environment import subscribe_metrics
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.proof.learnt import learn_routes
-from deltasync.sync.proof.proving import Proof, Upkeep
-from deltasync.sync.proof.recomputed import Learnt
-from deltasync.sync.proof.unwritten import Unwritten
 from deltasync.sync.protocol.receiver_session import ReceiverState
 from deltasync.sync.receiver import WeightReceiver
 from deltasync.sync.staging_thread import StagingThread
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.learnt import LearntTarget
-from deltasync.sync.target.routed import RoutedTarget, Routes, pieces_of, refuse_parts
+from deltasync.sync.target.loading import Loader
 from deltasync.wire.frame import encode
 from deltasync.wire.messages import Failed
 

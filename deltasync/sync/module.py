@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, check_plain, has_storage, identity, refuse_part
-from deltasync.delta.routes.naming import is_wrapper
+from deltasync.delta.naming import is_wrapper
 from deltasync.delta.shard import is_sharded
 from deltasync.errors import ConfigError, TargetMoved
 from deltasync.sync.source.layout import source_specs

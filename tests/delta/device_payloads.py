@@ -18,10 +18,10 @@ from deltasync.delta.bits import Flat, Live, Run, torch_dtype
 from deltasync.delta.codecs.coding import Coded
 from deltasync.delta.codecs.decoding import decode_payload
 from deltasync.delta.codecs.old import LiveOld
+from deltasync.delta.codes import Codes
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.region import Region
-from deltasync.delta.routes.codes import Codes
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
 from deltasync.delta.shard import Share, whole
 from deltasync.dtypes import BY_NAME
 from deltasync.errors import SyncError, WireError

@@ -17,12 +17,12 @@ from deltasync.delta.batched.staging import BatchedStaging
 from deltasync.delta.batched.weights import BatchedWeights
 from deltasync.delta.bits import Flat, Live, Run, integer_dtype
 from deltasync.delta.bucket import BucketReader
+from deltasync.delta.codes import Codes
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import Region, unpaired
-from deltasync.delta.routes.codes import Codes
-from deltasync.delta.routes.route import Part, Piece
+from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import whole
 from deltasync.testing.payloads import payloads
 from deltasync.wire.messages import ParameterSpec

@@ -20,7 +20,7 @@ from deltasync.delta.digests import DigestLedger
 from deltasync.delta.host.packing import buckets
 from deltasync.delta.host.staging import Lines, Staging
 from deltasync.delta.region import unpaired
-from deltasync.delta.routes.route import Part, Piece
+from deltasync.delta.route import Part, Piece
 from deltasync.delta.shard import ShardSpec, Share, rows_of, whole
 from deltasync.wire.messages import ParameterSpec
 from tests.delta.shards import positions_of

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from deltasync.delta.bits import as_bits
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import CODE_BITS, Moves, pieces_of
+from deltasync.engines.routes.learning import CODE_BITS, Moves, pieces_of
 from tests.delta.lacks import LACKS
 
 DTYPES = [

@@ -12,9 +12,9 @@ from torch import Tensor
 from deltasync import dtypes
 from deltasync.delta.bits import Flat, Run
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.routes.loading import Loading
 from deltasync.delta.shard import whole
 from deltasync.errors import InvalidIndices, InvalidTable
+from deltasync.sync.target.loading import Loading
 from deltasync.testing.payloads import stage_runs
 from deltasync.wire.messages import ParameterSpec
 

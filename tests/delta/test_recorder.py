@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.region import Region
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
-from deltasync.delta.routes.route import Piece, covers, joined
+from deltasync.delta.route import Piece, covers, joined
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
 from deltasync.errors import ConfigError
 
 Weights = dict[str, Tensor]

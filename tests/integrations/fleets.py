@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from deltasync import ModuleSource, ModuleTarget, SyncStats
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import DeltaSyncError
 from deltasync.integrations.fleet import EngineFleet
 from deltasync.integrations.trainer_info import TrainerInfo, Work
 from deltasync.integrations.worker import Worker
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import shared_memory
 from deltasync.transports.base import SendTransport
 from tests.sync.harness import Model, bits_equal, random_model

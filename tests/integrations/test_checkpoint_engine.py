@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.checkpoint_engine import NOT_YET, SglangIpcServer
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model
 

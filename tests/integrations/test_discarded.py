@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import CheckpointTensor, ModuleSource, RoutedTarget
+from deltasync.engines.proof.unwritten import Unwritten
 from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.vllm import VllmServer
-from deltasync.sync.proof.unwritten import Unwritten
 from deltasync.transports import shared_memory
 from tests.integrations.test_vllm import Server
 from tests.sync.harness import Model

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from deltasync import NamedTensor, ShardSpec, SyncStats, TrainerGroup, TrainerRank
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, SyncAborted
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import collective, inprocess, shared_memory
 from deltasync.transports.base import SendTransport
 from tests.sync.groups import Boxes, Sharded, rows_of

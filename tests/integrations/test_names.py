@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource, NamedTensor, SenderOptions, WeightSource
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError, EngineFailed
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.sync.harness import Model, random_model
 

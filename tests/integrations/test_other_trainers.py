@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import ModuleSource
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError
 from deltasync.integrations.engine_sync import EngineSync
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from tests.integrations import test_checkpoint_engine as stand_ins
 from tests.integrations.test_checkpoint_engine import weights

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from deltasync import ModuleSource
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import DirtyReceiver
 from deltasync.integrations.engine_sync import EngineSync
 from deltasync.integrations.trainer_info import TrainerInfo
 from deltasync.integrations.worker import Worker
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
 from deltasync.transports import shared_memory
 from deltasync.transports.address import Address
 from tests.sync.test_proved import Engine, InSet, checkpoint, work_on

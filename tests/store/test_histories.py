@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from deltasync import ModuleSource, ModuleTarget, Policy, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.delta.codecs.coding import Coding
+from deltasync.engines.routed import RoutedTarget
 from deltasync.store.anchors import PublishOptions
 from deltasync.store.catalogue import Run
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.bits import flipped
 from tests.store.stores import Place, memory_place
 from tests.strategies import SEEDS, same_bits, tensors

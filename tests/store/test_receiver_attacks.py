@@ -19,6 +19,7 @@ from pydantic import SecretBytes
 from torch import Tensor
 
 from deltasync import ModuleSource, SenderOptions
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
@@ -41,7 +42,6 @@ from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
 from deltasync.sync.protocol.one_way import one_way_frames
-from deltasync.sync.target.routed import RoutedTarget
 from tests.store.published import RUN, Follower, Publisher
 from tests.store.stores import Place, local_place, s3_place, s3_server
 from tests.sync.harness import Model, bits_equal, random_model, step

@@ -23,8 +23,8 @@ from deltasync import (
     WeightTarget,
 )
 from deltasync.delta.bits import as_bits
+from deltasync.engines.learnt import LearntTarget
 from deltasync.errors import TargetMoved, TransportClosed, TransportError, TransportTimeout
-from deltasync.sync.target.learnt import LearntTarget
 from deltasync.transports import inprocess
 from deltasync.transports.base import Capabilities, Frame, ReceiveTransport, SendTransport
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.sync.target.routed import RoutedTarget
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor
 
 
 class Layer(nn.Module):

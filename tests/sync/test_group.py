@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from deltasync import CheckpointTensor, ModuleTarget, SenderOptions
 from deltasync.delta.policy import Policy
 from deltasync.delta.shard import ShardSpec, placed
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import PeerLost, SyncAborted, TransportTimeout
 from deltasync.sync.group import orders
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.links import PROMPT_S, within
 from deltasync.transports.base import Frame, ReceiveTransport, SendTransport
 from tests.delta.shards import placements

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.learnt import LearntTarget
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.learnt import learn_routes
+from deltasync.engines.proof.proving import Proof
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.learnt import learn_routes
-from deltasync.sync.proof.proving import Proof
-from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.sync.harness import fleet
 

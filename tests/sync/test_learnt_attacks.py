@@ -16,8 +16,8 @@ from torch import Tensor
 
 import deltasync
 from deltasync import ReceiverOptions, WeightReceiver
+from deltasync.engines.proof.reach import Reach
 from deltasync.errors import DeltaSyncError, SyncAborted
-from deltasync.sync.proof.reach import Reach
 from tests.engines.checkpoints import Weights
 from tests.sync.harness import Fleet, fleet
 from tests.sync.test_learnt import Engine, Matrix

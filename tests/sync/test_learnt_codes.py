@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from deltasync import ReceiverOptions
 from deltasync.delta.backend import Kernels, backend_for
 from deltasync.delta.bits import as_bits
+from deltasync.delta.codes import Codes
 from deltasync.delta.digests import DigestLedger
-from deltasync.delta.routes.codes import Codes
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.learnt import LearntTarget
+from deltasync.engines.proof.learnt import learn_routes
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, SyncAborted
-from deltasync.sync.proof.learnt import learn_routes
-from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import packed, tiles_like_machete, tiles_of_marlin, unpacked
 from tests.sync.harness import Fleet, StubbornLearnt, fleet, until

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltasync.engines.proof.cold import with_room
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.cold import with_room
 from tests.delta.lacks import LACKS
 from tests.sync.test_learnt import Engine, Matrix, checkpoint
 from tests.sync.test_learnt_attacks import reordered

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from deltasync import ModuleSource, ModuleTarget, WeightReceiver, WeightSender, WeightTarget
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import SyncAborted, TargetMoved
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import inprocess
 from tests.sync.layers import layers, routed
 

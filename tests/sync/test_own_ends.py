@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deltasync import NamedTensor, WeightReceiver, WeightSender, WeightSource, WeightTarget
 from deltasync.delta.bits import Flat, Live
-from deltasync.delta.routes.loading import Loader
 from deltasync.errors import LayoutMismatch, TargetMoved
 from deltasync.sync.target.base import match_parameters, refuse_overlap
+from deltasync.sync.target.loading import Loader
 from deltasync.testing.target import TargetContract
 from deltasync.transports import inprocess
 from deltasync.wire.messages import ParameterSpec

@@ -16,11 +16,11 @@ from deltasync import ReceiverOptions, SenderOptions
 from deltasync.delta.bits import as_bits
 from deltasync.delta.codecs.coding import Coding
 from deltasync.delta.region import Region
-from deltasync.delta.routes.recorder import CheckpointTensor, record
-from deltasync.delta.routes.route import Part, Piece
+from deltasync.delta.route import Part, Piece
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor, record
 from deltasync.errors import ConfigError, LayoutMismatch, SyncAborted
 from deltasync.sync.protocol.sender_session import copies
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.bits import specs_of
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from deltasync.delta.routes.recorder import CheckpointTensor
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
-from deltasync.sync.target.routed import RoutedTarget
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.testing.processes import Child
 
 LAYERS, ROWS, COLUMNS = 24, 2048, 2048

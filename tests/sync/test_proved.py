@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync.delta.bits import as_bits
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.other_weights import other_bits
+from deltasync.engines.proof.proving import Proof, reached, scope_of
+from deltasync.engines.proof.reach import Reach
+from deltasync.engines.reloaded import ReloadedTarget
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DirtyReceiver
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.other_weights import other_bits
-from deltasync.sync.proof.proving import Proof, reached, scope_of
-from deltasync.sync.proof.reach import Reach
-from deltasync.sync.target.reloaded import ReloadedTarget
-from deltasync.sync.target.routed import RoutedTarget
 from tests.ranks import free_port, run_ranks
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
+from deltasync.engines.proof.reach import Reach
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
-from deltasync.sync.proof.reach import Reach
-from deltasync.sync.target.routed import RoutedTarget
 from tests.sync.test_proved import (
     Engine,
     Layer,

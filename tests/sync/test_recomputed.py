@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, WeightReceiver
 from deltasync.delta.bits import as_bits
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.learnt import LearntTarget
+from deltasync.engines.proof.learnt import learn_routes
+from deltasync.engines.proof.reach import Reach
+from deltasync.engines.proof.recomputed import Learnt
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, EngineFailed, SyncAborted
-from deltasync.sync.proof.learnt import learn_routes
-from deltasync.sync.proof.reach import Reach
-from deltasync.sync.proof.recomputed import Learnt
 from deltasync.sync.protocol.receiver_session import ReceiverState
-from deltasync.sync.target.learnt import LearntTarget
 from tests.engines.checkpoints import Weights
 from tests.engines.repacked import tiles_of_marlin
 from tests.sync.harness import Fleet, Serving, StubbornLearnt, fleet, until

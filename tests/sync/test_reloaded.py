@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deltasync import CheckpointTensor, ReloadedTarget
+from deltasync.engines.proof.cold import Startup
+from deltasync.engines.proof.proving import Proof
 from deltasync.errors import ConfigError, EngineFailed, LayoutMismatch, SyncAborted
-from deltasync.sync.proof.cold import Startup
-from deltasync.sync.proof.proving import Proof
 from deltasync.sync.target.base import WeightTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, fleet, random_model, step

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions, WeightTarget
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DigestMismatch, SyncAborted
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.testing.target import TargetContract
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step, until
 

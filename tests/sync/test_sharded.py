@@ -22,12 +22,12 @@ from deltasync import (
     sync_after_step,
 )
 from deltasync.delta.policy import Policy
+from deltasync.engines.routed import RoutedTarget
 from deltasync.errors import SyncAborted
 from deltasync.sync.group.group import TrainerGroup
 from deltasync.sync.group.rank import TrainerRank
 from deltasync.sync.sender import WeightSender
 from deltasync.sync.source.tensors import Index
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.transports import shared_memory
 from tests.ranks import free_port, run_ranks
 from tests.sync.harness import Serving

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltasync import ReceiverOptions, SenderOptions
-from deltasync.delta.routes.recorder import CheckpointTensor, record
-from deltasync.sync.target.routed import RoutedTarget
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor, record
 from tests.sync.harness import Model, bits_equal, fleet, random_model, step
 
 COUNT = 90  # tensors beside those that are loaded in pairs

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from deltasync.delta.batched.packing import origins_of, scattered
 from deltasync.delta.bits import Live
+from deltasync.delta.codes import Codes, Spread
 from deltasync.delta.digests import DigestLedger, Ints, cut
 from deltasync.delta.kernels import triton_live as kernels
 from deltasync.delta.kernels.triton_base import SEGMENT, SPAN, TYPES
 from deltasync.delta.region import Pairs, Region, paired
-from deltasync.delta.routes.codes import Codes, Spread
 
 ALIGNMENT = 16
 """Bytes that kernels read at once, and elements; every array of an upload begins at a multiple."""

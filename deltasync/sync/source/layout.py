@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from deltasync import dtypes
-from deltasync.delta.routes.naming import suggested
+from deltasync.delta.naming import suggested
 from deltasync.dtypes import Dtype
 from deltasync.errors import ConfigError, LayoutMismatch
 from deltasync.sync.source.tensors import NamedTensor

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from deltasync.delta.bits import Live, overlapping
-from deltasync.delta.routes.loading import Loader
-from deltasync.delta.routes.naming import suggested
+from deltasync.delta.naming import suggested
 from deltasync.errors import ConfigError, LayoutMismatch
+from deltasync.sync.target.loading import Loader
 from deltasync.wire.messages import ParameterSpec
 
 

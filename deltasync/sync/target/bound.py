@@ -19,7 +19,6 @@ from deltasync.delta.bucket import BucketReader, ReadBucket
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.host.backend import HostBackend
 from deltasync.delta.patch import chunk_numel_on
-from deltasync.delta.routes.loading import Loading
 from deltasync.delta.shard import whole
 from deltasync.errors import (
     DeltaSyncError,
@@ -31,6 +30,7 @@ from deltasync.errors import (
 from deltasync.sync.options import ReceiverOptions
 from deltasync.sync.protocol.receiver_session import Event
 from deltasync.sync.target.base import WeightTarget
+from deltasync.sync.target.loading import Loading
 from deltasync.wire.codecs import INDEX_ITEM_BYTES
 from deltasync.wire.messages import Begin, Bucket, Held, ParameterSpec
 

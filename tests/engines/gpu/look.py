@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deltasync.delta.bits import storage_of
-from deltasync.sync.proof.reach import Reach, is_handle
+from deltasync.engines.proof.reach import Reach, is_handle
 from tests.engines.reached import seen
 
 # What requests and compilers left, in memory that nothing computes with before it is written: the

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, storage_of, torch_dtype
 from deltasync.delta.memory import raise_lack_of_memory
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording, record
-from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
-from deltasync.sync.proof.cold import FAILURES, Alone
-from deltasync.sync.proof.other_weights import other_bits
-from deltasync.sync.proof.proving import (
+from deltasync.engines.proof.cold import FAILURES, Alone
+from deltasync.engines.proof.other_weights import other_bits
+from deltasync.engines.proof.proving import (
     Bits,
     Fresh,
     Group,
@@ -28,8 +26,10 @@ from deltasync.sync.proof.proving import (
     groups_of,
     under,
 )
-from deltasync.sync.proof.reach import Reach, is_handle, named, settle
-from deltasync.sync.proof.recomputed import KeptBeside, Recomputed
+from deltasync.engines.proof.reach import Reach, is_handle, named, settle
+from deltasync.engines.proof.recomputed import KeptBeside, Recomputed
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording, record
+from deltasync.errors import ConfigError, DirtyReceiver, EngineFailed
 from deltasync.wire.messages import ParameterSpec
 
 _SHOWN = 3

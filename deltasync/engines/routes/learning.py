@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import as_bits, extent_of
+from deltasync.delta.codes import CODE_BITS
 from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import unpaired
-from deltasync.delta.routes.route import Piece, joined
+from deltasync.delta.route import Piece, joined
 
 PADDING, COMPUTED = -1, -2
 _CPU = torch.device("cpu")
 _ALIGNED = 32  # bytes or half bytes; at least the largest element
-_BYTE, CODE_BITS = 8, 4
+_BYTE = 8
 _GENTLE = 6  # bits
 _BLOCK = 1 << 24  # fields that are looked at together
 _MOST_PIECES = 1024  # of one tensor: beyond, writes would be slow

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from deltasync.delta.bits import INTEGERS
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import CODE_BITS
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
 from deltasync.dtypes import Dtype
 
+CODE_BITS = 4
 _BLOCK = 1 << 18  # elements at once: some 400 bytes for each that has 8 codes
 _MASK = (1 << CODE_BITS) - 1
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from deltasync.delta.bits import as_bits, identity, storage_of
 from deltasync.delta.memory import raise_lack_of_memory
-from deltasync.delta.routes.learning import PROBES, probed
+from deltasync.engines.proof.again import Again
+from deltasync.engines.proof.cold import FAILURES, with_room
+from deltasync.engines.proof.proving import Bits, Proof, same_bits, scope_of
+from deltasync.engines.routes.learning import PROBES, probed
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.again import Again
-from deltasync.sync.proof.cold import FAILURES, with_room
-from deltasync.sync.proof.proving import Bits, Proof, same_bits, scope_of
 
 _SMALL = 4  # a tensor is small if it has one of so many bytes of its module, or less
 _FACTOR = 64  # by which values become larger and smaller; FP8 holds it

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import are_equal, as_bits, identity, storage_of
-from deltasync.delta.routes.recorder import Recording
+from deltasync.engines.proof.cold import ColdModel, Startup, Weights
+from deltasync.engines.proof.reach import Found, Reach, is_handle, settle
+from deltasync.engines.routes.recorder import Recording
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.cold import ColdModel, Startup, Weights
-from deltasync.sync.proof.reach import Found, Reach, is_handle, settle
 
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)|\d+(?=\.|$)")
 Bits = Mapping[str, Tensor]

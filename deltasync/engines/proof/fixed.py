@@ -18,8 +18,8 @@ from torch import Tensor
 
 from deltasync.delta.bits import dtype_of
 from deltasync.delta.region import Region
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording
 
 Routes = TypeVar("Routes", bound=Recording)
 _MOST = 8  # elements of such a tensor

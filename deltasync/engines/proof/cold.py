@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import as_bits, storage_of
 from deltasync.delta.memory import is_lack_of_memory, raise_lack_of_memory
-from deltasync.delta.routes.operations import as_returned, refuse_waits, tensors_in, written_by
-from deltasync.delta.routes.recorder import CheckpointTensor
+from deltasync.engines.proof.reach import Reach, named
+from deltasync.engines.routes.operations import as_returned, refuse_waits, tensors_in, written_by
+from deltasync.engines.routes.recorder import CheckpointTensor
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.sync.proof.reach import Reach, named
 
 _UNFILLED: frozenset[Any] = frozenset(
     {torch.empty, torch.empty_strided, torch.empty_like, torch.rand, torch.randn}

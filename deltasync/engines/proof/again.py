@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
+from deltasync.engines.proof.proving import Bits, Proof
+from deltasync.engines.proof.reach import News, Reach, as_tensor, at
 from deltasync.errors import EngineFailed
-from deltasync.sync.proof.proving import Bits, Proof
-from deltasync.sync.proof.reach import News, Reach, as_tensor, at
 
 
 class Again:

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from deltasync.delta.bits import identity
+from deltasync.delta.codes import CODE_BITS
 from deltasync.delta.memory import raise_lack_of_memory
 from deltasync.delta.region import Region
-from deltasync.delta.routes.learning import CODE_BITS, Moves, Process, pieces_of
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
+from deltasync.engines.proof.cold import FAILURES, with_room
+from deltasync.engines.proof.fixed import fixed_in, with_fixed
+from deltasync.engines.proof.proved import recorded
+from deltasync.engines.proof.proving import Proof, scope_of
+from deltasync.engines.proof.reach import named
+from deltasync.engines.proof.recomputed import Learnt, with_recomputed
+from deltasync.engines.routes.learning import Moves, Process, pieces_of
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.cold import FAILURES, with_room
-from deltasync.sync.proof.fixed import fixed_in, with_fixed
-from deltasync.sync.proof.proved import recorded
-from deltasync.sync.proof.proving import Proof, scope_of
-from deltasync.sync.proof.reach import named
-from deltasync.sync.proof.recomputed import Learnt, with_recomputed
 
 Pieces = tuple[Piece, ...]
 _BYTE = 8  # bits

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.delta.bits import dtype_of, extent_of, identity, storage_of
+from deltasync.delta.naming import leaving_out, suggested
 from deltasync.delta.region import Region, ordered
-from deltasync.delta.routes.naming import leaving_out, suggested
-from deltasync.delta.routes.operations import (
+from deltasync.delta.route import Piece, covers, joined
+from deltasync.dtypes import Dtype
+from deltasync.engines.routes.operations import (
     Join,
     as_returned,
     is_view,
@@ -27,9 +29,7 @@ from deltasync.delta.routes.operations import (
     tensors_in,
     written_by,
 )
-from deltasync.delta.routes.route import Piece, covers, joined
-from deltasync.delta.routes.together import HeldBack, Names, Watch
-from deltasync.dtypes import Dtype
+from deltasync.engines.routes.together import HeldBack, Names, Watch
 from deltasync.errors import ConfigError
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]

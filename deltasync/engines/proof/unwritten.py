@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from deltasync.sync.proof.reach import Reach, named
+from deltasync.engines.proof.reach import Reach, named
 
 
 class Unwritten:

@@ -10,28 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Flat, Live, are_equal, as_bits, identity, torch_dtype
+from deltasync.delta.codes import CODE_BITS, Codes
 from deltasync.delta.modes import as_made, in_plain_mode
+from deltasync.delta.naming import suggested
 from deltasync.delta.region import Region
-from deltasync.delta.routes.codes import Codes
-from deltasync.delta.routes.learning import CODE_BITS
-from deltasync.delta.routes.loading import RELOAD, Loader
-from deltasync.delta.routes.naming import suggested
-from deltasync.delta.routes.recorder import CheckpointTensor, Load, Recording, record
-from deltasync.delta.routes.route import Part, Piece
-from deltasync.errors import ConfigError, TargetMoved
-from deltasync.sync.module import ModuleWatch, named_tensors
-from deltasync.sync.proof.cold import refusing_failures
-from deltasync.sync.proof.proved import (
+from deltasync.delta.route import Part, Piece
+from deltasync.engines.proof.cold import refusing_failures
+from deltasync.engines.proof.proved import (
     matches,
     prove_routes,
     read_whole,
     refuse_unfilled,
     refuse_unsent,
 )
-from deltasync.sync.proof.proving import Proof, Upkeep
-from deltasync.sync.proof.reach import Reach, named
-from deltasync.sync.proof.recomputed import Recomputed
+from deltasync.engines.proof.proving import Proof, Upkeep
+from deltasync.engines.proof.reach import Reach, named
+from deltasync.engines.proof.recomputed import Recomputed
+from deltasync.engines.routes.recorder import CheckpointTensor, Load, Recording, record
+from deltasync.errors import ConfigError, TargetMoved
+from deltasync.sync.module import ModuleWatch, named_tensors
 from deltasync.sync.target.base import match_parameters, refuse_missing, refuse_overlap, some_of
+from deltasync.sync.target.loading import RELOAD, Loader
 from deltasync.wire.messages import ParameterSpec
 
 Routes = tuple[Piece, ...]

@@ -20,15 +20,15 @@ from deltasync.delta.backend import backend_for
 from deltasync.delta.bits import Flat, as_bits
 from deltasync.delta.digests import DigestLedger
 from deltasync.delta.patch import chunk_numel_on
-from deltasync.delta.routes.recorder import Recording
-from deltasync.delta.routes.route import Piece
+from deltasync.delta.route import Piece
 from deltasync.delta.shard import whole
+from deltasync.engines.proof.again import Again
+from deltasync.engines.proof.cold import FAILURES
+from deltasync.engines.proof.proving import Proof, same_bits, scope_of
+from deltasync.engines.proof.reach import Found, named
+from deltasync.engines.proof.units import Unit, small_of, units_of
+from deltasync.engines.routes.recorder import Recording
 from deltasync.errors import ConfigError, DeltaSyncError, EngineFailed, TargetMoved
-from deltasync.sync.proof.again import Again
-from deltasync.sync.proof.cold import FAILURES
-from deltasync.sync.proof.proving import Proof, same_bits, scope_of
-from deltasync.sync.proof.reach import Found, named
-from deltasync.sync.proof.units import Unit, small_of, units_of
 from deltasync.wire.messages import ParameterSpec
 
 Read = Callable[[str], Tensor]

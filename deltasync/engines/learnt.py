@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from deltasync.delta.bits import Live, as_bits, torch_dtype
-from deltasync.delta.routes.recorder import CheckpointTensor, Recording
+from deltasync.engines.proof.fixed import beside, live_name
+from deltasync.engines.proof.recomputed import Learnt, Recomputed
+from deltasync.engines.routed import RoutedTarget
+from deltasync.engines.routes.recorder import CheckpointTensor, Recording
 from deltasync.errors import ConfigError
-from deltasync.sync.proof.fixed import beside, live_name
-from deltasync.sync.proof.recomputed import Learnt, Recomputed
-from deltasync.sync.target.routed import RoutedTarget
 from deltasync.wire.messages import ParameterSpec
 
 
