@@ -82,7 +82,7 @@ def follows(
         with mode(schedule[0]):
             transport, other_end = link()
             sender, receiver = WeightSender(source, transport), WeightReceiver(target, other_end())
-        with sender, receiver:
+        with receiver:
             for is_inside in schedule:
                 step(is_inside)
 
@@ -240,7 +240,7 @@ def test_stores_are_written_and_read_in_any_mode(
     with mode(schedule[0]):
         sender = StoreSender(ModuleSource(trainer), tmp_path)
         receiver = StoreReceiver(ModuleTarget(engine), tmp_path)
-    with sender, receiver:
+    with receiver:
         for is_inside, fetches in zip(schedule, cycle([True, False]), strict=False):
             change(trainer)
             with mode(is_inside):
