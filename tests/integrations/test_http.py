@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -129,11 +129,12 @@ def test_a_server_of_another_kind_is_refused(kind: str, url: str) -> None:
     client = HttpClient(f"{url}{kind}")
     with pytest.raises(ConfigError, match=r"no SGLang.*'dp_size'.*give the URL of"):
         SglangServer(f"{url}{kind}")
-    for call, said in {
-        client.workers: "world_size",
-        client.clear_cache: "success",
-        lambda: client.collective_rpc("reach"): "results",
-    }.items():
+    calls: list[tuple[Callable[[], object], str]] = [
+        (client.workers, "world_size"),
+        (client.clear_cache, "success"),
+        (lambda: client.collective_rpc("reach"), "results"),
+    ]
+    for call, said in calls:
         with pytest.raises(ConfigError, match=f"no vLLM.*'{said}'.*give the URL of"):
             call()
 
