@@ -268,7 +268,8 @@ class Noticed:
 class DeltaWatch:
     """Looks at each delta of one sender that was decided.
 
-    Costs a few numpy calls for each delta, whatever the number of parameters.
+    Costs a few numpy calls for each delta, whatever the number of parameters, and now and then a
+    look at those that have not changed.
     """
 
     def __init__(self) -> None:
@@ -277,6 +278,7 @@ class DeltaWatch:
         self._deltas = self._silent = 0  # in which something has changed; in which nothing has
         self._changed_in: Ints = np.zeros(0, np.int64)  # or frozen: the last of these, by parameter
         self._is_named = np.zeros(0, np.bool_)
+        self._masters: dict[int, int] = {}  # of those that were looked at, the sums of their bits
         self._densities: deque[float] = deque(maxlen=_REMEMBERED)
         self._warned_of = 0.0  # the density of the last warning, while it is high
 
@@ -325,6 +327,7 @@ class DeltaWatch:
         if [spec.names for spec in specs] != [spec.names for spec in self._specs]:
             self._deltas, self._changed_in = 0, np.zeros(len(specs), np.int64)
             self._is_named = np.zeros(len(specs), np.bool_)
+            self._masters.clear()
             self._densities.clear()
             self._warned_of = 0.0
         self._specs, self._groups = specs, None
@@ -356,7 +359,8 @@ class DeltaWatch:
         return text if names else ""
 
     def _stale(self, weights: Weights, delta: Delta, due: Ints) -> Iterator[int]:
-        """Those with elements so small that steps as large as those of others show in them.
+        """Those whose masters have not changed since they were looked at. Without masters, those
+        with elements so small that steps as large as those of others show in them.
 
         What changes is what is small: a step of 1e-6 shows in a bfloat16 of 1e-4, not in one of 1.
         """
@@ -365,8 +369,15 @@ class DeltaWatch:
             number = int(delta.changed[at])
             if len(sizes := weights.magnitudes(number)):
                 steps.append(float(sizes.quantile(counts[at] / self._specs[number].numel)))
-        for number in due.tolist() if steps else ():
-            if (weights.magnitudes(number) <= median(steps) / _MARGIN).any():
+        for number in due.tolist():
+            if (masters := weights.masters(number)) is not None:
+                is_rounded, now = masters
+                is_stale = not is_rounded or self._masters.get(number) == now
+                self._masters[number] = now
+            else:
+                most = median(steps) / _MARGIN if steps else -1.0
+                is_stale = bool((weights.magnitudes(number) <= most).any())
+            if is_stale:
                 self._is_named[number] = True
                 yield number
 

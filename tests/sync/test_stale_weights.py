@@ -140,6 +140,26 @@ def test_a_tensor_that_the_optimizer_lacks_is_named(stale: str) -> None:
     assert warning.startswith(f"'{stale}' require grad and have not changed in {LIMIT} deltas: ")
 
 
+@pytest.mark.parametrize("stale", ["norm.weight", "blocks.0.0.weight", "head.weight"])
+def test_a_float32_tensor_that_the_optimizer_lacks_is_named_whatever_its_size(stale: str) -> None:
+    torch.manual_seed(0)
+    policy = Policy()
+    others = [parameter for name, parameter in policy.named_parameters() if name != stale]
+    with fleet(policy, options=SenderOptions(warn_unchanged_syncs=LIMIT)) as here:
+        (warning,) = warnings_of(here, OPTIMIZERS["adamw"](others), policy)
+    assert warning.startswith(f"'{stale}' require grad and have not changed in {LIMIT} deltas: ")
+
+
+def test_small_gradients_under_sgd_are_not_warned_of_in_float32() -> None:
+    """As of query and key projections: their steps show in no bfloat16, and in their masters."""
+    torch.manual_seed(0)
+    policy = Policy()
+    weight: Any = policy.get_parameter("blocks.0.1.weight")
+    weight.register_hook(lambda gradient: gradient * 1e-5)
+    with fleet(policy, options=SenderOptions(warn_unchanged_syncs=LIMIT)) as here:
+        assert warnings_of(here, torch.optim.SGD(policy.parameters(), lr=0.01), policy) == []
+
+
 def test_a_tensor_that_is_replaced_during_training_is_named() -> None:
     torch.manual_seed(0)
     policy = Policy().bfloat16()

@@ -234,6 +234,9 @@ class GroupWeights:
     def magnitudes(self, number: int) -> Tensor:
         return self._own.magnitudes(number)
 
+    def masters(self, number: int) -> tuple[bool, int] | None:
+        return self._own.masters(number)
+
     def next_attempt(self) -> int:
         """See `round.PeerRanks`."""
         self._attempt += 1

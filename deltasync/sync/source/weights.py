@@ -115,6 +115,13 @@ class Weights(Protocol):
         """
         ...
 
+    def masters(self, number: int) -> tuple[bool, int] | None:
+        """Whether a parameter is rounded for members, and the sum of its bits here.
+
+        None if it has less than 32 bits here, in which not every step shows, or as `magnitudes`.
+        """
+        ...
+
 
 class LocalWeights(Weights):
     """Those that this process compares and sends: one layout, and one snapshot.
@@ -183,6 +190,9 @@ class LocalWeights(Weights):
 
     def magnitudes(self, number: int) -> Tensor:
         return torch.zeros(0, device="cpu")
+
+    def masters(self, number: int) -> tuple[bool, int] | None:
+        return None
 
     @property
     def _held(self) -> Backend:
@@ -312,6 +322,17 @@ class OwnWeights(LocalWeights):
                 bits = flat.read(0, min(flat.numel, _SAMPLED))
                 return bits.view(torch_dtype(flat.dtype)).float().abs()
         return super().magnitudes(number)
+
+    def masters(self, number: int) -> tuple[bool, int] | None:
+        layout, sums, is_rounded = self.layout, list[int](), False
+        assert layout is not None
+        for share in np.flatnonzero(self._held.ledger.numbers == number).tolist():
+            flat = layout.readers[share].flat
+            if flat is None or not flat.dtype.is_floating or flat.dtype.item_size < 4:
+                return None
+            is_rounded |= flat.dtype != layout.readers[share].dtype
+            sums.append(int(flat.line.sum(dtype=flat.line.dtype)))  # or torch would make a copy
+        return (is_rounded, sum(sums)) if sums else None
 
     def _new_snapshot(self, layout: SourceLayout) -> Backend:
         device = self.options.snapshot_device
