@@ -31,11 +31,6 @@ def joined(parts: list[np.ndarray[tuple[int], np.dtype[np.int32]]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(DEVICE)
 
 
-def old_of(row: SparseRow) -> Bits:
-    assert row.old is not None
-    return row.old
-
-
 def rows_of(rows: list[SparseRow]) -> DeviceRows:
     counts, spans = zip(*((len(row.indices), row.span) for row in rows), strict=True)
     return DeviceRows(np.array(counts), np.array(spans), rows[0].dtype)
@@ -46,7 +41,7 @@ def encoded(rows: list[SparseRow]) -> DeviceBlocks:
         rows_of(rows),
         joined([row.indices for row in rows]),
         placed(np.concatenate([row.new for row in rows])),
-        placed(np.concatenate([old_of(row) for row in rows])),
+        placed(np.concatenate([row.old for row in rows])),
     )
 
 
@@ -77,11 +72,11 @@ def check(rows: list[SparseRow]) -> None:
     """Blocks are those of numpy, and rows come back."""
     made, these = encoded(rows), rows_of(rows)
     assert bytes(made.index.tolist()) == b"".join(map(index_block, rows))
-    values = [blocks.encode_values(row.new, old_of(row), row.dtype) for row in rows]
+    values = [blocks.encode_values(row.new, row.old, row.dtype) for row in rows]
     assert bytes(made.value.tolist()) == b"".join(values)
     assert made.value_bytes.tolist() == list(map(len, values))
     found = decoded_indices(these, made.index, made.index_bytes)
     assert torch.equal(found, joined([row.indices for row in rows]))
-    old = placed(np.concatenate([old_of(row) for row in rows]))
+    old = placed(np.concatenate([row.old for row in rows]))
     new = decoded_values(these, made.value, made.value_bytes, old)
     assert torch.equal(new, placed(np.concatenate([row.new for row in rows])))

@@ -44,7 +44,7 @@ def row_of(new: Bits, old: Bits, dtype: Dtype, needs: Needs, extra: Indices | No
     found = np.flatnonzero(new != old)
     found = found if extra is None else np.union1d(found, extra)
     indices = found.astype(np.int32)
-    known = {Needs.NOTHING: None, Needs.CHANGED: old[indices], Needs.SPAN: old}
+    known = {Needs.CHANGED: old[indices], Needs.SPAN: old}
     return SparseRow(indices, new[indices], known[needs], len(old), dtype), old
 
 
@@ -85,12 +85,11 @@ def decoded(codec: RowCodec, pairs: list[Pair], rows: list[CodedRow]) -> list[Sp
         assert len(found) == row.count
         if (np.diff(found) < 1).any() or found[0] < 0 or found[-1] >= row.span:
             raise WireError("not increasing")
-    known = codec.needs is not Needs.NOTHING
-    old = [pair[1][found] if known else None for pair, found in zip(pairs, indices, strict=True)]
+    old = [pair[1][found] for pair, found in zip(pairs, indices, strict=True)]
     values = codec.values(rows, indices, old)
     return [
-        SparseRow(found, value, None, row.span, row.dtype)
-        for found, value, row in zip(indices, values, rows, strict=True)
+        SparseRow(found, value, before, row.span, row.dtype)
+        for found, value, before, row in zip(indices, values, old, rows, strict=True)
     ]
 
 

@@ -25,7 +25,6 @@ from tests.delta.device_rows import (
     decoded_indices,
     decoded_values,
     encoded,
-    old_of,
     placed,
     rows_of,
 )
@@ -107,8 +106,8 @@ def test_damaged_blocks_are_a_wire_error_or_rows(seed: int, cut: int, dtype: str
     if wanted is not None:  # the host refuses positions beyond the row, too
         assert found is not None
         assert np.array_equal(found, wanted)
-    host, before = np.array(value.tolist(), np.uint8), placed(old_of(row))
-    wanted = answer(lambda: blocks.decode_values(host, old_of(row), row.dtype))
+    host, before = np.array(value.tolist(), np.uint8), placed(row.old)
+    wanted = answer(lambda: blocks.decode_values(host, row.old, row.dtype))
     found = answer(
         lambda: (
             decoded_values(these, value, made.value_bytes, before)

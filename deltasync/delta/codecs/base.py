@@ -29,7 +29,6 @@ Block: TypeAlias = NDArray[np.uint8]
 class Needs(Enum):
     """Which old bits of a row its decoding needs."""
 
-    NOTHING = "nothing"
     CHANGED = "changed"  # those of the elements that the row changes
     SPAN = "span"  # those of all elements that the row covers
 
@@ -41,15 +40,14 @@ class SparseRow:
     Attributes:
         indices: int32[count], strictly increasing, at least 0 and less than `span`.
         new: unsigned[count], the new bits.
-        old: The bits before: unsigned[count] if the codec needs CHANGED, unsigned[span] if SPAN,
-            otherwise None.
+        old: The bits before: unsigned[count] if the codec needs CHANGED, unsigned[span] if SPAN.
         span: Elements that the row covers, 1 to 2^31 - 1.
         dtype: Of the parameter.
     """
 
     indices: Indices
     new: Bits
-    old: Bits | None
+    old: Bits
     span: int
     dtype: Dtype
 
@@ -115,14 +113,14 @@ class RowCodec(Protocol):
         ...
 
     def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits | None]
+        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
     ) -> list[Bits]:
         """unsigned[count] new bits for each row, absolute.
 
         Args:
             rows: The same as those of `indices`.
             indices: What that returned, checked.
-            old: unsigned[count] old bits at the indices; None if the codec needs NOTHING.
+            old: unsigned[count] old bits at the indices.
 
         Raises:
             WireError: A block is not what `encode` makes of any row. Never another error.

@@ -82,7 +82,10 @@ class BlockCodec:
     def encode(self, rows: Sequence[SparseRow]) -> list[tuple[bytes, bytes]]:
         """(index block, value block) of each row; `old` has the bits at the indices."""
         return [
-            (encode_indices(row.indices, Shape.of(row.indices, row.span), row.span), _values(row))
+            (
+                encode_indices(row.indices, Shape.of(row.indices, row.span), row.span),
+                encode_values(row.new, row.old, row.dtype),
+            )
             for row in rows
         ]
 
@@ -91,14 +94,13 @@ class BlockCodec:
         return [decode_indices(row.index, row.count, row.span) for row in rows]
 
     def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits | None]
+        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
     ) -> list[Bits]:
         """unsigned[count] for each row. Raises WireError."""
-        found = []
-        for row, before in zip(rows, old, strict=True):
-            assert before is not None
-            found.append(decode_values(row.value, before, row.dtype))
-        return found
+        return [
+            decode_values(row.value, before, row.dtype)
+            for row, before in zip(rows, old, strict=True)
+        ]
 
 
 def encode_indices(indices: Indices, shape: Shape, span: int) -> bytes:
@@ -180,11 +182,6 @@ def value_bytes(count: int, nibbles: int, wholes: int, dtype: Dtype) -> int:
     """What a value block takes."""
     fields = field_bytes(count, CODE_BITS) + field_bytes(nibbles, NIBBLE_BITS)
     return fields + field_bytes(wholes, 8 * dtype.item_size)
-
-
-def _values(row: SparseRow) -> bytes:
-    assert row.old is not None
-    return encode_values(row.new, row.old, row.dtype)
 
 
 def _fields(values: NDArray[Any], width: int) -> bytes:

@@ -30,19 +30,17 @@ class ClassCodec:
         return [class_positions.decode(row.index, row.count, _old(row), row.dtype) for row in rows]
 
     def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits | None]
+        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
     ) -> list[Bits]:
         """unsigned[count] for each row. Raises WireError."""
         found = []
         for row, before in zip(rows, old, strict=True):
-            assert before is not None
             zigzag = class_values.decode(row.value, before, row.dtype)
             found.append(steps.stepped(zigzag, before, row.dtype))
         return found
 
 
 def _encoded(row: SparseRow) -> tuple[bytes, bytes]:
-    assert row.old is not None
     before = row.old[row.indices]
     zigzag = steps.zigzag(row.new, before, row.dtype)
     positions = class_positions.encode(row.indices, row.old, row.dtype)

@@ -68,11 +68,11 @@ class Tiles:
 
 
 def add_up(rows: Tensor) -> None:
-    """Make int64[n] or int64[rows, n] what is summed up to each element of a row, in its memory.
+    """Make int64[rows, n] what is summed up to each element of a row, in its memory.
 
     A row at a time: of several at once, torch has each added up by a single block of threads.
     """
-    for row in rows if rows.dim() > 1 else [rows]:
+    for row in rows:
         row.cumsum_(0)
 
 

@@ -47,14 +47,10 @@ class GapUlp:
         return [decode_gaps(row.index, row.count, row.span) for row in rows]
 
     def values(
-        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits | None]
+        self, rows: Sequence[CodedRow], indices: Sequence[Indices], old: Sequence[Bits]
     ) -> list[Bits]:
         """unsigned[count] for each row; see `RowCodec`."""
-        found = []
-        for row, bits in zip(rows, old, strict=True):
-            assert bits is not None
-            found.append(decode_steps(row, bits))
-        return found
+        return [decode_steps(row, bits) for row, bits in zip(rows, old, strict=True)]
 
 
 def encode_gaps(indices: Indices) -> bytes:
@@ -138,7 +134,6 @@ def _ramp() -> Indices:
 
 def encode_steps(row: SparseRow) -> bytes:
     """The value block of a row, whose `old` bits are those of its elements."""
-    assert row.old is not None
     if row.dtype.item_size == 1:
         return zigzag(row.new, row.old, row.dtype).tobytes()
     codes, far = np.empty(len(row.new), np.uint8), list[bytes]()
