@@ -108,7 +108,6 @@ def resident_bytes() -> int:
 
 def test_losses_leave_frames_whole(link: Link) -> None:
     assert link.sender.capabilities.outlives_losses
-    assert not link.sender.capabilities.in_memory
 
 
 def test_a_shared_secret_is_wanted() -> None:
