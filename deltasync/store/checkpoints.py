@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,19 @@ from deltasync.files.comparing import Advance, measure_digests
 from deltasync.files.output import appearing, refuse_existing
 from deltasync.files.patch_file import copy_checkpoint
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.fetched import Fetched, FetchedRoute, Progress, flats_of, take_cheapest
-from deltasync.store.folding import FoldedDeltas, named_in
+from deltasync.store.fetched import (
+    Fetched,
+    FetchedRoute,
+    Progress,
+    checkpoint_of,
+    frames_of,
+    take_cheapest,
+)
+from deltasync.store.merged import MergedDeltas, flats_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.routes import Route, find_route
+from deltasync.transports.base import Frame
+from deltasync.wire.messages import ParameterSpec
 
 Phase = Callable[[str, int], Advance]
 """Called with the name of a phase and its bytes; returns what to call with its progress."""
@@ -124,13 +133,11 @@ class _Writer:
         try:
             if not take_cheapest(
                 self._route,
+                lambda route: FetchedRoute(route, objects, self._progress),
                 self._take,
-                fetched_of=lambda route: self._fetched(route, objects),
                 failed=self._undo,
             ):
-                assert self._base is not None
-                copy_checkpoint(self._base.path, self._made)
-                self._check(Checkpoint(self._made))
+                self._check(self._copied())
         finally:
             objects.close()
         written = Checkpoint(self._made)
@@ -153,23 +160,25 @@ class _Writer:
             self._progress.advanced = self._phase("fetching", route.num_bytes)
         return route
 
-    def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
-        specs = self._run.layout(self._target.manifest.layout_hash)
-        flats = {} if self._base is None else flats_of(self._base, specs)
-        return FetchedRoute(route, objects, self._progress, specs=specs, flats=flats)
+    def _copied(self) -> Checkpoint:
+        assert self._base is not None
+        copy_checkpoint(self._base.path, self._made)
+        return Checkpoint(self._made, writable=True)
 
     def _take(self, fetched: FetchedRoute) -> None:
-        deltas = fetched.deltas()
-        if fetched.route.base is None:
-            fetched.anchor()
-            fetched.move_anchor(self._made)
-        else:
-            assert self._base is not None
-            copy_checkpoint(self._base.path, self._made)
-        written = Checkpoint(self._made, writable=True)
-        if deltas is not None:
-            _apply(deltas, written)
-            written.flush()
+        specs = self._run.layout(self._target.manifest.layout_hash)
+        written = None if fetched.route.base is None else self._copied()
+        for step, folder in fetched.folders():
+            if step.base is None:
+                checkpoint_of(folder)
+                folder.rename(self._made)
+                written = Checkpoint(self._made, writable=True)
+            else:
+                assert written is not None
+                frames = frames_of(step.way, folder, step.base, step.to)
+                apply_delta(written, specs, frames)
+        assert written is not None
+        written.flush()
         self._check(written)
         self._ways = tuple(step.way.kind for step in fetched.route.steps)
 
@@ -191,16 +200,25 @@ class _Writer:
             self._made.unlink(missing_ok=True)
 
 
-def _apply(deltas: FoldedDeltas, written: Checkpoint) -> None:
-    for number in deltas.changed:
-        name = named_in(written, deltas.specs[number])
-        if name is None:
-            lacking = deltas.specs[number].name
-            raise LayoutMismatch(f"{written.path} has no tensor {lacking!r}, which has changed")
-        flat = Flat.of(written.tensor(name))
-        for run in deltas.runs(number):
+def apply_delta(
+    written: Checkpoint, specs: Sequence[ParameterSpec], frames: Iterable[Frame]
+) -> dict[int, Flat]:
+    """Write a delta into a checkpoint. Returns the parameters that have changed.
+
+    Raises WireError, SyncError if it is damaged, or the checkpoint lacks what changes.
+    """
+    flats = flats_of(written, specs)
+    delta = MergedDeltas(specs, flats)
+    delta.take(frames)
+    for number in delta.changed:
+        if number not in flats:
+            raise LayoutMismatch(
+                f"{written.path} has no tensor {specs[number].name!r}, which changes"
+            )
+        for run in delta.runs(number):
             assert run.bits is not None
-            run.write(flat, run.bits)
+            run.write(flats[number], run.bits)
+    return {number: flats[number] for number in delta.changed}
 
 
 def _sync(path: Path) -> None:

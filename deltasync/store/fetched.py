@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.delta.bits import Flat, Live
+from deltasync.delta.bits import Live
 from deltasync.errors import (
     ConfigError,
     ObjectDamaged,
@@ -28,14 +28,16 @@ from deltasync.errors import (
 )
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile
-from deltasync.store.folding import FoldedDeltas, named_in
+from deltasync.store.catalogue import Published
 from deltasync.store.manifest import StoredFile, Way, sha256_of
+from deltasync.store.merged import MergedDeltas, flats_of, plan_of_anchor
 from deltasync.store.objects import Objects, started
 from deltasync.store.routes import Route, Step
 from deltasync.store.scratch import ScratchFolder
+from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.transports.base import Frame
-from deltasync.wire.frame import decode
-from deltasync.wire.messages import Layout, ParameterSpec
+from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
+from deltasync.wire.messages import Begin, Layout, ParameterSpec, Sealed
 
 logger = logging.getLogger(__name__)
 Advance = Callable[[int], None]
@@ -212,116 +214,88 @@ class FetchedRoute:
         route: At least one step.
         objects: Where they are kept.
         progress: Told of what comes.
-        specs: The layout of the version.
-        flats: The weights of the version that the route begins at, by parameter, if it has one:
-            deltas are decoded by them. Not owned.
 
     Attributes:
         route: The same.
-        objects: The same.
-        later: The deltas of the route, without an anchor, if they are not a single one; else None.
-        blamed: If `load` has failed: the keys of the objects that it is about.
+        blamed: If a call has failed: the keys of the objects that it is about.
     """
 
-    def __init__(
-        self,
-        route: Route,
-        objects: Fetched,
-        progress: Progress,
-        *,
-        specs: Sequence[ParameterSpec],
-        flats: Mapping[int, Live],
-    ) -> None:
-        self.route, self.objects, self._progress = route, objects, progress
-        self._specs, self._flats = specs, flats
-        self._folders: list[Path] = []
-        self.later: FoldedDeltas | None = None
+    def __init__(self, route: Route, objects: Fetched, progress: Progress) -> None:
+        self.route, self._objects, self._progress = route, objects, progress
         self.blamed: frozenset[str] = frozenset()
 
     def load(self) -> None:
-        """Fetch all objects, check each, and merge deltas.
+        """Fetch all objects, and check each.
 
         Raises:
-            StoreError, WireError, SyncError: An object is missing or wrong, see `blamed`; or the
-                store did not answer.
+            StoreError: An object is missing or wrong, see `blamed`; or the store did not answer.
             ConfigError: The disk is full, or cannot be written.
         """
         self._progress.begin(self.route.target.version, self.route.num_bytes)
-        self.objects.keep(step.way for step in self.route.steps)
+        self._objects.keep(step.way for step in self.route.steps)
+        self._folders = [self._objects.fetch(step.way, self._progress) for step in self._steps()]
+
+    def _steps(self) -> Iterator[Step]:
+        """One step after the other, each blamed while it is used. Afterwards all may be wrong."""
         for step in self.route.steps:
             self.blamed = step.keys
-            self._folders.append(self.objects.fetch(step.way, self._progress))
-        later = list(zip(self.route.steps, self._folders, strict=True))
-        if self.route.base is None:
-            del later[0]
-        elif len(later) == 1:
-            later = []
-        if later:
-            self.later = FoldedDeltas(self._base())
-        for step, folder in later:
-            self.blamed = step.keys
-            assert self.later is not None
-            self.later.take(_frames_of(step, folder))
-            self._check_named(self.later, step)
-        # From here on, one object cannot be told from another.
+            yield step
         self.blamed = frozenset().union(*(step.keys for step in self.route.steps))
 
-    def _base(self) -> Mapping[int, Live]:
-        """The weights that the first delta applies to."""
-        if self.route.base is not None:
-            return self._flats
-        return flats_of(self.anchor(), self._specs)
+    def folders(self) -> Iterator[tuple[Step, Path]]:
+        """Each step with the folder of its files; whoever takes it may move that."""
+        return zip(self._steps(), self._folders, strict=True)
 
-    def frames(self) -> FrameFile:
-        """Those of the first object, which is a delta."""
-        return _frames_in(self.route.steps[0], self._folders[0])
+    def frames(self, specs: Sequence[ParameterSpec], flats: Mapping[int, Live]) -> Iterator[Frame]:
+        """All of it as one sync. Several deltas, or an anchor and deltas, are merged before.
 
-    def anchor(self, *, writable: bool = False) -> Checkpoint:
-        """The first object, which is an anchor. Raises ObjectDamaged if it is no checkpoint."""
-        try:
-            return Checkpoint(self._folders[0], writable=writable)
-        except ConfigError as error:
-            raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+        Args:
+            specs: The layout of the version.
+            flats: The weights by parameter, of which others are left out. Those of a version that
+                the route begins at decode deltas. Not owned.
 
-    def move_anchor(self, path: Path) -> None:
-        """Make the anchor's files a folder of that name. It can be done once."""
-        self._folders[0].rename(path)
-
-    def deltas(self) -> FoldedDeltas | None:
-        """All deltas of the route, after the anchor if there is one; None if there are none."""
-        if self.route.base is None or self.later is not None:
-            return self.later
-        single = FoldedDeltas(self._flats)
-        single.take(_frames_of(self.route.steps[0], self._folders[0]))
-        self._check_named(single, self.route.steps[0])
-        return single
-
-    def _check_named(self, deltas: FoldedDeltas, step: Step) -> None:
-        """Rule S5: whether deltas up to a step say of themselves what the manifests say."""
-        start, end = (self.route.base or self.route.steps[0].to).manifest, step.to.manifest
-        digests = int(start.digest, 16), int(end.digest, 16)
-        found = deltas.stream_id, deltas.base_version, deltas.version, deltas.specs
-        named = end.run, start.version, end.version, tuple(self._specs)
-        if found != named or (deltas.base_digest, deltas.digest) != digests:
-            raise ProtocolViolation(
-                f"frames up to v{deltas.version} of {deltas.stream_id!r} have other versions, "
-                f"digests or parameters than the manifests up to v{end.version} of {end.run!r}"
-            )
+        Raises:
+            WireError, SyncError, ObjectDamaged: An object is not what the manifests say.
+        """
+        route, target = self.route, self.route.target.manifest
+        if route.base is not None and len(route.steps) == 1:
+            step = route.steps[0]
+            return frames_of(step.way, self._folders[0], step.base, step.to)
+        anchor, digest = None, int(target.digest, 16)
+        deltas = MergedDeltas(specs, flats)
+        for step, folder in self.folders():
+            if step.base is None:
+                anchor = checkpoint_of(folder)
+                deltas = MergedDeltas(specs, flats_of(anchor, specs))
+            else:
+                deltas.take(frames_of(step.way, folder, step.base, step.to))
+        if route.base is None:
+            assert anchor is not None
+            plan = plan_of_anchor(specs, anchor, deltas, held=flats.keys(), digest=digest)
+        else:
+            plan = deltas.plan(base_version=route.base.version, digest=digest)
+        return one_way_frames(
+            plan,
+            specs,
+            stream_id=target.run,
+            version=target.version,
+            digest=int((route.base or route.target).manifest.digest, 16),
+        )
 
 
 def take_cheapest(
     find: Callable[[set[str]], Route],
+    fetched_of: Callable[[Route], FetchedRoute],
     take: Callable[[FetchedRoute], None],
     *,
-    fetched_of: Callable[[Route], FetchedRoute],
-    failed: Callable[[], None] = lambda: None,
+    failed: Callable[[], None],
 ) -> bool:
     """Fetch a route and take it; where an object turns out to be wrong, another route.
 
     Args:
         find: Returns the cheapest route without objects of these keys. Raises StoreError.
-        take: Uses what was fetched.
         fetched_of: Makes what fetches a route.
+        take: Uses what was fetched.
         failed: Called when a route was of no use, before another one is found.
 
     Returns:
@@ -351,32 +325,50 @@ def take_cheapest(
     return False
 
 
-def flats_of(checkpoint: Checkpoint, specs: Sequence[ParameterSpec]) -> dict[int, Live]:
-    """The tensors of a checkpoint by their number in a layout; those that it lacks are left out."""
-    names = {n: name for n, spec in enumerate(specs) if (name := named_in(checkpoint, spec))}
-    return {number: Flat.of(checkpoint.tensor(name)) for number, name in names.items()}
+def checkpoint_of(folder: Path, *, writable: bool = False) -> Checkpoint:
+    """An anchor. Raises ObjectDamaged if it is no checkpoint."""
+    try:
+        return Checkpoint(folder, writable=writable)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+
+
+def frames_of(way: Way, folder: Path, base: Published | None, to: Published) -> Iterator[Frame]:
+    """The frames of a delta. Raises ProtocolViolation if they contradict the manifests, rule S5.
+
+    Args:
+        way: The delta.
+        folder: Where its file is.
+        base: The version that it leads from; None if that is not known.
+        to: The version that it leads to.
+    """
+    (file,) = way.files
+    run, after, before = to.manifest.run, to.manifest, to.version - 1
+    for number, frame in enumerate(FrameFile(folder / Path(file.key).name)):
+        message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        said: tuple[object, ...] = ()
+        named: tuple[object, ...] = ()
+        match message:
+            case Layout():
+                said = message.stream_id, message.version, message.hash, message.digest
+                digest = message.digest if base is None else base.manifest.digest
+                named = run, before, after.layout_hash, digest
+            case Begin():
+                said = message.stream_id, message.base_version, message.version
+                named = run, before, after.version
+            case Sealed():
+                said, named = (message.version, message.digest), (after.version, after.digest)
+            case _ if not number:
+                said = (message.kind,)
+        if said != named:
+            raise ProtocolViolation(
+                f"{file.key}: its {message.kind} says {said}, where the manifests have {named}"
+            )
+        yield frame
 
 
 def _name_of(way: Way) -> str:
     """A folder's name that no other way has, though its files may begin with the same content."""
     return sha256_of("\n".join(f"{file.key} {file.sha256}" for file in way.files).encode())
-
-
-def _frames_of(step: Step, folder: Path) -> Iterator[Frame]:
-    """The frames of a delta, whose rows are then decoded by weights of the manifest's layout.
-
-    Raises ProtocolViolation if they are of another one.
-    """
-    for number, frame in enumerate(_frames_in(step, folder)):
-        if not number:
-            message, _ = decode(frame.header)
-            if not isinstance(message, Layout) or message.hash != step.to.manifest.layout_hash:
-                raise ProtocolViolation(
-                    f"{step.way.files[0].key}: its frames have other parameters than the manifest"
-                )
-        yield frame
-
-
-def _frames_in(step: Step, folder: Path) -> FrameFile:
-    (file,) = step.way.files
-    return FrameFile(folder / Path(file.key).name)

@@ -84,6 +84,11 @@ class Way(_Record):
         """Bytes to fetch."""
         return sum(file.bytes for file in self.files)
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """The objects that it takes."""
+        return frozenset(file.key for file in self.files)
+
 
 class Parent(_Record):
     """The version before, and the SHA-256 of the bytes of its manifest."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from deltasync.delta.batched.streams import OwnStream, own_stream
+from deltasync.delta.batched.streams import own_stream
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
@@ -27,24 +26,21 @@ from deltasync.store.fetched import Fetched, FetchedRoute, Progress, take_cheape
 from deltasync.store.manifest import sha256_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.polling import Poll
-from deltasync.store.routes import Route, find_route
+from deltasync.store.routes import find_route
 from deltasync.store.staging import StoredSync, check_digests, is_version, join
 from deltasync.sync.arguments import check_options, check_target
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import OneCaller, check_seconds
+from deltasync.sync.protocol.links import check_seconds
 from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
-from deltasync.sync.records import ReceiverRecord
+from deltasync.sync.receiver_base import BaseReceiver
 from deltasync.sync.staging_thread import Pause, StagingThread
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.bound import BoundWeights
-from deltasync.transports import forks
-from deltasync.transports.base import Closing
 from deltasync.wire import messages
 
 logger = logging.getLogger(__name__)
 
 
-class StoreReceiver(Closing):
+class StoreReceiver(BaseReceiver):
     """Brings versions of a store into one engine rank.
 
     `fetch` does everything in the calling thread. It consists of `stage`, which fetches, checks and
@@ -78,6 +74,9 @@ class StoreReceiver(Closing):
         progress: How far the version that is being fetched has come; set its `advanced` to be told.
     """
 
+    _cure, _heal = "fetch one", "fetch to heal"
+    _refusal = "a version is being fetched; a StoreReceiver is for one thread"
+
     def __init__(
         self,
         target: WeightTarget,
@@ -94,73 +93,32 @@ class StoreReceiver(Closing):
         check_target(target)
         check_options(options, ReceiverOptions)
         check_options(store, StoreOptions)
+        session = ReceiverSession("store", dirty=half_written, half_written=half_written)
+        super().__init__(target, session, f"store[{rank}/{world}]", options)
         self._url, self._run_id, self._store_options = url, run, store
         self._run: Run | None = None
         self._spool_folder, self._world = spool, world
         self._label = None if spool is None else f"{rank}of{world}"
         self._objects: Fetched | None = None  # what was fetched, also by attempts that failed
-        self.name = f"store[{rank}/{world}]"
         self.progress = Progress()
-        self._session = ReceiverSession("store", dirty=half_written, half_written=half_written)
-        self._weights = BoundWeights(target, options or ReceiverOptions(), on=self._session.on)
-        self._record = ReceiverRecord(self.name, self._session)
         self._bound: str | None = None  # hash of the layout that the weights are bound to
         self._held: Published | None = None
         self._begun: Published | None = None  # of which something has come
         self._staged: StoredSync | None = None
-        self._stream: OwnStream | None = None
-        self._scrub_is_due = self._is_closed = self._is_broken_off = False
+        self._is_broken_off = False
         self._poll = Poll(str(url), self._check_wanted)
-        refusal = "a version is being fetched; a StoreReceiver is for one thread"
-        self._caller = OneCaller(refusal, self.invalidate)
-        self._attached = threading.Event()
-        self._attached.set()
-        self._lock = threading.RLock()  # held while weights are looked at or written
-        forks.inert_in_children(self._forked)
+
+    def _recover(self) -> None:
+        self.invalidate()
 
     def _forked(self) -> None:
-        """A child writes nothing: it may share the weights' memory with its parent."""
-        self._lock, self._attached = threading.RLock(), threading.Event()
-        self._attached.set()
-        self._caller.forked()
-        self._objects = None  # the parent's
-        self._leave()
-        self._record = ReceiverRecord(self.name, self._session)
-
-    @property
-    def version(self) -> int | None:
-        """The version held; None before the first one and after `invalidate`."""
-        return self._session.version
+        super()._forked()
+        self._objects = self._staged = None  # the parent's
 
     @property
     def run(self) -> str | None:
         """The id of the run; None until it was found."""
         return None if self._run is None else self._run.name
-
-    @property
-    def state(self) -> ReceiverState:
-        """The receiver's state, as that of a `WeightReceiver`."""
-        return self._session.state
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether the weights must not be read or written: from `detach` to `attach`."""
-        return self._session.detached
-
-    @property
-    def is_dirty(self) -> bool:
-        """Whether the weights may mix two versions or be corrupted; they must not serve."""
-        return self._session.dirty
-
-    @property
-    def is_half_written(self) -> bool:
-        """Whether they are dirty because a write, or the update of derived tensors, broke off."""
-        return self._session.half_written
-
-    def check_serving(self) -> None:
-        """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
-        if self._session.dirty:
-            raise DirtyReceiver("the weights mix two versions; fetch one before serving")
 
     def versions(self) -> list[int]:
         """Return the versions in the store, in order. Raises StoreError."""
@@ -252,35 +210,17 @@ class StoreReceiver(Closing):
         """
         return StagingThread(self, pause)
 
-    def digests(self) -> dict[str, int]:
-        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
-        with self._lock:
-            self.check_serving()
-            return self._weights.digests()
-
     def invalidate(self) -> None:
         """Report that something else released, reloaded or wrote the weights. Any thread may."""
         with self._lock:
-            self._session.on("invalidated")
-            self._bound = self._held = None
-            self._weights.staging = None
-            self._synchronize()
+            super().invalidate()
+            self._bound = self._held = self._weights.staging = None
 
     def detach(self) -> None:
         """Do not touch the weights until `attach`: for an engine that sleeps or moves them."""
         with self._lock:
-            self._session.on("detached")
+            super().detach()
             self._weights.staging = None
-            self._attached.clear()
-            self._synchronize()
-
-    def attach(self) -> None:
-        """Use the weights again. The next `stage` compares them with the digests."""
-        with self._lock:
-            if self._session.detached:
-                self._session.on("attached")
-                self._weights.may_differ = True
-            self._attached.set()
 
     def close(self) -> None:
         """Remove what was fetched unless it is in a `spool`. The weights stay. Any thread may."""
@@ -366,19 +306,14 @@ class StoreReceiver(Closing):
         )
         if take_cheapest(
             lambda refused: find_route(run, target, self._holds, refused=refused),
-            lambda fetched: self._take(StoredSync(fetched, self._weights)),
-            fetched_of=lambda route: self._fetched(route, objects),
+            lambda route: FetchedRoute(route, objects, self.progress),
+            self._take,
             failed=self._leave,
         ):
             return True
         self._forget()
         self._join(target)
         return False
-
-    def _fetched(self, route: Route, objects: Fetched) -> FetchedRoute:
-        backend = self._weights.backend
-        flats, specs = backend.flats, backend.ledger.specs
-        return FetchedRoute(route, objects, self.progress, specs=specs, flats=flats)
 
     def _bind(self, run: Run, target: Published) -> None:
         """Find the weights of the target's layout and measure them, unless that was done."""
@@ -408,9 +343,11 @@ class StoreReceiver(Closing):
         self._record.joined()
         logger.info("%s holds v%d: same digest", self.name, target.version)
 
-    def _take(self, sync: StoredSync) -> None:
+    def _take(self, fetched: FetchedRoute) -> None:
         """Stage what was fetched; if it has to be written in place, only begin."""
-        route = sync.route
+        route, backend = fetched.route, self._weights.backend
+        frames = fetched.frames(backend.ledger.specs, backend.flats)
+        sync = StoredSync(route, frames, self._weights)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_attached()
             is_full = route.base is None
@@ -428,12 +365,13 @@ class StoreReceiver(Closing):
 
     def _replay(self, sync: StoredSync) -> None:
         """Stage each bucket; in place, write it. Then compare what comes of it."""
-        for frame in sync.frames():
+        for frame in sync.frames:
             with self._lock, self._stream.entered() if self._stream else nullcontext():
                 self._check_begun()
                 sync.take(frame, self._session)
         with self._lock, self._stream.entered() if self._stream else nullcontext():
             self._check_begun()
+            sync.check_sealed()
             check_digests(sync.route, self._weights, sync.reached)
             self._session.on(messages.Commit(version=sync.route.target.version))
         self._record.note("ready")
@@ -467,11 +405,11 @@ class StoreReceiver(Closing):
         with self._lock:
             if not self._scrub_is_due or self._session.detached or not self._weights.are_kept():
                 return
-            self._scrub_is_due = False
-            if (name := self._weights.scrub()) is not None:
-                self._session.on("corrupted")
+            try:
+                self._scrub()
+            except DirtyReceiver:
                 self._bound = None
-                raise self._record.corrupted(name, "fetch to heal")
+                raise
 
     def _forget(self) -> None:
         """Remove what was fetched."""
@@ -484,11 +422,6 @@ class StoreReceiver(Closing):
         with self._lock:
             self._weights.staging = self._staged = None
             self._session.on("lost")
-
-    def _synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._weights.backend.synchronize()
 
     @contextmanager
     def _failing_safely(self) -> Iterator[None]:

@@ -15,17 +15,19 @@ class Step:
     """One way to be taken.
 
     Attributes:
+        base: The version that it leads from; None for an anchor.
         to: The version that it leads to.
         way: What to fetch.
     """
 
+    base: Published | None
     to: Published
     way: Way
 
     @property
     def keys(self) -> frozenset[str]:
         """The objects that it takes."""
-        return frozenset(file.key for file in self.way.files)
+        return self.way.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +77,19 @@ def find_route(
     while anchored is None or num_bytes <= anchored.num_bytes:
         if holds(at):
             return Route(at, tuple(reversed(deltas)), target)
-        steps = [step for way in run.ways(at) if (step := Step(at, way)).keys.isdisjoint(refused)]
-        anchor = next((step for step in steps if step.way.kind == "anchor"), None)
+        ways = [way for way in run.ways(at) if way.keys.isdisjoint(refused)]
+        anchor = next((way for way in ways if way.kind == "anchor"), None)
         if anchor is not None and anchored is None:
-            anchored = Route(None, (anchor, *reversed(deltas)), target)
-        delta = next((step for step in steps if step.way.kind == "delta"), None)
+            anchored = Route(None, (Step(None, at, anchor), *reversed(deltas)), target)
+        delta = next((way for way in ways if way.kind == "delta"), None)
         try:
             parent = None if delta is None else _parent(run, at)
         except ManifestInvalid as error:
             parent, fault = None, error
         if delta is None or parent is None:
             break
-        deltas.append(delta)
-        at, num_bytes = parent, num_bytes + delta.way.num_bytes
+        deltas.append(Step(parent, at, delta))
+        at, num_bytes = parent, num_bytes + delta.num_bytes
     if anchored is not None:
         return anchored
     if fault is not None:

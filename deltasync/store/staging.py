@@ -9,10 +9,7 @@ import numpy as np
 from deltasync.delta.digests import digest_text
 from deltasync.errors import DigestMismatch, ProtocolViolation
 from deltasync.store.catalogue import Published
-from deltasync.store.fetched import FetchedRoute
-from deltasync.store.folding import AnchoredVersion
 from deltasync.store.routes import Route
-from deltasync.sync.protocol.one_way import one_way_frames
 from deltasync.sync.protocol.receiver_session import ReceiverSession
 from deltasync.sync.target.bound import BoundWeights
 from deltasync.transports.base import Frame
@@ -29,50 +26,39 @@ def is_version(weights: BoundWeights, published: Published) -> bool:
 
 
 class StoredSync:
-    """A route that was fetched, replayed as one sync.
+    """A route that was fetched, replayed as one sync, once.
 
     Args:
-        fetched: What was fetched; not owned.
+        route: The way that was taken.
+        frames: All of it. They agree with the manifests.
         weights: Where it goes, bound to the layout.
 
     Attributes:
         route: The way that was taken.
+        frames: What was not taken yet.
         reached: Numbers of the parameters that rows have come for.
     """
 
-    def __init__(self, fetched: FetchedRoute, weights: BoundWeights) -> None:
-        self._fetched, self._weights, self.route = fetched, weights, fetched.route
+    def __init__(self, route: Route, frames: Iterator[Frame], weights: BoundWeights) -> None:
+        self.route, self.frames, self._weights = route, frames, weights
         self.reached: set[int] = set()
         self._is_sealed = False
 
     def begin(self, session: ReceiverSession) -> None:
-        """Take the first frames, up to `begin`; `frames` are those after it."""
-        for frame in self._all_frames():
-            message = self._open(frame)
-            if isinstance(message, messages.Layout):
-                self._check_layout(message)
-            elif isinstance(message, messages.Begin):
-                self._check_begin(message)
+        """Take the first frames, up to `begin`. Raises WireError, SyncError."""
+        for frame in self.frames:
+            message = _opened(frame)
+            if isinstance(message, messages.Begin):
                 session.on(message)
                 self._weights.begin(message)
                 return
-            else:
+            if not isinstance(message, messages.Layout):
                 raise ProtocolViolation(f"{message.kind} where layout or begin has its place")
         raise ProtocolViolation("frames end before `begin`")
 
-    def frames(self) -> Iterator[Frame]:
-        """What follows `begin`."""
-        frames = self._all_frames()
-        for frame in frames:
-            if isinstance(self._open(frame), messages.Begin):
-                break
-        yield from frames
-        if not self._is_sealed:
-            raise ProtocolViolation("frames end before `sealed`: a part is missing")
-
     def take(self, frame: Frame, session: ReceiverSession) -> None:
         """Stage one frame. Raises WireError, SyncError."""
-        message = self._open(frame)
+        message = _opened(frame)
         match message:
             case messages.Bucket():
                 session.on(message)
@@ -82,58 +68,22 @@ class StoredSync:
                 session.on(message)
             case messages.Sealed():
                 self._is_sealed = True
-                if message.digest != self.route.target.manifest.digest:
-                    raise DigestMismatch("the frames lead to another digest than the manifest has")
             case _:
                 raise ProtocolViolation(f"{message.kind} has no place after begin")
 
-    def _all_frames(self) -> Iterator[Frame]:
-        target, base, fetched = self.route.target, self.route.base, self._fetched
-        if base is not None and fetched.later is None:
-            return iter(fetched.frames())
-        specs = self._weights.backend.ledger.specs
-        return one_way_frames(
-            self._anchored() if fetched.later is None or base is None else fetched.later.plan(),
-            specs,
-            stream_id=target.manifest.run,
-            version=target.version,
-            digest=int((base or target).manifest.digest, 16),
-        )
+    def check_sealed(self) -> None:
+        """Raise ProtocolViolation unless all has come."""
+        if not self._is_sealed:
+            raise ProtocolViolation("frames end before `sealed`: a part is missing")
 
-    def _anchored(self) -> AnchoredVersion:
-        return AnchoredVersion(
-            self._weights.backend.ledger.specs,
-            self._fetched.anchor(),
-            self._fetched.later,
-            held=self._weights.backend.flats.keys(),
-            digest=int(self.route.target.manifest.digest, 16),
-        )
 
-    def _open(self, frame: Frame) -> messages.Message:
-        message, _ = decode(
-            frame.header,
-            max_payload_bytes=MAX_PAYLOAD_BYTES,
-            arrived_bytes=0 if frame.payload is None else len(frame.payload),
-        )
-        return message
-
-    def _check_layout(self, layout: messages.Layout) -> None:
-        start = self.route.base or self.route.target
-        facts = (layout.stream_id, layout.version, layout.hash, layout.digest)
-        manifest = start.manifest
-        if facts != (manifest.run, start.version, manifest.layout_hash, manifest.digest):
-            raise ProtocolViolation(
-                f"frames for v{layout.version} of {layout.stream_id!r} at {layout.digest}, where "
-                f"the manifest names v{start.version} of {manifest.run!r} at {manifest.digest}"
-            )
-
-    def _check_begin(self, begin: messages.Begin) -> None:
-        base = None if self.route.base is None else self.route.base.version
-        if (begin.base_version, begin.version) != (base, self.route.target.version):
-            raise ProtocolViolation(
-                f"frames from v{begin.base_version} to v{begin.version}, where the manifest names "
-                f"v{base} to v{self.route.target.version}"
-            )
+def _opened(frame: Frame) -> messages.Message:
+    message, _ = decode(
+        frame.header,
+        max_payload_bytes=MAX_PAYLOAD_BYTES,
+        arrived_bytes=0 if frame.payload is None else len(frame.payload),
+    )
+    return message
 
 
 def join(

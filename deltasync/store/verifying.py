@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltasync.delta.bits import Flat
 from deltasync.delta.digests import DigestLedger, digest_text
 from deltasync.delta.patch import CHUNK_NUMEL
 from deltasync.delta.shard import whole
@@ -17,22 +16,18 @@ from deltasync.errors import (
     DeltaSyncError,
     DigestMismatch,
     ManifestInvalid,
-    ObjectDamaged,
     StoreRefused,
     StoreUnavailable,
 )
-from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.comparing import measure_digests
-from deltasync.files.frame_file import FrameFile
 from deltasync.store.catalogue import Published, Run
-from deltasync.store.checkpoints import Phase, no_phase
-from deltasync.store.fetched import Fetched, flats_of
-from deltasync.store.folding import FoldedDeltas
+from deltasync.store.checkpoints import Phase, apply_delta, no_phase
+from deltasync.store.fetched import Fetched, checkpoint_of, frames_of
 from deltasync.store.manifest import Way
 from deltasync.store.objects import StoreOptions
+from deltasync.transports.base import Frame
 from deltasync.wire.digest import MASK
-from deltasync.wire.frame import MAX_PAYLOAD_BYTES, decode
-from deltasync.wire.messages import Begin, Layout, ParameterSpec, Sealed
+from deltasync.wire.messages import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +112,27 @@ class _Check:
     def look(self, version: int) -> None:
         """Check the next version."""
         held, self._held = self._held, None
-        published: Published | None = None
+        before, self._before = self._before, None
         with self._noting(version, "manifest"):
-            published = self._run.require(version)
-            self._check_parent(published)
-        if published is None:
+            self._before = published = self._run.require(version)
+            if before is not None and published.manifest.parent != before.as_parent:
+                raise ManifestInvalid("does not name the version before as it is")
+        if (published := self._before) is None:
             return
         with self._noting(version, "manifest"):
             self._run.layout(published.manifest.layout_hash)
             for way in self._run.ways(published):
                 with self._noting(version, way.kind):
-                    held = self._look_at(published, way, held)
+                    held = self._look_at(published, way, before, held)
         if held is not None and held.version == version:
             self._held = held
             self._result.proved.append(version)
         elif held is not None:
             held.close()
 
-    def _check_parent(self, published: Published) -> None:
-        before, self._before = self._before, published
-        parent = published.manifest.parent
-        if before is None or before.version + 1 != published.version:
-            return
-        if parent != before.as_parent:
-            raise ManifestInvalid("does not name the version before as it is")
-
-    def _look_at(self, published: Published, way: Way, held: _Held | None) -> _Held | None:
+    def _look_at(
+        self, published: Published, way: Way, before: Published | None, held: _Held | None
+    ) -> _Held | None:
         """Fetch a way and check it. Returns a copy of the version if it leads there."""
         folder = self._objects.fetch(way)
         self._result.num_bytes += way.num_bytes
@@ -151,32 +141,15 @@ class _Check:
             if held is not None:
                 held.close()
             return made
-        (path,) = folder.iterdir()
         try:
-            self._check_frames(published, way, path)
-            if way.kind == "delta" and held is not None and held.version == way.base:
-                held.apply(path, self._run.layout(published.manifest.layout_hash), published)
+            frames = frames_of(way, folder, before, published)
+            if held is not None and held.version + 1 == published.version:
+                held.apply(frames, self._run.layout(published.manifest.layout_hash), published)
+            for _ in frames:
+                pass
         finally:
-            path.unlink()
+            shutil.rmtree(folder)
         return held
-
-    def _check_frames(self, published: Published, way: Way, path: Path) -> None:
-        """Whether frames say of themselves what the manifest says of them."""
-        manifest = published.manifest
-        for frame in FrameFile(path):
-            message, _ = decode(frame.header, max_payload_bytes=MAX_PAYLOAD_BYTES)
-            facts: tuple[object, ...] | None = None
-            match message:
-                case Layout():
-                    facts = message.stream_id, message.version, message.hash
-                    said: tuple[object, ...] = manifest.run, way.base, manifest.layout_hash
-                case Begin():
-                    facts = message.base_version, message.version
-                    said = way.base, manifest.version
-                case Sealed():
-                    facts, said = (message.digest,), (manifest.digest,)
-            if facts is not None and facts != said:
-                raise ObjectDamaged(f"its {message.kind} says {facts}, the manifest {said}")
 
     @contextmanager
     def _noting(self, version: int, what: str) -> Iterator[None]:
@@ -198,30 +171,20 @@ class _Held:
 
     def __init__(self, folder: Path, published: Published) -> None:
         self._folder, self.version = folder, published.version
-        try:
-            self._checkpoint = Checkpoint(folder, writable=True)
-        except ConfigError as error:
-            if isinstance(error.__cause__, OSError):
-                raise
-            raise ObjectDamaged(f"the anchor is no checkpoint: {error}") from error
+        self._checkpoint = checkpoint_of(folder, writable=True)
         ledger = measure_digests(self._checkpoint)
         found = ledger.by_parameter().tolist()
         self._digests = {spec.name: int(one) for spec, one in zip(ledger.specs, found, strict=True)}
         self._check(published)
 
-    def apply(self, path: Path, specs: Sequence[ParameterSpec], published: Published) -> None:
+    def apply(
+        self, frames: Iterable[Frame], specs: Sequence[ParameterSpec], published: Published
+    ) -> None:
         """Go on to the next version. Raises DigestMismatch, WireError, SyncError."""
-        delta = FoldedDeltas(flats_of(self._checkpoint, specs))
-        delta.take(FrameFile(path))
-        for number in delta.changed:
-            spec = delta.specs[number]
-            flat = Flat.of(self._checkpoint.tensor(spec.name))
-            for run in delta.runs(number):
-                assert run.bits is not None
-                run.write(flat, run.bits)
-            ledger = DigestLedger(whole([spec]), chunk_numel=CHUNK_NUMEL)
+        for number, flat in apply_delta(self._checkpoint, specs, frames).items():
+            ledger = DigestLedger(whole([specs[number]]), chunk_numel=CHUNK_NUMEL)
             ledger.measure(0, flat.read)
-            self._digests[spec.name] = ledger.total
+            self._digests[specs[number].name] = ledger.total
         self._check(published)
         self.version = published.version
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from torch import Tensor
 
-from deltasync.delta.batched.streams import OwnStream, own_stream
+from deltasync.delta.batched.streams import own_stream
 from deltasync.delta.digests import digest_text
 from deltasync.delta.modes import plain_mode
 from deltasync.errors import (
     CallOrderError,
-    DirtyReceiver,
     PeerLost,
     SyncAborted,
     TransportClosed,
@@ -26,13 +24,11 @@ from deltasync.errors import (
 from deltasync.sync.arguments import check_receiver
 from deltasync.sync.events import subscriptions
 from deltasync.sync.options import ReceiverOptions
-from deltasync.sync.protocol.links import OneCaller, ReceiverLinks, check_seconds
+from deltasync.sync.protocol.links import ReceiverLinks, check_seconds
 from deltasync.sync.protocol.receiver_session import PATIENT, ReceiverSession, ReceiverState
-from deltasync.sync.records import ReceiverRecord
+from deltasync.sync.receiver_base import BaseReceiver
 from deltasync.sync.target.base import WeightTarget
-from deltasync.sync.target.bound import BoundWeights
-from deltasync.transports import forks
-from deltasync.transports.base import Closing, ReceiveTransport
+from deltasync.transports.base import ReceiveTransport
 from deltasync.wire import messages
 from deltasync.wire.frame import FORMAT_VERSION
 
@@ -40,7 +36,7 @@ logger = logging.getLogger(__name__)
 _REPLY_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 30.0, 3600.0
 
 
-class WeightReceiver(Closing):
+class WeightReceiver(BaseReceiver):
     """Receives the trainer's weights into one engine rank.
 
     `receive_weights` does a sync in the calling thread. It consists of `stage`, which does
@@ -60,6 +56,9 @@ class WeightReceiver(Closing):
         name: In logs and in `SyncStats.lost`: engine[rank/world].
     """
 
+    _cure, _heal = "receive a full sync", "rejoin to heal"
+    _refusal = "a sync is under way; a WeightReceiver is used by one thread"
+
     def __init__(
         self,
         target: WeightTarget,
@@ -73,45 +72,17 @@ class WeightReceiver(Closing):
         half_written: bool = False,
     ) -> None:
         check_receiver(target, (transport, *lanes), options, engine)
-        self._options = options or ReceiverOptions()
-        self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
-        self._engine, self._rank, self._world = engine, rank, world
-        self.name = f"{engine}[{rank}/{world}]"
-        self._session = ReceiverSession(
+        session = ReceiverSession(
             engine, world, 1 + len(lanes), dirty=half_written, half_written=half_written
         )
-        self._record = ReceiverRecord(self.name, self._session)
-        self._stream: OwnStream | None = None  # on a GPU, what stages
-        self._weights = BoundWeights(target, self._options, on=self._session.on)
-        self._scrub_is_due = False
+        super().__init__(target, session, f"{engine}[{rank}/{world}]", options)
+        self._links = ReceiverLinks([transport, *lanes], self._options.max_payload_bytes)
+        self._engine, self._rank, self._world = engine, rank, world
         self._deadline = 0.0  # of a call, for a sync to begin
         self._silence_s = 0.0  # how long the sender of a sync may be silent
-        refusal = "a sync is under way; a WeightReceiver is used by one thread"
-        self._caller = OneCaller(refusal, lambda: self._fail(PeerLost("interrupted")))
-        self._attached = threading.Event()
-        self._attached.set()
-        self._is_closed = False
-        self._lock = threading.RLock()  # held while weights are looked at or written
-        forks.inert_in_children(self._forked)
 
-    def _forked(self) -> None:
-        """A child writes nothing: it may share the weights' memory with its parent."""
-        self._lock, self._attached = threading.RLock(), threading.Event()
-        self._attached.set()
-        self._caller.forked()
-        self._session.on("lost")
-        self._weights.staging = None
-        self._record = ReceiverRecord(self.name, self._session)
-
-    @property
-    def version(self) -> int | None:
-        """The version held; None before the first sync and after `invalidate`."""
-        return self._session.version
-
-    @property
-    def state(self) -> ReceiverState:
-        """The receiver's state within a sync."""
-        return self._session.state
+    def _recover(self) -> None:
+        self._fail(PeerLost("interrupted"))
 
     @property
     def is_connected(self) -> bool:
@@ -124,29 +95,9 @@ class WeightReceiver(Closing):
         return self._session.state is not ReceiverState.OUTSIDE
 
     @property
-    def is_detached(self) -> bool:
-        """Whether the weights must not be read or written: from `detach` to `attach`."""
-        return self._session.detached
-
-    @property
-    def is_dirty(self) -> bool:
-        """Whether the weights may mix two versions or be corrupted; they must not serve."""
-        return self._session.dirty
-
-    @property
-    def is_half_written(self) -> bool:
-        """Whether they are dirty because a write, or the update of derived tensors, broke off."""
-        return self._session.half_written
-
-    @property
     def is_unchanged(self) -> bool:
         """Whether the version that is staged changes no weight."""
         return self._session.is_unchanged
-
-    def check_serving(self) -> None:
-        """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
-        if self._session.dirty:
-            raise DirtyReceiver("the weights mix two versions; receive a full sync before serving")
 
     def receive_weights(self, *, timeout_s: float = 60.0) -> int:
         """Receive one sync, or join without one. Returns the version held.
@@ -264,48 +215,6 @@ class WeightReceiver(Closing):
         if state not in (ReceiverState.COMMITTING, ReceiverState.OUTSIDE) and not self._is_in_place:
             raise CallOrderError(f"commit while {state.name}: nothing is staged; call stage first")
 
-    def digests(self) -> dict[str, int]:
-        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
-        with self._lock:
-            self.check_serving()
-            return self._weights.digests()
-
-    def invalidate(self) -> None:
-        """Report that something else released, reloaded or wrote the weights.
-
-        May be called from any thread. Deltas are refused until the receiver has rejoined. The next
-        `stage` or `receive_weights` does that, and a `StagingThread` does it at once. Rejoining
-        reads the weights: call `detach` first if they must not be read yet.
-        """
-        with self._lock:
-            self._session.on("invalidated")
-            self._synchronize()
-
-    def detach(self) -> None:
-        """Do not touch the weights until `attach`: for an engine that sleeps or moves them.
-
-        Any thread may call it. When it returns, nothing here reads or writes the weights, and a
-        sync in flight has failed. An up-to-date receiver stays a member until a sync completes
-        without it. `stage` and `receive_weights` wait. Idempotent.
-        """
-        with self._lock:
-            self._session.on("detached")
-            self._attached.clear()
-            self._synchronize()
-
-    def attach(self) -> None:
-        """Use the weights again, whether they are unchanged or the engine has loaded others.
-
-        Any thread may call it once the weights can be read. The next `stage`, or the begin of a
-        sync, compares them with the digests: if they have changed or moved, the receiver rejoins.
-        If you know that they have, call `invalidate` first. Idempotent.
-        """
-        with self._lock:
-            if self._session.detached:
-                self._session.on("attached")
-                self._weights.may_differ = True
-            self._attached.set()
-
     def close(self) -> None:
         """Close the connection. The weights stay as they are."""
         self._is_closed = True
@@ -318,11 +227,6 @@ class WeightReceiver(Closing):
         is_under_way = self._session.state in (ReceiverState.STAGING, ReceiverState.PREPARED)
         staging = self._weights.staging
         return is_under_way and staging is not None and staging.in_place
-
-    def _synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()  # kernels of a bucket may still read
-        self._weights.backend.synchronize()
 
     def _check_after_attach(self) -> None:
         """Leave if the weights have changed while they were detached."""
@@ -367,13 +271,8 @@ class WeightReceiver(Closing):
         """Once between two syncs: the sender is busy comparing meanwhile."""
         with self._lock:
             is_ready = self._session.state is ReceiverState.READY and not self._session.detached
-            if not self._scrub_is_due or not is_ready:
-                return
-            self._scrub_is_due = False
-            name = self._weights.scrub()
-            if name is not None:
-                self._session.on("corrupted")
-                raise self._record.corrupted(name, "rejoin to heal")
+            if self._scrub_is_due and is_ready:
+                self._scrub()
 
     def _take_next(self) -> messages.Message:
         """Receive one message, act on it, and return it."""

@@ -35,9 +35,8 @@ from deltasync.errors import (
 from deltasync.files.checkpoint import Checkpoint
 from deltasync.files.frame_file import FrameFile, write_frames
 from deltasync.store.catalogue import Run
-from deltasync.store.fetched import flats_of
-from deltasync.store.folding import FoldedDeltas
 from deltasync.store.manifest import Manifest, canonical
+from deltasync.store.merged import MergedDeltas, flats_of
 from deltasync.store.objects import StoreOptions
 from deltasync.store.receiver import StoreReceiver
 from deltasync.store.sender import StoreSender
@@ -228,7 +227,7 @@ def test_s05_a_delta_of_another_version_is_refused(run_of: tuple[Path, States]) 
     moved = file.model_copy(update={"sha256": wrong.files[0].sha256, "bytes": wrong.files[0].bytes})
     rewrite(run, 2, ways=(right.model_copy(update={"files": (moved,)}),))
     reader = reader_of(run, at=states[1])
-    with pytest.raises(DeltaSyncError, match="manifest names v1"):
+    with pytest.raises(DeltaSyncError, match="where the manifests have"):
         reader.receiver.fetch(2, timeout_s=10)
     assert reader.holds(states[1])
 
@@ -442,14 +441,14 @@ def forget(run: Path, version: int, number: int) -> None:
     path = run / way.files[0].key
     (anchor,) = run.glob(f"objects/{version - 1:016}-anchor-*")
     layout = Run.open(run).layout(manifest.layout_hash)
-    folded = FoldedDeltas(flats_of(Checkpoint(anchor), layout))
-    folded.take(FrameFile(path))
-    del folded._deltas[number]
+    deltas = MergedDeltas(layout, flats_of(Checkpoint(anchor), layout))
+    deltas.take(FrameFile(path))
+    del deltas._deltas[number]
     path.unlink()
-    frames = one_way_frames(
-        folded.plan(), folded.specs, stream_id=RUN, version=version, digest=folded.base_digest
-    )
-    write_frames(frames, path)
+    before = Manifest.model_validate_json(manifest_of(run, version - 1).read_bytes())
+    plan = deltas.plan(base_version=version - 1, digest=int(manifest.digest, 16))
+    digest = int(before.digest, 16)
+    write_frames(one_way_frames(plan, layout, stream_id=RUN, version=version, digest=digest), path)
     data = path.read_bytes()
     update = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     file = way.files[0].model_copy(update=update)

@@ -155,12 +155,12 @@ def test_s05_frames_of_a_larger_layout_are_refused_before_they_are_decoded(
         path.write_bytes(other.read_bytes())
     link_again(folder)
     engine, receiver = reader_of(folder, states[1])
-    with pytest.raises(ProtocolViolation, match="other parameters"):
+    with pytest.raises(ProtocolViolation, match="its layout says"):
         receiver.fetch(3, timeout_s=5)
     assert holds(engine, states[1])
     assert not receiver.is_dirty
     receiver.close()
-    with pytest.raises(ProtocolViolation, match="other parameters"):
+    with pytest.raises(ProtocolViolation, match="its layout says"):
         fetch_checkpoint(folder, tmp_path / "out")
     assert [(fault.version, fault.what) for fault in verify_run(folder).faults] == [(2, "delta")]
 

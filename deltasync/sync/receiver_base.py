@@ -1,0 +1,152 @@
+"""What all receivers have in common: the weights of one engine rank, and what the engine asks."""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+from deltasync.delta.batched.streams import OwnStream
+from deltasync.errors import DirtyReceiver
+from deltasync.sync.options import ReceiverOptions
+from deltasync.sync.protocol.links import OneCaller
+from deltasync.sync.protocol.receiver_session import ReceiverSession, ReceiverState
+from deltasync.sync.records import ReceiverRecord
+from deltasync.sync.target.base import WeightTarget
+from deltasync.sync.target.bound import BoundWeights
+from deltasync.transports import forks
+from deltasync.transports.base import Closing
+
+
+class BaseReceiver(Closing):
+    """Holds the weights of one engine rank. Subclasses bring versions into them.
+
+    Args:
+        target: The live weights.
+        session: What has come so far.
+        name: In logs and events.
+        options: Memory, scrub.
+
+    Attributes:
+        name: As given.
+    """
+
+    _cure: ClassVar[str]  # what to do if the weights are dirty, for a message
+    _heal: ClassVar[str]  # what to do if they were corrupted
+    _refusal: ClassVar[str]  # of a call while another one is under way
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        session: ReceiverSession,
+        name: str,
+        options: ReceiverOptions | None,
+    ) -> None:
+        self.name, self._session = name, session
+        self._options = options or ReceiverOptions()
+        self._weights = BoundWeights(target, self._options, on=session.on)
+        self._record = ReceiverRecord(name, session)
+        self._stream: OwnStream | None = None  # on a GPU, what stages
+        self._scrub_is_due = self._is_closed = False
+        self._caller = OneCaller(self._refusal, self._recover)
+        self._attached = threading.Event()
+        self._attached.set()
+        self._lock = threading.RLock()  # held while weights are looked at or written
+        forks.inert_in_children(self._forked)
+
+    def _recover(self) -> None:
+        """Put in order what a call has left that an interrupt has ended."""
+        raise NotImplementedError
+
+    def _forked(self) -> None:
+        """A child writes nothing: it may share the weights' memory with its parent."""
+        self._lock, self._attached = threading.RLock(), threading.Event()
+        self._attached.set()
+        self._caller.forked()
+        self._session.on("lost")
+        self._weights.staging = None
+        self._record = ReceiverRecord(self.name, self._session)
+
+    @property
+    def version(self) -> int | None:
+        """The version held; None before the first one and after `invalidate`."""
+        return self._session.version
+
+    @property
+    def state(self) -> ReceiverState:
+        """The receiver's state within a sync."""
+        return self._session.state
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the weights must not be read or written: from `detach` to `attach`."""
+        return self._session.detached
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the weights may mix two versions or be corrupted; they must not serve."""
+        return self._session.dirty
+
+    @property
+    def is_half_written(self) -> bool:
+        """Whether they are dirty because a write, or the update of derived tensors, broke off."""
+        return self._session.half_written
+
+    def check_serving(self) -> None:
+        """Raise DirtyReceiver if the weights must not serve. Costs nothing: call it often."""
+        if self._session.dirty:
+            raise DirtyReceiver(f"the weights mix two versions; {self._cure} before serving")
+
+    def digests(self) -> dict[str, int]:
+        """Return the digest of each parameter held, by each of its names. Raises DirtyReceiver."""
+        with self._lock:
+            self.check_serving()
+            return self._weights.digests()
+
+    def invalidate(self) -> None:
+        """Report that something else released, reloaded or wrote the weights.
+
+        May be called from any thread. Deltas are refused until the weights have been compared with
+        their digests again. The next call does that, and a `StagingThread` does it at once. It
+        reads the weights: call `detach` first if they must not be read yet.
+        """
+        with self._lock:
+            self._session.on("invalidated")
+            self._synchronize()
+
+    def detach(self) -> None:
+        """Do not touch the weights until `attach`: for an engine that sleeps or moves them.
+
+        Any thread may call it. When it returns, nothing here reads or writes the weights, and a
+        sync in flight has failed. An up-to-date `WeightReceiver` stays a member until a sync
+        completes without it. Calls that bring versions wait. Idempotent.
+        """
+        with self._lock:
+            self._session.on("detached")
+            self._attached.clear()
+            self._synchronize()
+
+    def attach(self) -> None:
+        """Use the weights again, whether they are unchanged or the engine has loaded others.
+
+        Any thread may call it once the weights can be read. The next `stage`, or the begin of a
+        sync, compares them with the digests: if they have changed or moved, they are brought anew.
+        If you know that they have, call `invalidate` first. Idempotent.
+        """
+        with self._lock:
+            if self._session.detached:
+                self._session.on("attached")
+                self._weights.may_differ = True
+            self._attached.set()
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()  # kernels of a bucket may still read
+        self._weights.backend.synchronize()
+
+    def _scrub(self) -> None:
+        """Raise DirtyReceiver if weights have changed that no sync has touched."""
+        self._scrub_is_due = False
+        name = self._weights.scrub()
+        if name is not None:
+            self._session.on("corrupted")
+            raise self._record.corrupted(name, self._heal)
