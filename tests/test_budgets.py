@@ -1,8 +1,7 @@
 """Limits that keep the package readable and safe, checked over its source.
 
 A rule takes a file's text, its syntax tree and its path inside the package, and yields a line
-number and what is wrong there. Every rule is also shown a snippet that it must refuse and one
-that it must let pass.
+number and what is wrong there.
 """
 
 from __future__ import annotations
@@ -65,14 +64,6 @@ def long_file(source: Source) -> Iterator[Finding]:
     lines = code_lines(source.text)
     if lines > MAX_FILE_LINES:
         yield lines, f"{lines} lines of code, over {MAX_FILE_LINES}"
-
-
-def print_outside_interface(source: Source) -> Iterator[Finding]:
-    if source.top in {"cli", "demo"}:
-        return
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and dotted(node.func) == "print":
-            yield node.lineno, "print outside cli and demo"
 
 
 def environment_outside_config(source: Source) -> Iterator[Finding]:
@@ -171,7 +162,6 @@ def line_of(node: ast.AST) -> int:
 RULES: list[Rule] = [
     long_function,
     long_file,
-    print_outside_interface,
     environment_outside_config,
     unpickling,
     torch_attribute_by_text,
@@ -203,60 +193,3 @@ def test_package_keeps_the_rule(rule: Rule) -> None:
 
 def test_the_package_is_found() -> None:
     assert "errors.py" in {source.path for source in package_sources()}
-
-
-@pytest.mark.parametrize(
-    ("rule", "path", "text", "lines"),
-    [
-        (long_function, "a.py", "\ndef f():\n" + "    pass\n" * 60, [2]),
-        (long_function, "a.py", "class A:\n  async def f():\n" + "    pass\n" * 60, [2]),
-        (long_file, "a.py", "x = 1\n" * 501, [501]),
-        (print_outside_interface, "sync/a.py", "x = 1\nprint(x)\n", [2]),
-        (environment_outside_config, "sync/a.py", "import os\nos.environ['A']\n", [2]),
-        (environment_outside_config, "sync/config.py", "import os\nos.getenv('A')\n", [2]),
-        (environment_outside_config, "a.py", "from os import environ, path\n", [1]),
-        (unpickling, "a.py", "import json, pickle\n", [1]),
-        (unpickling, "a.py", "from pickle import loads\n", [1]),
-        (unpickling, "a.py", "import torch\ntorch.load(p)\n", [2]),
-        (unpickling, "a.py", "torch.distributed.broadcast_object_list(x)\n", [1]),
-        (unpickling, "a.py", "from torch.distributed import all_gather_object\n", [1]),
-        (torch_attribute_by_text, "a.py", "getattr(torch, name)\n", [1]),
-        (torch_attribute_by_text, "a.py", "getattr(torch.cuda, name, None)\n", [1]),
-        (swallowed_exception, "a.py", "try:\n  f()\nexcept Exception:\n  log()\n", [3]),
-        (swallowed_exception, "a.py", "try:\n  f()\nexcept:\n  pass\n", [3]),
-        (swallowed_exception, "a.py", "try:\n  f()\nexcept (OSError, BaseException):\n  0\n", [3]),
-        (swallowed_exception, "a.py", "with contextlib.suppress(Exception):\n  f()\n", [1]),
-        (non_ascii, "a.py", "a = 1\n# caf\u00e9\n", [2]),
-    ],
-)
-def test_rule_refuses(rule: Rule, path: str, text: str, lines: list[int]) -> None:
-    assert [line for line, _ in rule(Source(text, path))] == lines
-
-
-@pytest.mark.parametrize(
-    ("rule", "path", "text"),
-    [
-        (long_function, "a.py", "def f():\n" + "    pass\n" * 59),
-        (long_file, "a.py", "x = 1\n" * 500 + "# no code\n\n"),
-        (print_outside_interface, "cli/demo.py", "print(1)\n"),
-        (print_outside_interface, "demo/task.py", "print(1)\n"),
-        (print_outside_interface, "a.py", "console.print(1)\n"),
-        (environment_outside_config, "config.py", "import os\nos.environ['A']\n"),
-        (environment_outside_config, "cli/run.py", "import os\nos.getenv('A')\n"),
-        (environment_outside_config, "a.py", "import os\nos.path.join(a, b)\n"),
-        (unpickling, "a.py", "import json\njson.load(f)\n"),
-        (torch_attribute_by_text, "a.py", "getattr(torch, 'uint16')\n"),
-        (torch_attribute_by_text, "a.py", "getattr(module, name)\n"),
-        (swallowed_exception, "a.py", "try:\n  f()\nexcept Exception:\n  undo()\n  raise\n"),
-        (swallowed_exception, "a.py", "try:\n  f()\nexcept OSError:\n  pass\n"),
-        (non_ascii, "a.py", "# cafe\n"),
-    ],
-)
-def test_rule_lets_pass(rule: Rule, path: str, text: str) -> None:
-    assert list(rule(Source(text, path))) == []
-
-
-def test_every_rule_is_shown_a_bad_snippet() -> None:
-    marks = getattr(test_rule_refuses, "pytestmark")  # noqa: B009 - pytest adds it
-    shown = {case[0] for case in marks[0].args[1]}
-    assert shown == set(RULES)

@@ -118,7 +118,7 @@ def compare(
         tl.atomic_add(chunk_counts + chunk, count, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["capacity", "first", "begin", "end", "out"])
+@triton.jit(do_not_specialize=["capacity", "begin", "end", "out"])
 def locate(
     first_block, chunk_of, shifts, words, ends, indices, capacity, begin, end, out,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
