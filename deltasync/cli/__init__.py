@@ -25,7 +25,7 @@ COMMANDS = {
     "fetch": ("deltasync.store.checkpoints",),
     "gc": ("deltasync.store.retention",),
     "log": ("deltasync.store.history",),
-    "report": ("deltasync.observe.report.page",),
+    "report": ("deltasync.observe.report",),
     "verify": ("deltasync.files.comparing",),
 }
 """By name: each command is a function in a module of this name; these modules it needs first."""

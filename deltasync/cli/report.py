@@ -32,7 +32,7 @@ def report(
     """
     from deltasync.errors import ConfigError
     from deltasync.files.output import write_output
-    from deltasync.observe.report.page import make_page
+    from deltasync.observe.report import make_page
     from deltasync.observe.run_lines import read_run
 
     out = log.with_suffix(".html") if out is None else out

@@ -49,9 +49,9 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit for bit, or check a patch or a store.
 
-    Exits with 1 if they differ or it is damaged. FIRST and SECOND are safetensors files, or folders of them. A FIRST alone
-    is a patch file, of which the first damaged byte is named, or the URL of a store, of which all
-    manifests and objects are read, and each version is put together.
+    Exits with 1 if they differ, or if it is damaged. FIRST and SECOND are safetensors files, or
+    folders of them. FIRST alone is a patch file, whose first damaged byte is named, or the URL of a
+    store: all of its manifests and objects are read, and each version is put together.
     """
     from deltasync.files.checkpoint import Checkpoint
 

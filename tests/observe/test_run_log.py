@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from deltasync import subscribe
 from deltasync.errors import ConfigError, PeerLost, SyncAborted
-from deltasync.observe.report.series import series_of
 from deltasync.observe.run_lines import FailedLine, RunLine, SyncLine, read_run
 from deltasync.observe.run_log import RunLog
+from deltasync.observe.series import series_of
 from deltasync.testing.processes import Child
 from tests.observe.made import failed, published, received, sync
 from tests.programs import run
