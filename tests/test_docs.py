@@ -41,7 +41,7 @@ from tests.programs import run
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "site"
-MAX_NOT_RUN = 8
+MAX_NOT_RUN = 7
 SHELLS = {"bash", "console"}
 PROSE = {"diff", "json", "make", "mermaid", "text", "toml", "yaml"}
 LANGUAGES = {"python"} | SHELLS | PROSE
