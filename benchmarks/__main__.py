@@ -337,7 +337,7 @@ def table(records: Records = RECORDS) -> None:
 
 @app.command()
 def plot(folder: Path = IMAGES) -> None:
-    """Draw all records into docs/images."""
+    """Draw all records into a folder; docs/images keeps what pages show."""
     from benchmarks import live_plots
     from benchmarks import plots as cpu_plots
     from benchmarks.codec import plots as codec_plots
@@ -351,7 +351,10 @@ def plot(folder: Path = IMAGES) -> None:
     if codec_record.RECORDS.exists():
         paths += codec_plots.draw_all(codec_record.read_records(codec_record.RECORDS), folder)
     for path in paths:
-        print(path)
+        if folder == IMAGES and path.stem not in headlines.IMAGES:
+            path.unlink()
+        else:
+            print(path)
 
 
 @app.command()

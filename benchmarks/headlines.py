@@ -12,7 +12,9 @@ from benchmarks.codec.record import CodecRecord
 from benchmarks.record import Result
 from benchmarks.store.record import StoreRecord
 
-IMAGES = frozenset({"gpu-nccl-sync", "live-gpu-requests", "codec-cpu-bytes"})
+IMAGES = frozenset({
+    "gpu-nccl-sync", "live-gpu-requests", "codec-cpu-bytes", "timeline-nccl-lanes",
+})  # fmt: skip
 _CASES = frozenset({
     # whole syncs: of few and many parameters, to several engines, to other forms
     "sync_over_dense", "sync_over_usual", "moe_sync", "moe_sync_most", "receivers_7",
