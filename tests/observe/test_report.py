@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from deltasync import SyncEvent
 from deltasync.observe.report import escaped, make_page, seconds, size
 from deltasync.observe.run_lines import read_run
 from deltasync.observe.run_log import RunLog
 from deltasync.observe.series import series_of
+from deltasync.sync.events import SyncEvent
 from tests.observe.made import failed, published, received, sync
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
