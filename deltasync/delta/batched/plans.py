@@ -90,29 +90,19 @@ class BatchedDelta:
         self.base_version: int | None = base_version
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._packed: Numbers | None = None
-        self._written = self._sort(masks.counts, most)
-        sparse = np.flatnonzero(self._kinds == RowKind.SPARSE)
-        each = INDEX_ITEM_BYTES + self._snapshot.item_sizes[sparse]
-        changes = int((masks.counts[sparse] * each).sum())
-        dense = np.flatnonzero(self._kinds == RowKind.DENSE)
-        listed, self.dense_bytes = _bytes_of(self._snapshot, dense)
+        counts, snapshot = masks.counts, self._snapshot
+        self._kinds = _kinds(counts, most, self._ahead)
+        # Of chunks that are ahead the old bits are gone: all of their elements count as changed.
+        self._written = np.where(self._ahead, snapshot.table.numel, counts)
+        is_sparse, is_dense = (self._kinds == kind for kind in (RowKind.SPARSE, RowKind.DENSE))
+        each = INDEX_ITEM_BYTES + snapshot.item_sizes[is_sparse]
+        changes = int((counts[is_sparse] * each).sum())
+        listed, self.dense_bytes = _bytes_of(snapshot, np.flatnonzero(is_dense))
         self.sparse_bytes = changes + listed
-        is_sparse, hold = self._kinds == RowKind.SPARSE, changes <= max_held_bytes
-        masks.choose(source, self._snapshot, is_sparse, hold=hold)
+        masks.choose(source, snapshot, is_sparse, hold=changes <= max_held_bytes)
         self.held_bytes = changes if masks.is_held else 0
         is_collected = changes and not masks.is_held
         self._bucket_bytes = sparse_bucket_bytes if is_collected else bucket_bytes
-
-    def _sort(self, counts: Ints, most: NDArray[np.float64]) -> Ints:
-        """Say how chunks are sent, which have so many changes each. Returns how many count.
-
-        Of those that are ahead the old bits are gone: all of their elements count as changed.
-        """
-        self._kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
-        is_sparse = counts[differ] <= most[differ]
-        self._kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
-        self._kinds[self._ahead] = RowKind.DENSE
-        return np.where(self._ahead, self._snapshot.table.numel, counts)
 
     @property
     def is_held(self) -> bool:
@@ -398,6 +388,15 @@ class BatchedBucket:
             num_warps=4,
             enable_fp_fusion=False,
         )
+
+
+def _kinds(counts: Ints, most: NDArray[np.float64], ahead: NDArray[np.bool_]) -> Ints:
+    """int64[chunks], UNCHANGED or a RowKind: how chunks are sent that have so many changes each."""
+    kinds, differ = np.full(len(counts), UNCHANGED), np.flatnonzero(counts)
+    is_sparse = counts[differ] <= most[differ]
+    kinds[differ] = np.where(is_sparse, int(RowKind.SPARSE), int(RowKind.DENSE))
+    kinds[ahead] = RowKind.DENSE
+    return kinds
 
 
 def _bytes_of(snapshot: BatchedWeights, sent: Ints) -> tuple[int, int]:
