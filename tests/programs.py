@@ -16,12 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from io import StringIO
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, Self, TextIO
+from typing import Self, TextIO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -32,9 +31,7 @@ class Program:
     """One program in a session of its own, which is used as a `subprocess.Popen` with pipes.
 
     Attributes:
-        stdin: What it reads, if it `is_told` something.
-        stdout: What it and its children write.
-        stderr: Likewise, if it `is_overheard`; else that goes where everything goes.
+        stdout, stderr: What it and its children write.
     """
 
     def __init__(
@@ -43,8 +40,6 @@ class Program:
         *arguments: str | Path,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        is_told: bool = False,
-        is_overheard: bool = True,
     ) -> None:
         """Start a script, or what `python -c` takes, in `folder`.
 
@@ -53,9 +48,8 @@ class Program:
         """
         self.args = [program, *map(str, arguments)]
         context = multiprocessing.get_context("forkserver")
-        numbers = [*([0] if is_told else ()), 1, *([2] if is_overheard else ())]
-        pipes = {number: context.Pipe(duplex=False) for number in numbers}
-        theirs = {number: ends[number > 0] for number, ends in pipes.items()}
+        pipes = {number: context.Pipe(duplex=False) for number in (1, 2)}
+        theirs = {number: end for number, (_, end) in pipes.items()}
         self._process = context.Process(
             target=_main,
             args=(
@@ -69,9 +63,7 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.stdin: TextIO = _opened(pipes[0][1], "w") if is_told else StringIO()
-        self.stdout = _opened(pipes[1][0], "r")
-        self.stderr: TextIO = _opened(pipes[2][0], "r") if is_overheard else StringIO()
+        self.stdout, self.stderr = _opened(pipes[1][0]), _opened(pipes[2][0])
         for end in chain(*pipes.values()):
             end.close()
 
@@ -98,7 +90,6 @@ class Program:
 
     def communicate(self, timeout: float = TIMEOUT_S) -> tuple[str, str]:
         """What it and its children wrote; waits for the end of all."""
-        self.stdin.close()
         with ThreadPoolExecutor(2) as threads:
             texts = [threads.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
@@ -118,8 +109,8 @@ class Program:
         self._process.kill()
 
     def close(self) -> None:
-        """Stop reading and telling."""
-        for stream in (self.stdin, self.stdout, self.stderr):
+        """Stop reading."""
+        for stream in (self.stdout, self.stderr):
             stream.close()
 
 
@@ -166,8 +157,8 @@ def run_ranks(
         return [completed(rank) for rank in ranks]
 
 
-def _opened(end: Connection, mode: Literal["r", "w"]) -> TextIO:
-    return os.fdopen(os.dup(end.fileno()), mode, encoding="utf-8")
+def _opened(end: Connection) -> TextIO:
+    return os.fdopen(os.dup(end.fileno()), encoding="utf-8")
 
 
 def _main(
@@ -187,8 +178,6 @@ def _main(
     for descriptor, end in pipes.items():
         os.dup2(end.fileno(), descriptor)
         end.close()
-    if 0 in pipes:
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     main = sys.modules["__main__"] = ModuleType("__main__")
     name, text = "-c", str(program)
     if isinstance(program, Path):
