@@ -25,8 +25,7 @@ _CASES = frozenset({
     "engine_work_over_dense", "engine_pause_over_sparse",
     "sharded_over_dense", "sharded_over_gathered", "sharded_pause", "sharded_large",
     # on CPUs
-    "diff_with_digests", "apply", "sync_over_diff", "parameter_sync", "files",
-    "fleet_sync",
+    "parameter_sync", "files", "fleet_sync",
 })  # fmt: skip
 _ON_ONE_GPU = frozenset({"sync_over_dense", "sync_over_usual", "adamw"})
 _DENSITIES = frozenset({0.001, 0.003, 0.01, 0.05, 0.2, 1.0})

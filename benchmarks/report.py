@@ -78,7 +78,8 @@ def _by_density(results: list[Result]) -> list[str]:
         row(("---", "---", *("---:" for _ in densities))),
     ]
     for case in _BY_DENSITY:
-        kept = [found[case, d] for d in densities if (case, d) in found]
+        if not (kept := [found[case, d] for d in densities if (case, d) in found]):
+            continue
         values = (bold(f"{r.ratio:.2f}x", unless=r.met) for r in kept)
         lines.append(row((TITLES[case], _goals(kept), *values)))
     syncs = [found["sync_over_dense", d] for d in densities]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.table import Table
@@ -202,11 +203,15 @@ def ways_in(results: list[Result]) -> tuple[str, str] | None:
 
 
 def _by_density(ordered: list[Result]) -> list[str]:
-    """Milliseconds of whole syncs: one row a way, one column a density; a table for each link."""
+    """Milliseconds of whole syncs: one row a way, one column a density; a table for each link.
+
+    A link with one density is in the table of cases already.
+    """
     if (ways := ways_in(ordered)) is None:
         return []
-    links = {r.link: None for r in ordered if r.case == ways[0]}
-    tables = (_of_link([r for r in ordered if r.link == link], ways) for link in links)
+    links = Counter(r.link for r in ordered if r.case == ways[0])
+    shown = (link for link, densities in links.items() if densities > 1)
+    tables = (_of_link([r for r in ordered if r.link == link], ways) for link in shown)
     return [line for table in tables for line in table]
 
 

@@ -1,4 +1,4 @@
-"""SkyRL: the engine that its trainers send weights by, with deltasync. docs/integrations/trainers.md.
+"""SkyRL: the engine by which its trainers send weights. See docs/integrations/trainers.md.
 
 Not a program: SkyRL's weight_sync calls `register` and `sender_init_info`.
 """
