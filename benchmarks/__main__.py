@@ -395,10 +395,13 @@ def _markdown(records: Path, *, only_headlines: bool = False) -> str:
     results = read_records(records)
     if records in LIVE_RECORDS.values():
         return live_report.make_markdown(headlines.of_live(results) if only_headlines else results)
-    make = gpu_report if any(result.model for result in results) else cpu_report
+    is_gpu = any(result.model for result in results)
+    make: Callable[[list[Result]], str] = (
+        gpu_report.make_markdown if is_gpu else cpu_report.make_markdown
+    )
     if only_headlines:
-        return headlines.without_parts(make.make_markdown(headlines.of_results(results)))
-    return make.make_markdown(results)
+        return headlines.without_parts(make(headlines.of_results(results)))
+    return make(results)
 
 
 def _chosen(only: list[str] | None, known: Iterable[str]) -> list[str]:
